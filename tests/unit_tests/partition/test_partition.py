@@ -1,0 +1,73 @@
+"""Segment lengths: the authors' golden values, and what holds for every cut."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.partition import STRATEGIES, ModelShape, SplitError, cut_sequence, even, uniform_comp
+
+GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
+GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
+GPT_7B_LARGE_VOCABULARY = ModelShape(32, 4096, 16384, 32, 128, 50304)
+TABLE = list(csv.DictReader((Path(__file__).parent.parent / "data" / "seq1f1b_cwp_splits.csv").open()))
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['seqlen']}-k{row['k']}")
+def test_uniform_comp_gives_the_authors_lengths(row):
+    model = {"2.7B": GPT_2_7B, "7B": GPT_7B}[row["model"]]
+    lengths = uniform_comp(int(row["seqlen"]), int(row["k"]), model, int(row["tp"]))
+    assert lengths == tuple(int(length) for length in row["splits"].split(";"))
+
+
+def test_uniform_comp_golden_values_of_the_authors_documentation():
+    assert uniform_comp(16384, 4, GPT_7B_LARGE_VOCABULARY) == (4922, 4238, 3780, 3444)
+    assert uniform_comp(32768, 4, GPT_7B_LARGE_VOCABULARY, multiple_of=8) == (11040, 8416, 7080, 6232)
+
+
+def test_uniform_comp_refuses_an_empty_segment():
+    with pytest.raises(SplitError, match="--sequence-splits 8 .* empty segment"):
+        uniform_comp(16, 8, GPT_7B, multiple_of=8)
+
+
+def test_even_refuses_more_segments_than_pieces():
+    with pytest.raises(SplitError, match="use at most 2 segments"):
+        even(16, 3, multiple_of=8)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_sequence_that_is_no_multiple_is_refused(strategy):
+    with pytest.raises(SplitError, match="--seq-length 1001 is not a multiple of 8"):
+        cut_sequence(strategy, 1001, 4, 8, GPT_7B)
+
+
+def test_unknown_strategy_and_no_segment_are_refused():
+    with pytest.raises(SplitError, match="choose one of even"):
+        cut_sequence("random", 1024, 4, 1, GPT_7B)
+    with pytest.raises(SplitError, match="at least 1"):
+        cut_sequence("even", 1024, 0, 1, GPT_7B)
+
+
+@given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))
+def test_even_covers_the_sequence_with_lengths_that_differ_by_one_piece(pieces, segments, multiple_of):
+    length = pieces * multiple_of
+    if segments > pieces:
+        with pytest.raises(SplitError):
+            even(length, segments, multiple_of)
+        return
+    lengths = even(length, segments, multiple_of)
+    assert len(lengths) == segments and sum(lengths) == length
+    assert all(part > 0 and part % multiple_of == 0 for part in lengths)
+    assert max(lengths) - min(lengths) <= multiple_of
+
+
+@given(pieces=st.integers(64, 16384), segments=st.integers(1, 16), multiple_of=st.sampled_from([1, 2, 8]))
+def test_uniform_comp_covers_the_sequence_and_shortens_towards_its_end(pieces, segments, multiple_of):
+    length = pieces * multiple_of
+    lengths = uniform_comp(length, segments, GPT_7B, multiple_of)
+    assert len(lengths) == segments and sum(lengths) == length
+    assert all(part > 0 and part % multiple_of == 0 for part in lengths)
+    # The first segment takes the rest of all roundings, the others shrink as their prefix grows.
+    assert all(later <= earlier + multiple_of for earlier, later in zip(lengths, lengths[1:], strict=False))
