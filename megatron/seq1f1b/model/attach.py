@@ -1,0 +1,42 @@
+"""Bring segments to the modules of a Megatron model, whatever layer specification built it."""
+
+from collections.abc import Iterable
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.attention import SelfAttention
+
+from .attention import SegmentAttention
+from .segment import SegmentContext
+
+
+def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Replace the `core_attention` of every self-attention layer in the model chunks; nothing else changes.
+
+    Also right for Megatron's own schedules: without a running segment it is plain causal attention.
+    """
+    chunks = list(model)
+    for layer in _modules(chunks, SelfAttention):
+        if not isinstance(layer.core_attention, SegmentAttention):
+            layer.core_attention = SegmentAttention(layer.config)
+    return chunks
+
+
+def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
+    """Make the attention and rotary modules of the model chunks follow the running segment of `context`."""
+    chunks = use_segment_attention(chunks)
+    for attention in _modules(chunks, SegmentAttention):
+        attention.context = context
+
+    def start_at_segment(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if context.segment is not None:
+            kwargs["offset"] = context.segment.start
+        return args, kwargs
+
+    for rotary in _modules(chunks, (RotaryEmbedding, YarnRotaryEmbedding)):
+        rotary.register_forward_pre_hook(start_at_segment, with_kwargs=True)
+
+
+def _modules(chunks: list[torch.nn.Module], kinds: type | tuple[type, ...]) -> list[torch.nn.Module]:
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)]

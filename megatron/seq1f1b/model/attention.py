@@ -1,0 +1,115 @@
+"""Causal self-attention of one segment over the keys and values of its whole prefix.
+
+Takes the place of Megatron's `core_attention`: after the projections and the rotary embedding, before the output
+projection. Without a running segment, or where the segment is the whole sequence, it is plain causal attention on the
+same kernel, so that comparing two schedules compares schedules and not kernels.
+"""
+
+from math import sqrt
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .kernels import Kernel, kernel_for
+from .kv_cache import KVCache
+from .segment import Segment, SegmentContext
+
+
+class SegmentAttention(torch.nn.Module):
+    """Drop-in for `core_attention`: query [n, b, h, d], key and value [n, b, g, d] to context [n, b, h·d].
+
+    n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
+    is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·(2·d·e + 4) bytes per token for e
+    bytes an element; keys and values live in the KVCache of the micro-batch.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.softmax_scale = config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.context: SegmentContext | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:
+        # The mask of a causal layer is the triangle that the kernel applies by itself; what is not a triangle
+        # (reset masks, windows, packed documents) is refused at start-up.
+        assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
+        segment = self.context.segment if self.context is not None else None
+        kernel = kernel_for(query)
+        if segment is None or segment.is_whole_sequence:
+            return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale)
+        assert query.shape[0] == segment.length, (
+            f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
+        )
+        cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value))
+        output = _OneSegment.apply(query, key, value, self, segment, cache, kernel)
+        if segment.is_last and not self.context.keeps_for_backward:
+            self.context.release(self, segment.microbatch)
+        return output
+
+
+class _WholeSequence(torch.autograd.Function):
+    """Causal attention of a sequence that is not cut."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float) -> Tensor:
+        output, logsumexp = kernel.forward(query, key, value, 0, scale)
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.kernel, ctx.scale = kernel, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad_output, query, key, value, output, logsumexp, 0, ctx.scale)
+        return grads.query, grads.key, grads.value, None, None
+
+
+class _OneSegment(torch.autograd.Function):
+    """Attention of one segment; keys and values go to the cache, not to the graph.
+
+    Later segments write other rows of the same buffers, which save_for_backward would take for a modification.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: SegmentAttention,
+        segment: Segment,
+        cache: KVCache,
+        kernel: Kernel,
+    ) -> Tensor:
+        cache.write(segment.start, segment.end, key, value)
+        output, logsumexp = kernel.forward(query, *cache.read(segment.end), segment.start, layer.softmax_scale)
+        ctx.save_for_backward(query, output, logsumexp)
+        ctx.layer, ctx.segment, ctx.cache, ctx.kernel = layer, segment, cache, kernel
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        query, output, logsumexp = ctx.saved_tensors
+        layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
+        grads = ctx.kernel.backward(
+            grad_output, query, *cache.read(segment.end), output, logsumexp, segment.start, layer.softmax_scale
+        )
+        grad_key, grad_value = cache.exchange_gradients(
+            segment.start, segment.end, (grads.key, grads.value), grads.prefix
+        )
+        if segment.is_first:
+            layer.context.release(layer, segment.microbatch)
+        return grads.query, grad_key, grad_value, None, None, None, None

@@ -1,0 +1,76 @@
+"""Which unit is running, said by one object that the executor shares with the modules of its model chunks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from .kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments."""
+
+    microbatch: int
+    index: int
+    start: int
+    end: int
+    sequence_length: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.sequence_length
+
+    @property
+    def is_whole_sequence(self) -> bool:
+        return self.is_first and self.is_last
+
+
+class SegmentContext:
+    """The running segment, and the keys and values of the micro-batches in flight.
+
+    It is set around the forward and around the backward of a unit: activation recomputation runs a forward inside the
+    backward. Between units there is no running segment, and modules treat their input as whole sequences.
+    """
+
+    def __init__(self) -> None:
+        self.segment: Segment | None = None
+        self.keeps_for_backward = True
+        self._caches: dict[tuple[Any, int], KVCache] = {}
+
+    @contextmanager
+    def running(self, segment: Segment, keeps_for_backward: bool) -> Iterator[None]:
+        """Everything inside belongs to `segment`; without `keeps_for_backward` no backward will follow (evaluation)."""
+        self.segment, self.keeps_for_backward = segment, keeps_for_backward
+        try:
+            yield
+        finally:
+            self.segment = None
+
+    def cache(self, layer: Any, make: Callable[[], KVCache]) -> KVCache:
+        """The cache of `layer` for the running micro-batch, made at its first segment."""
+        key = (layer, self.segment.microbatch)
+        if key not in self._caches:
+            self._caches[key] = make()
+        return self._caches[key]
+
+    def release(self, layer: Any, microbatch: int) -> None:
+        """Forget the cache of `layer` for `microbatch`."""
+        del self._caches[layer, microbatch]
+
+    def clear(self) -> None:
+        """Forget everything, after a step that failed."""
+        self._caches.clear()
+
+    def assert_empty(self) -> None:
+        """No keys, values or gradients outlive a step."""
+        assert not self._caches, f"{len(self._caches)} KV caches outlived the step"
