@@ -1,0 +1,50 @@
+"""What an action needs: the one statement of the rules, for every reader of a schedule."""
+
+from .action import Action, Kind
+from .schedule import Shape
+
+
+def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
+    """The compute actions that have to end before this compute action starts.
+
+    A `B` among them stands for "the backward that gives the input gradient": an `I` of the
+    same unit meets it as well (see `outcome`). The rules are those of pipelines in general and,
+    for the segments, of arXiv 2406.03488, section 3: the keys and values of a segment are used
+    by all later ones, so segments go forward in order and backward in reverse.
+    """
+    kind, stage, microbatch, segment = action
+    needs = []
+    if kind is Kind.F:
+        if stage > 0:
+            needs.append(Action(Kind.F, stage - 1, microbatch, segment))
+        if segment > 0:
+            needs.append(Action(Kind.F, stage, microbatch, segment - 1))
+    elif kind in (Kind.B, Kind.I):
+        needs.append(Action(Kind.F, stage, microbatch, segment))
+        if stage < shape.num_stages - 1:
+            needs.append(Action(Kind.B, stage + 1, microbatch, segment))
+        if segment < shape.num_segments - 1:
+            needs.append(Action(Kind.B, stage, microbatch, segment + 1))
+    elif kind is Kind.W:
+        needs.append(Action(Kind.B, stage, microbatch, segment))
+    else:
+        raise ValueError(f"{action} is not a compute action")
+    return tuple(needs)
+
+
+def outcome(action: Action) -> Action:
+    """The action under the name by which `dependencies` asks for it: an I as the B it is half of."""
+    return action._replace(kind=Kind.B) if action.kind is Kind.I else action
+
+
+def message_needed(action: Action, shape: Shape) -> Action | None:
+    """The dependency that arrives from another rank, or None.
+
+    It is the one at the neighbouring stage, unless that stage lives on the same rank (the turn
+    of a V, or one rank with several chunks): then the value is handed over without a message.
+    """
+    rank_of = shape.placement.rank_of
+    for needed in dependencies(action, shape):
+        if rank_of(needed.stage) != rank_of(action.stage):
+            return needed
+    return None

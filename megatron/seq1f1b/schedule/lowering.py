@@ -1,0 +1,150 @@
+"""Lowering: from compute actions to all that a rank does, as pure functions of the schedule.
+
+Adds the messages between ranks (SEND_*, RECV_*), the start of the gathering of parameters before
+the first forward of a model chunk (GATHER), and the start of the gradient reduction after its last
+backward (REDUCE).
+
+A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send
+follows the action that produces the value and does not block the rank. A receive is posted, without
+blocking, one compute action ahead of the action that needs it, so that the transfer overlaps with
+compute; earlier still where its channel has to deliver another message first.
+
+Why it cannot hang, if the compute actions alone have no cycle of dependencies:
+
+1. The receiver posts the receives of a channel in the order in which the sender computes, which is
+   the order in which it sends. So the n-th receive meets the n-th send, without tags.
+2. A rank waits in one place only: in front of a compute action, for its message. Assume that some
+   rank waits for ever. Among the compute actions that never run take the first in an order that
+   respects all dependencies and the order of each rank. Its sender has computed the value, so it
+   has issued this send and all earlier ones of the channel; its own rank has come to this action,
+   so it has posted this receive and all earlier ones of the channel. All of them meet: the message
+   arrives, which contradicts the assumption.
+
+Step 2 holds for a communicator that runs its operations one after the other (NCCL) if those that
+share it on a rank are one channel. It is not enough to give each direction a communicator of all
+ranks: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
+rank 2 would queue behind it, and rank 0 may be waiting for something that rank 2 makes from F0
+before it computes F1. `Channel.communicator` gives a number that keeps them apart.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from .action import Action, Kind
+from .dependencies import message_needed, outcome
+from .placement import Placement
+from .schedule import Schedule, Shape
+
+_RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+_PAYLOAD = {Kind.RECV_F: Kind.F, Kind.SEND_F: Kind.F, Kind.RECV_B: Kind.B, Kind.SEND_B: Kind.B}
+_STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
+
+
+class Channel(NamedTuple):
+    """One direction of one payload (Kind.F or Kind.B) between two ranks."""
+
+    payload: Kind
+    source: int
+    destination: int
+
+    @property
+    def communicator(self) -> tuple[Kind, bool, int]:
+        """Payload, whether it goes to a higher rank, parity of the source.
+
+        Channels with equal values may share a communicator of all ranks: each rank has at most
+        one of them, so it only sends or only receives on it, and with one peer.
+        """
+        return self.payload, self.destination > self.source, self.source % 2
+
+
+def channel_of(action: Action, placement: Placement) -> Channel:
+    """The channel of a SEND or RECV action."""
+    here = placement.rank_of(action.stage)
+    there = placement.rank_of(action.stage + _STEP[action.kind])
+    source, destination = (
+        (there, here) if action.kind in (Kind.RECV_F, Kind.RECV_B) else (here, there)
+    )
+    return Channel(_PAYLOAD[action.kind], source, destination)
+
+
+def lower(schedule: Schedule) -> Schedule:
+    """The whole schedule with messages, gathering and reduction added."""
+    orders = dict(enumerate(schedule.ranks))
+    ranks = (tuple(lower_rank(schedule.shape, orders, rank)) for rank in orders)
+    return Schedule(schedule.shape, tuple(ranks))
+
+
+def lower_rank(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) -> list[Action]:
+    """The same for one rank; `orders` holds the compute actions of it and of its neighbours."""
+    order = orders[rank]
+    before: list[list[Action]] = [[] for _ in order]
+    after: list[list[Action]] = [[] for _ in order]
+
+    for index, action in _gathers(order):
+        before[index].append(action)
+    for index, action in _receives(shape, orders, rank):
+        before[index].append(action)
+    for index, action in _sends(shape, order):
+        after[index].append(action)
+    for index, action in _reductions(order):
+        after[index].append(action)
+
+    lowered: list[Action] = []
+    for first, action, last in zip(before, order, after, strict=True):
+        lowered += first
+        lowered.append(action)
+        lowered += last
+    return lowered
+
+
+def _receives(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int):
+    """Pairs of (index of the compute action to post it before, receive)."""
+    consumers = {}  # the value that arrives -> index and action that needs it
+    for index, action in enumerate(orders[rank]):
+        needed = message_needed(action, shape)
+        if needed is not None:
+            consumers[needed] = index, action
+    receives = []
+    for source in shape.placement.neighbours_of(rank):
+        sent = [outcome(action) for action in orders[source]]
+        for payload in (Kind.F, Kind.B):
+            post = len(orders[rank])
+            # From the last message back: a receive is posted no later than those that follow it.
+            for value in reversed(sent):
+                if value.kind is payload and value in consumers:
+                    index, consumer = consumers[value]
+                    post = min(post, max(index - 1, 0))
+                    receives.append((post, index, consumer._replace(kind=_RECEIVE[payload])))
+    if len(receives) < len(consumers):
+        raise ValueError(f"rank {rank} needs messages that no neighbour sends; validate the schedule")
+    receives.reverse()
+    # Stable: what is posted at the same place stays in the order of its channel.
+    receives.sort(key=lambda receive: receive[0])
+    return [(post, receive) for post, _, receive in receives]
+
+
+def _sends(shape: Shape, order: Sequence[Action]):
+    rank_of, last_stage = shape.placement.rank_of, shape.num_stages - 1
+    for index, action in enumerate(order):
+        kind = outcome(action).kind
+        if kind is Kind.W:
+            continue
+        receiver = action.stage + (1 if kind is Kind.F else -1)
+        if 0 <= receiver <= last_stage and rank_of(receiver) != rank_of(action.stage):
+            yield index, action._replace(kind=_SEND[kind])
+
+
+def _gathers(order: Sequence[Action]):
+    """Like a receive, a gathering starts one compute action ahead of its first use."""
+    seen = set()
+    for index, action in enumerate(order):
+        if action.stage not in seen:
+            seen.add(action.stage)
+            yield max(index - 1, 0), Action(Kind.GATHER, action.stage)
+
+
+def _reductions(order: Sequence[Action]):
+    last = {action.stage: index for index, action in enumerate(order)}
+    for stage, index in last.items():
+        yield index, Action(Kind.REDUCE, stage)

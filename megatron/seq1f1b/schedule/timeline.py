@@ -1,0 +1,133 @@
+"""When each action ran: one form for simulated and measured steps, and its JSON."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .action import COMPUTE_KINDS, Action, Kind
+from .placement import Placement
+from .schedule import Shape
+
+
+class Span(NamedTuple):
+    """An action with its start and end, in `Timeline.time_unit` since the start of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """For each rank, its spans in the order of their start.
+
+    `time_unit` is "s" for measured and estimated times, "" for costs without a unit. `meta` may
+    hold anything that JSON can, such as the name of the schedule.
+    """
+
+    shape: Shape
+    ranks: tuple[tuple[Span, ...], ...]
+    time_unit: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def start(self) -> float:
+        return min(span.start for spans in self.ranks for span in spans)
+
+    @property
+    def end(self) -> float:
+        return max(span.end for spans in self.ranks for span in spans)
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end on any rank."""
+        return self.end - self.start
+
+    def busy(self, rank: int) -> float:
+        """Time that the rank spends in compute actions (F, B, I, W)."""
+        return sum(
+            span.end - span.start
+            for span in self.ranks[rank]
+            if span.action.kind in COMPUTE_KINDS
+        )
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time of all ranks over their total time, from step start to step end."""
+        total = len(self.ranks) * self.makespan
+        busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
+        return (total - busy) / total if total else 0.0
+
+
+def peak_units(actions: Iterable[Action]) -> int:
+    """Most units in flight on a rank that runs these actions in order.
+
+    A unit of a model chunk is in flight from its F to the end of its B or W.
+    """
+    now = peak = 0
+    for action in actions:
+        if action.kind is Kind.F:
+            now += 1
+            peak = max(peak, now)
+        elif action.kind in (Kind.B, Kind.W):
+            now -= 1
+    return peak
+
+
+def to_json(timeline: Timeline) -> dict[str, Any]:
+    """`{"meta": {...}, "ranks": [[{"kind": "F", "stage": 0, ..., "start": 0.0, "end": 1.0}]]}`."""
+    shape, placement = timeline.shape, timeline.shape.placement
+    meta = {
+        **timeline.meta,
+        "num_ranks": placement.num_ranks,
+        "num_chunks": placement.num_chunks,
+        "placement": placement.style,
+        "num_microbatches": shape.num_microbatches,
+        "num_segments": shape.num_segments,
+        "time_unit": timeline.time_unit,
+    }
+    ranks = [
+        [
+            {
+                "kind": action.kind.value,
+                "stage": action.stage,
+                "chunk": placement.chunk_of(action.stage),
+                "microbatch": action.microbatch,
+                "segment": action.segment,
+                "start": start,
+                "end": end,
+            }
+            for action, start, end in spans
+        ]
+        for spans in timeline.ranks
+    ]
+    return {"meta": meta, "ranks": ranks}
+
+
+def from_json(data: Mapping[str, Any]) -> Timeline:
+    """The inverse of `to_json`."""
+    meta = dict(data["meta"])
+    placement = Placement(meta.pop("num_ranks"), meta.pop("num_chunks"), meta.pop("placement"))
+    shape = Shape(placement, meta.pop("num_microbatches"), meta.pop("num_segments"))
+    ranks = tuple(
+        tuple(
+            Span(
+                Action(Kind(row["kind"]), row["stage"], row["microbatch"], row["segment"]),
+                row["start"],
+                row["end"],
+            )
+            for row in rows
+        )
+        for rows in data["ranks"]
+    )
+    return Timeline(shape, ranks, meta.pop("time_unit", ""), meta)
+
+
+def write_timeline(timeline: Timeline, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(to_json(timeline)) + "\n", encoding="utf-8")
+
+
+def read_timeline(path: str | Path) -> Timeline:
+    return from_json(json.loads(Path(path).read_text(encoding="utf-8")))

@@ -1,0 +1,148 @@
+"""Is a schedule of compute actions complete and can it run? If not, where is it wrong?"""
+
+from .action import COMPUTE_KINDS, Action, Kind
+from .costs import Costs
+from .dependencies import dependencies, outcome
+from .schedule import Schedule, Shape
+from .timing import run
+
+_AROUND = 4  # actions shown on each side
+_RANKS = 8  # ranks shown
+
+
+class ScheduleError(ValueError):
+    """A schedule that must not be run. The message shows the place, rank by rank."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises ScheduleError unless every rank runs exactly what it must in an order that can run.
+
+    Each stage needs, for each unit, one F and either one B or one I and one W, all on the stage's
+    rank. The orders of the ranks and the dependencies together must have no cycle.
+    """
+    shape = schedule.shape
+    if len(schedule.ranks) != shape.num_ranks:
+        raise ScheduleError(f"{len(schedule.ranks)} ranks given, {shape.num_ranks} expected")
+    for rank in range(shape.num_ranks):
+        _check_complete(schedule, rank)
+    _check_runs(schedule)
+
+
+def _check_complete(schedule: Schedule, rank: int) -> None:
+    shape = schedule.shape
+    stages = {stage: row for row, stage in enumerate(shape.placement.stages_of(rank))}
+    num_microbatches, num_segments = shape.num_microbatches, shape.num_segments
+    size = len(stages) * shape.num_units
+    seen = {kind: bytearray(size) for kind in COMPUTE_KINDS}
+    for index, (kind, stage, microbatch, segment) in enumerate(schedule.ranks[rank]):
+        if (
+            kind not in seen
+            or stage not in stages
+            or not 0 <= microbatch < num_microbatches
+            or not 0 <= segment < num_segments
+        ):
+            raise _error(schedule, rank, index, _why_foreign(shape, schedule.ranks[rank][index]))
+        unit = (stages[stage] * num_microbatches + microbatch) * num_segments + segment
+        if seen[kind][unit]:
+            raise _error(schedule, rank, index, "is repeated")
+        seen[kind][unit] = 1
+    by_kind = {kind: int.from_bytes(found) for kind, found in seen.items()}
+    everything = int.from_bytes(b"\x01" * size)
+    problems = (
+        (Kind.F, everything & ~by_kind[Kind.F], "has no F"),
+        (Kind.B, by_kind[Kind.B] & (by_kind[Kind.I] | by_kind[Kind.W]), "has a B and also I or W"),
+        (Kind.I, by_kind[Kind.I] & ~by_kind[Kind.W], "has an I without its W"),
+        (Kind.W, by_kind[Kind.W] & ~by_kind[Kind.I], "has a W without its I"),
+        (Kind.B, everything & ~(by_kind[Kind.B] | by_kind[Kind.I]), "has no backward"),
+    )
+    for kind, units, problem in problems:
+        if units:
+            unit = units.to_bytes(size).index(1)
+            row, rest = divmod(unit, shape.num_units)
+            stage = shape.placement.stages_of(rank)[row]
+            raise _missing(schedule, rank, Action(kind, stage, *divmod(rest, num_segments)), problem)
+
+
+def _why_foreign(shape: Shape, action: Action) -> str:
+    if action.kind not in COMPUTE_KINDS:
+        return "is not a compute action; lowering adds the others"
+    if not 0 <= action.stage < shape.num_stages:
+        return f"has no such stage; there are {shape.num_stages}"
+    if not 0 <= action.microbatch < shape.num_microbatches:
+        return f"has no such micro-batch; there are {shape.num_microbatches}"
+    if not 0 <= action.segment < shape.num_segments:
+        return f"has no such segment; there are {shape.num_segments}"
+    return f"belongs to rank {shape.placement.rank_of(action.stage)}"
+
+
+def _check_runs(schedule: Schedule) -> None:
+    """Runs the schedule; if ranks get stuck, says which rule was broken or shows the cycle."""
+    done = run(schedule, Costs.uniform(schedule.shape)).done
+    stuck = [rank for rank, actions in enumerate(schedule.ranks) if done[rank] < len(actions)]
+    if not stuck:
+        return
+    ran = {
+        outcome(action)
+        for rank, actions in enumerate(schedule.ranks)
+        for action in actions[: done[rank]]
+    }
+    chain: dict[int, str] = {}  # rank -> what it waits for, in the order of the walk
+    rank = stuck[0]
+    while rank not in chain:
+        action = schedule.ranks[rank][done[rank]]
+        needed = next(need for need in dependencies(action, schedule.shape) if need not in ran)
+        owner = schedule.shape.placement.rank_of(needed.stage)
+        if owner == rank:
+            raise _error(schedule, rank, done[rank], _why_too_early(action, needed))
+        ahead = schedule.ranks[owner][done[owner]]
+        chain[rank] = f"rank {rank}: {action} needs {needed} of rank {owner}" + (
+            "" if outcome(ahead) == needed else f", where {ahead} comes first"
+        )
+        rank = owner
+    cycle = list(chain)[list(chain).index(rank) :]
+    lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
+    lines += [chain[member] for member in cycle]
+    raise ScheduleError("\n".join(lines + [_neighbourhood(schedule, rank, done)]))
+
+
+def _why_too_early(action: Action, needed: Action) -> str:
+    reason = f"comes before {needed}, which it needs"
+    if action.kind is not Kind.F and needed.segment > action.segment:
+        reason += ": segments go backward in descending order"
+    return reason
+
+
+def _missing(schedule: Schedule, rank: int, wanted: Action, problem: str) -> ScheduleError:
+    """An error shown where the unit is in the order of its rank, as far as it is there."""
+    actions = schedule.ranks[rank]
+    unit = wanted[1:]
+    same = [index for index, action in enumerate(actions) if action[1:] == unit]
+    near = [index for index, action in enumerate(actions) if action[1:3] == unit[:2]]
+    index = (same or near or [max(len(actions) - 1, 0)])[0]
+    stage, microbatch, segment = unit
+    text = (
+        f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} {problem}"
+    )
+    return ScheduleError(f"{text}\n{_neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
+
+
+def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleError:
+    text = f"rank {rank}, action {index}: {schedule.ranks[rank][index]} {problem}"
+    return ScheduleError(f"{text}\n{_neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
+
+
+def _neighbourhood(schedule: Schedule, rank: int, at: list[int]) -> str:
+    """The ranks around `rank`, each around its index in `at`, with that action in brackets."""
+    first = max(0, min(rank - _RANKS // 2, len(schedule.ranks) - _RANKS))
+    lines = []
+    for other in range(first, min(first + _RANKS, len(schedule.ranks))):
+        actions, centre = schedule.ranks[other], at[other]
+        low, high = max(0, centre - _AROUND), min(len(actions), centre + _AROUND + 1)
+        words = [
+            f"[{actions[index]}]" if index == centre else f" {actions[index]} "
+            for index in range(low, high)
+        ]
+        dots = ("... " if low > 0 else ""), (" ..." if high < len(actions) else "")
+        mark = ">" if other == rank else " "
+        lines.append(f"{mark} rank {other:<3} {dots[0]}{' '.join(words)}{dots[1]}".rstrip())
+    return "\n".join(lines)
