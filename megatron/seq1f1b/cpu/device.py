@@ -1,0 +1,30 @@
+"""Which device a command line asks for."""
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import torch
+
+
+def wanted(argv: Sequence[str]) -> bool:
+    """Whether ``argv`` (without or with the program's name) asks for training on the CPU.
+
+    ``--device cpu`` does; ``--device auto``, the default, does where no GPU is visible, and says
+    so in one line on rank 0. ``--device cuda`` without a GPU ends the program with one sentence.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", default="auto")
+    device = parser.parse_known_args(argv)[0].device
+
+    # Without asking torch for GPUs: CUDA reads CUDA_VISIBLE_DEVICES, which `activate` sets, once.
+    if device == "cpu":
+        return True
+    if torch.cuda.is_available():
+        return False
+    if device == "cuda":
+        raise SystemExit("--device cuda was given, but no GPU is visible; use --device cpu or auto.")
+    # Any other value is reported by the real parser, which knows the choices.
+    if device == "auto" and os.environ.get("RANK", "0") == "0":
+        print("No GPU is visible: training on the CPU with gloo (--device cpu).", flush=True)
+    return device == "auto"

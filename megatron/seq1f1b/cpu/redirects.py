@@ -1,0 +1,167 @@
+"""The one table of everything that training on a CPU redirects."""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.seq1f1b.cpu import rng, stand_ins, tensors, upstream
+
+
+class Redirect(NamedTuple):
+    """``name`` is bound to ``new``, or to ``new(old)`` where it wraps what was there."""
+
+    name: str
+    new: Callable[..., Any]
+    reason: str
+    wraps: bool = False
+
+
+_FACTORIES = (
+    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like"
+    " rand rand_like randint randn randn_like randperm tensor zeros zeros_like"
+).split()
+
+_NO_DEVICE = "there is no CUDA device to ask"
+_DONE = "CPU work is finished when the call returns"
+_MEMORY = "reports the memory of the process"
+_RANDOM = "CPU tensors draw from the CPU's generator"
+_INITIALIZE = "asserts CUDA unless told otherwise"
+
+# torch comes first: importing megatron.core already uses some of it.
+REDIRECTS = (
+    # The device
+    Redirect("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used"),
+    Redirect("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0"),
+    Redirect("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
+    Redirect("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
+    # Streams and events
+    Redirect("torch.cuda.Stream", stand_ins.Stream, _DONE),
+    Redirect("torch.cuda.Event", stand_ins.Event, _DONE),
+    Redirect("torch.cuda.stream", stand_ins.stream, _DONE),
+    Redirect("torch.cuda.current_stream", stand_ins.current_stream, _DONE),
+    Redirect("torch.cuda.default_stream", stand_ins.current_stream, _DONE),
+    Redirect("torch.cuda.set_stream", stand_ins.nothing, _DONE),
+    Redirect("torch.cuda.synchronize", stand_ins.nothing, _DONE),
+    Redirect("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs"),
+    # Memory
+    Redirect("torch.cuda.memory_allocated", stand_ins.resident_bytes, _MEMORY),
+    Redirect("torch.cuda.memory_reserved", stand_ins.resident_bytes, _MEMORY),
+    Redirect("torch.cuda.max_memory_allocated", stand_ins.peak_resident_bytes, _MEMORY),
+    Redirect("torch.cuda.max_memory_reserved", stand_ins.peak_resident_bytes, _MEMORY),
+    Redirect("torch.cuda.device_memory_used", stand_ins.resident_bytes, _MEMORY),
+    Redirect("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
+    Redirect("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty"),
+    # Random numbers
+    Redirect("torch.cuda.get_rng_state", rng.get_state, _RANDOM),
+    Redirect("torch.cuda.set_rng_state", rng.set_state, _RANDOM),
+    Redirect("torch.cuda.manual_seed", rng.seed, _RANDOM),
+    # Tensors
+    *(
+        Redirect(f"torch.{name}", tensors.made_on_cpu, "upstream writes device='cuda'", wraps=True)
+        for name in _FACTORIES
+    ),
+    Redirect("torch.Tensor.cuda", tensors.stay, "the CPU is where it belongs"),
+    Redirect(
+        "torch.Tensor.type",
+        tensors.cuda_type_name,
+        "optimizers and clipping compare with 'torch.cuda.FloatTensor'",
+        wraps=True,
+    ),
+    Redirect(
+        "torch.compile",
+        upstream.not_compiled,
+        "fused element-wise kernels save nothing here, and compiling takes minutes",
+    ),
+    # Megatron
+    Redirect(
+        "megatron.core.tensor_parallel.random._get_cuda_rng_state", rng.get_state, _RANDOM
+    ),
+    Redirect(
+        "megatron.core.tensor_parallel.random._set_cuda_rng_state", rng.set_state, _RANDOM
+    ),
+    Redirect(
+        "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
+        rng.fork,
+        "warns when the CPU's generator moves, as here it must",
+    ),
+    Redirect(
+        "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+        upstream.torch_norm,
+        "refuses sequence parallelism for want of a mark on its parameters",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.core.datasets.utils.compile_helpers",
+        upstream.build_helpers_unless_shipped,
+        "needs make, a compiler and a Makefile that the wheel lacks",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.training.arguments.parse_args",
+        upstream.with_cpu_defaults,
+        "its defaults name NCCL and CUDA kernels",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.training.arguments.get_device_arch_version",
+        upstream.newest_architecture,
+        _NO_DEVICE,
+    ),
+    # One function, bound in three places by `from … import`
+    Redirect(
+        "megatron.training.initialize.initialize_megatron",
+        upstream.without_cuda,
+        _INITIALIZE,
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.training.training.initialize_megatron",
+        upstream.without_cuda,
+        _INITIALIZE,
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.training.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True
+    ),
+)
+
+
+def is_active() -> bool:
+    """Whether :func:`activate` was called in this process."""
+    return torch.cuda.current_device is stand_ins.current_device
+
+
+def activate() -> None:
+    """Make Megatron run on CPU tensors and gloo, from now on, in this process.
+
+    Best called before ``megatron.core`` is imported, whose fused functions are compiled otherwise.
+    Calling it again does nothing.
+    """
+    if is_active():
+        return
+    # Hides a GPU from the parts of torch that ask the driver and not `torch.cuda`.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Both remember functions of torch when first used: let it be the real ones.
+    importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case
+    with torch.device("cpu"):
+        torch.empty(0)
+    for redirect in REDIRECTS:
+        owner, attribute = owner_of(redirect.name)
+        new = redirect.new(getattr(owner, attribute)) if redirect.wraps else redirect.new
+        setattr(owner, attribute, new)
+
+
+def owner_of(name: str) -> tuple[Any, str]:
+    """The module or class that holds the last part of the dotted ``name``, and that part."""
+    *path, attribute = name.split(".")
+    owner: Any = importlib.import_module(path[0])
+    for depth, part in enumerate(path[1:], start=2):
+        if not hasattr(owner, part):
+            importlib.import_module(".".join(path[:depth]))
+        owner = getattr(owner, part)
+    if not hasattr(owner, attribute):
+        raise AttributeError(f"cannot redirect {name}: this version of its package has no such name")
+    return owner, attribute

@@ -1,0 +1,79 @@
+"""Replacements of what ``megatron.core`` and ``megatron.training`` do only for a GPU."""
+
+import functools
+import importlib.util
+
+import torch
+
+
+def not_compiled(function=None, **options):
+    """``torch.compile`` that leaves the function as it is."""
+    return function if function is not None else not_compiled
+
+
+def without_cuda(initialize_megatron):
+    return functools.partial(initialize_megatron, allow_no_cuda=True)
+
+
+def with_cpu_defaults(parse_args):
+    """``parse_args``, whose result says about kernels and backends what is true on a CPU."""
+
+    @functools.wraps(parse_args)
+    def parse(*args, **kwargs):
+        namespace = parse_args(*args, **kwargs)
+        for flag, value, _reason in FLAGS:
+            setattr(namespace, flag, value)
+        return namespace
+
+    return parse
+
+
+# (attribute of the parsed arguments, value on a CPU, reason). They are defaults that upstream
+# takes for a GPU; their flags need not be given.
+FLAGS = (
+    ("distributed_backend", "gloo", "NCCL moves CUDA tensors only"),
+    ("transformer_impl", "local", "Transformer Engine has CUDA kernels only"),
+    ("gradient_accumulation_fusion", False, "a CUDA kernel of Apex"),
+    ("no_persist_layer_norm", True, "a CUDA kernel of Apex"),
+    ("masked_softmax_fusion", False, "a CUDA kernel of Apex"),
+    ("apply_rope_fusion", False, "a kernel of Transformer Engine"),
+    ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
+)
+
+
+def build_helpers_unless_shipped(compile_helpers):
+    """The wheel brings the compiled data set helpers, and no Makefile to compile them again."""
+
+    @functools.wraps(compile_helpers)
+    def build():
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return build
+
+
+def newest_architecture():
+    # Upstream asks in order to demand CUDA_DEVICE_MAX_CONNECTIONS=1 from old GPUs.
+    return 10
+
+
+def torch_norm(new):
+    """``WrappedTorchNorm``, that serves sequence parallelism too.
+
+    The gradient of a norm's parameters must then be summed over the tensor-parallel ranks;
+    upstream does that for each parameter that carries this mark.
+    """
+
+    @functools.wraps(new)
+    def build(cls, config, hidden_size, *args, **kwargs):
+        sequence_parallel = config.sequence_parallel
+        config.sequence_parallel = False  # upstream refuses it, since nobody sets the mark
+        try:
+            norm = new(cls, config, hidden_size, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        return norm
+
+    return build

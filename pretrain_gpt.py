@@ -1,0 +1,207 @@
+"""Pretrain a GPT: Megatron's own flags, plus those of megatron.seq1f1b (see --help)."""
+
+import time
+
+_PROGRAM_START = time.time()
+
+import megatron.seq1f1b  # noqa: E402
+
+# Before Megatron is imported, which binds the names that are replaced here.
+megatron.seq1f1b.install()
+
+from functools import partial  # noqa: E402
+
+import torch  # noqa: E402
+from megatron.core import mpu  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+)
+from megatron.core.enums import ModelType  # noqa: E402
+from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
+from megatron.core.utils import (  # noqa: E402
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import (  # noqa: E402
+    get_args,
+    get_timers,
+    get_tokenizer,
+    pretrain,
+    print_rank_0,
+    set_startup_timestamps,
+)
+from megatron.training.argument_utils import (  # noqa: E402
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args  # noqa: E402
+from megatron.training.utils import (  # noqa: E402
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
+
+from megatron.seq1f1b.arguments import add_arguments, validate  # noqa: E402
+
+# A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
+SPIKE = 10
+
+# Flags that upstream leaves without a value, but divides by or looks up.
+DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
+
+# Upstream's flags that need another batch than tokens, labels, loss mask and positions.
+UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel")
+
+
+def get_batch(data_iterator, micro_batch_size, vp_stage=None):
+    """The next (tokens, labels, loss_mask, attention_mask, position_ids), each (micro-batch, s).
+
+    A stage gets what it needs: the first has no labels, the last no tokens, a middle one nothing.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return (None,) * 5
+    args = get_args()
+
+    batch = None
+    if mpu.get_tensor_model_parallel_rank() == 0:
+        batch = {
+            name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()
+        }
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        micro_batch_size=micro_batch_size,
+        seq_length=args.seq_length,
+        # The layers of multi-token prediction are on the last stage, and need the tokens too.
+        mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(**stage),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
+    )
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    return tuple(batch.get(name) for name in names)
+
+
+def loss_func(loss_mask, output_tensor):
+    """Sum of the masked losses, number of tokens that count, and both again for the log."""
+    loss_mask = loss_mask.view(-1).float()
+    loss = torch.sum(output_tensor.view(-1).float() * loss_mask)
+    check_loss(loss)
+    num_tokens = loss_mask.sum().detach().to(torch.int)
+    report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def check_loss(loss):
+    """Stop at a loss that is not a number, report one that jumps, as Megatron's flags ask."""
+    args = get_args()
+    machine = get_rerun_state_machine()
+    checks = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "the loss is NaN", True), (torch.isinf, "the loss is Inf", True)]
+    if args.check_for_spiky_loss:
+        spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        checks += [(spiky, "the loss jumped", False)]
+    for rejected, message, fatal in checks:
+        machine.validate_result(
+            result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=fatal
+        )
+
+
+def forward_step(data_iterator, model):
+    """Run ``model`` on its next batch: its output, and the function from output to loss."""
+    args, timers, straggler = get_args(), get_timers(), StragglerDetector()
+    micro_batch_size = args.micro_batch_size if model.training else args.eval_micro_batch_size
+    timers("batch-generator", log_level=2).start()
+    with straggler(bdata=True):
+        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+            data_iterator, micro_batch_size, get_attr_wrapped_model(model, "vp_stage")
+        )
+    timers("batch-generator").stop()
+    with straggler:
+        output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss_func, loss_mask)
+
+
+def train_valid_test_datasets_provider(num_samples, vp_stage=None):
+    """The (train, validation, test) data sets of ``num_samples`` each, on ranks that read data."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+    )
+
+    def reads_data():
+        return is_first_or_last_pipeline_stage(vp_stage) and (
+            mpu.get_tensor_model_parallel_rank() == 0
+        )
+
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    datasets = BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset, num_samples, reads_data, config
+    ).build()
+    print_rank_0("> finished creating GPT datasets ...")
+    return datasets
+
+
+# Tells upstream to call the provider on every rank, not only on the first of a TP group.
+train_valid_test_datasets_provider.is_distributed = True
+
+
+def main():
+    set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    args = parse_and_validate_args(
+        extra_args_provider=add_arguments, args_defaults=DEFAULTS
+    )
+    validate(args)
+    for name in UNSUPPORTED:
+        if getattr(args, name, False):
+            raise SystemExit(f"pretrain_gpt.py does not support --{name.replace('_', '-')}.")
+    # A causal mask, which every attention makes for itself, would take s² bytes a sequence.
+    args.create_attention_mask_in_dataloader &= args.reset_attention_mask
+
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        train_valid_test_datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
+
+
+if __name__ == "__main__":
+    main()
