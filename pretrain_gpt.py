@@ -4,32 +4,32 @@ import time
 
 _PROGRAM_START = time.time()
 
-import megatron.seq1f1b  # noqa: E402
+import megatron.seq1f1b
 
 # Before Megatron is imported, which binds the names that are replaced here.
 megatron.seq1f1b.install()
 
-from functools import partial  # noqa: E402
+from functools import partial
 
-import torch  # noqa: E402
-from megatron.core import mpu  # noqa: E402
-from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
-from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+from megatron.core.datasets.gpt_dataset import (
     GPTDataset,
     GPTDatasetConfig,
     MockGPTDataset,
 )
-from megatron.core.enums import ModelType  # noqa: E402
-from megatron.core.rerun_state_machine import get_rerun_state_machine  # noqa: E402
-from megatron.core.utils import (  # noqa: E402
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import (
     StragglerDetector,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import (  # noqa: E402
+from megatron.training import (
     get_args,
     get_timers,
     get_tokenizer,
@@ -37,17 +37,17 @@ from megatron.training import (  # noqa: E402
     print_rank_0,
     set_startup_timestamps,
 )
-from megatron.training.argument_utils import (  # noqa: E402
+from megatron.training.argument_utils import (
     gpt_config_from_args,
     pretrain_cfg_container_from_args,
 )
-from megatron.training.arguments import parse_and_validate_args  # noqa: E402
-from megatron.training.utils import (  # noqa: E402
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
 
-from megatron.seq1f1b.arguments import add_arguments, validate  # noqa: E402
+from megatron.seq1f1b.arguments import add_arguments, validate
 
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
 SPIKE = 10
@@ -185,9 +185,7 @@ train_valid_test_datasets_provider.is_distributed = True
 
 def main():
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
-    args = parse_and_validate_args(
-        extra_args_provider=add_arguments, args_defaults=DEFAULTS
-    )
+    args = parse_and_validate_args(extra_args_provider=add_arguments, args_defaults=DEFAULTS)
     validate(args)
     for name in UNSUPPORTED:
         if getattr(args, name, False):

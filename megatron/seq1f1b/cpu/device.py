@@ -23,7 +23,7 @@ def wanted(argv: Sequence[str]) -> bool:
     if torch.cuda.is_available():
         return False
     if device == "cuda":
-        raise SystemExit("--device cuda was given, but no GPU is visible; use --device cpu or auto.")
+        raise SystemExit("--device cuda was given, but no GPU is visible; try --device cpu.")
     # Any other value is reported by the real parser, which knows the choices.
     if device == "auto" and os.environ.get("RANK", "0") == "0":
         print("No GPU is visible: training on the CPU with gloo (--device cpu).", flush=True)

@@ -20,9 +20,10 @@ class Redirect(NamedTuple):
 
 
 _FACTORIES = (
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like"
-    " rand rand_like randint randn randn_like randperm tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "tensor", "zeros"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+)
 
 _NO_DEVICE = "there is no CUDA device to ask"
 _DONE = "CPU work is finished when the call returns"
@@ -76,12 +77,8 @@ REDIRECTS = (
         "fused element-wise kernels save nothing here, and compiling takes minutes",
     ),
     # Megatron
-    Redirect(
-        "megatron.core.tensor_parallel.random._get_cuda_rng_state", rng.get_state, _RANDOM
-    ),
-    Redirect(
-        "megatron.core.tensor_parallel.random._set_cuda_rng_state", rng.set_state, _RANDOM
-    ),
+    Redirect("megatron.core.tensor_parallel.random._get_cuda_rng_state", rng.get_state, _RANDOM),
+    Redirect("megatron.core.tensor_parallel.random._set_cuda_rng_state", rng.set_state, _RANDOM),
     Redirect(
         "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
         rng.fork,
@@ -163,5 +160,5 @@ def owner_of(name: str) -> tuple[Any, str]:
             importlib.import_module(".".join(path[:depth]))
         owner = getattr(owner, part)
     if not hasattr(owner, attribute):
-        raise AttributeError(f"cannot redirect {name}: this version of its package has no such name")
+        raise AttributeError(f"cannot redirect {name}: it does not exist in this version")
     return owner, attribute

@@ -3,8 +3,6 @@
 import functools
 import importlib.util
 
-import torch
-
 
 def not_compiled(function=None, **options):
     """``torch.compile`` that leaves the function as it is."""
