@@ -1,15 +1,11 @@
 """megatron-seq1f1b installs beside megatron-core and touches nothing of it."""
 
-from pathlib import Path
-
 from setuptools import find_namespace_packages, setup
 
 setup(
     name="megatron-seq1f1b",
     version="0.1.0",
     description="Sequence-level pipeline schedules for Megatron",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
     # `megatron` is a namespace: megatron.core and megatron.training belong to megatron-core.
     packages=find_namespace_packages(include=["megatron.seq1f1b", "megatron.seq1f1b.*"]),
     python_requires=">=3.12",
