@@ -1,0 +1,118 @@
+"""The only file that rebinds names of Megatron: it asks for a schedule, and gets ours if our flags say so."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from . import cpu
+
+if TYPE_CHECKING:  # these import Megatron, which has to wait until the CPU redirects are in place
+    from .arguments import PipelineConfig
+    from .runtime import Tracer
+
+
+def install() -> None:
+    """Make Megatron in this process honour our flags; to be called before a script imports Megatron.
+
+    Without our schedule flags Megatron's own functions are what runs. On a machine without a GPU, or with
+    `--device cpu`, also moves Megatron to the CPU. Calling it again does nothing.
+    """
+    if cpu.wanted(sys.argv[1:]):
+        cpu.activate()
+    import megatron.core.pipeline_parallel as pipeline_parallel
+    import megatron.training.training as training
+    from megatron.core.pipeline_parallel import schedules
+
+    if isinstance(getattr(schedules.get_forward_backward_func, "__self__", None), _Overlay):
+        return
+    overlay = _Overlay(schedules.get_forward_backward_func)
+    for module in (schedules, pipeline_parallel, training):
+        module.get_forward_backward_func = overlay.get_forward_backward_func
+
+
+class _Overlay:
+    """Stands between Megatron and its schedules; keeps our executor from one call to the next."""
+
+    def __init__(self, upstream: Callable) -> None:
+        self._upstream = upstream
+        self._executor: Callable | None = None
+
+    def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
+        """Our executor if a schedule flag was given, Megatron's own function otherwise."""
+        from megatron.training import get_args
+
+        from .arguments import pipeline_config
+
+        megatron_args = get_args()
+        config = pipeline_config(megatron_args)
+        if config.schedule is not None:
+            if self._executor is None:
+                self._executor = _executor(config, megatron_args)
+            return self._executor
+        function = self._upstream(*args, **kwargs)
+        tracer = _tracer(config, megatron_args)
+        return function if tracer is None else partial(_traced, function, tracer)
+
+
+def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
+    from .runtime import PipelineExecutor
+
+    return PipelineExecutor(
+        family=config.schedule,
+        num_segments=config.num_segments,
+        cut=config.cut,
+        sequence_length_is=partial(_sequence_length_is, megatron_args),
+        timeout=timedelta(minutes=megatron_args.distributed_timeout_minutes),
+        tracer=_tracer(config, megatron_args),
+    )
+
+
+def _tracer(config: PipelineConfig, megatron_args: Namespace) -> Tracer | None:
+    from .runtime import Tracer
+
+    if config.trace_directory is None:
+        return None
+    return Tracer(config.trace_directory, config.trace_iterations, lambda: megatron_args.curr_iteration + 1)
+
+
+@contextmanager
+def _sequence_length_is(megatron_args: Namespace, length: int) -> Iterator[None]:
+    """Tensor-parallel ranks without data allocate their batch by `args.seq_length`."""
+    whole, megatron_args.seq_length = megatron_args.seq_length, length
+    try:
+        yield
+    finally:
+        megatron_args.seq_length = whole
+
+
+def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
+    """A step of Megatron's own schedule, its forwards and backwards timed."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    from .runtime import UpstreamSteps
+    from .schedule import Placement, Shape
+
+    run = partial(function, model=model, num_microbatches=num_microbatches, **kwargs)
+    if kwargs.get("forward_only"):
+        return run()
+    chunks = model if isinstance(model, list) else [model]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    placement = Placement(group.size(), len(chunks))
+    device = next(chunks[0].parameters()).device
+    with tracer.step("Megatron's own", Shape(placement, num_microbatches), group, device) as recorder:
+        if recorder is None:
+            return run()
+        forward_step, backward_step = schedules.forward_step, schedules.backward_step
+        steps = UpstreamSteps(forward_step, backward_step, recorder, placement, group.rank())
+        schedules.forward_step, schedules.backward_step = steps.forward_step, steps.backward_step
+        try:
+            return run()
+        finally:
+            schedules.forward_step, schedules.backward_step = forward_step, backward_step

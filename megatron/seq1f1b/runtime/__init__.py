@@ -1,0 +1,7 @@
+"""Doing it: the interpreter of a schedule, its messages, losses, gradient reduction and traces."""
+
+from .executor import PipelineExecutor
+from .tracer import Tracer
+from .upstream_steps import UpstreamSteps
+
+__all__ = ["PipelineExecutor", "Tracer", "UpstreamSteps"]

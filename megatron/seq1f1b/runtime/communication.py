@@ -1,0 +1,123 @@
+"""Messages between pipeline ranks.
+
+A channel is one payload (activations or gradients) from one rank to another: a queue without tags. The schedule gives
+both ends the same order and says when a receive is posted, so neither shapes nor tags are negotiated.
+`schedule/lowering.py` says why this cannot hang.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..schedule import Channel, Kind
+
+_GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
+
+
+class Communicator:
+    """Non-blocking messages between the ranks of one pipeline group.
+
+    Made by all ranks of the world at the same time, since NCCL wants process groups of its own: messages that share an
+    NCCL group wait for each other. gloo keeps messages apart by tags and uses the pipeline group as it is.
+    Nothing here waits longer than `timeout`.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        channels: Iterable[Channel],
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self._ranks = dist.get_process_group_ranks(group)
+        self._group = group
+        self._dtype = dtype
+        self._device = device
+        self._timeout = timeout
+        self._is_gloo = dist.get_backend(group) == "gloo"
+        # gloo moves host memory only; through pinned buffers several ranks can share one GPU.
+        self._is_staged = self._is_gloo and device.type == "cuda"
+        self._groups = {} if self._is_gloo else groups_per_communicator(group, channels, timeout)
+        # That a gloo send has left is only known by waiting for it; a thread does so off the compute's path.
+        self._waiter = ThreadPoolExecutor(1, "sends") if self._is_gloo else None
+        self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}
+        self._sending: deque[tuple[dist.Work, Tensor] | Future] = deque()
+
+    def post_receive(self, channel: Channel, shape: tuple[int, ...]) -> None:
+        """Offer a buffer for the next message of a channel."""
+        device = "cpu" if self._is_staged else self._device
+        buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
+        work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
+        self._receiving.setdefault(channel, deque()).append((work, buffer))
+
+    def receive(self, channel: Channel) -> Tensor:
+        """Wait for the oldest posted message of a channel."""
+        work, buffer = self._receiving[channel].popleft()
+        work.wait(self._timeout)
+        return buffer.to(self._device, non_blocking=True) if self._is_staged else buffer
+
+    def send(self, channel: Channel, tensor: Tensor) -> None:
+        """Send without waiting. The message holds the storage of `tensor` until it has left, the caller need not."""
+        message = tensor.detach()
+        if self._is_staged:
+            message = torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message)
+        message = message.contiguous()
+        work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
+        if self._waiter is not None:
+            self._sending.append(self._waiter.submit(_wait_holding, work, message, self._timeout))
+        else:
+            self._sending.append((work, message))
+        while self._sending and _has_left(self._sending[0]):
+            self._finish(self._sending.popleft())
+
+    def finish(self) -> None:
+        """Wait until every message has left, and assert that every posted receive was used."""
+        while self._sending:
+            self._finish(self._sending.popleft())
+        unused = [channel for channel, posted in self._receiving.items() if posted]
+        assert not unused, f"messages outlived the step: {unused}"
+
+    def _route(self, channel: Channel) -> dict:
+        if self._is_gloo:
+            return {"group": self._group, "tag": _GLOO_TAGS[channel.payload]}
+        return {"group": self._groups[channel.communicator]}
+
+    def _finish(self, sending: tuple[dist.Work, Tensor] | Future) -> None:
+        if isinstance(sending, Future):
+            sending.result()
+        else:
+            sending[0].wait(self._timeout)
+
+
+def groups_per_communicator(
+    group: dist.ProcessGroup, channels: Iterable[Channel], timeout: timedelta
+) -> dict[tuple, dist.ProcessGroup]:
+    """A process group over the ranks of `group` for each communicator that the channels need.
+
+    Making a group is a collective of the whole world, so every rank makes those of every pipeline.
+    """
+    own = dist.get_process_group_ranks(group)
+    pipelines: list[list[int]] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, own)
+    groups = {}
+    for communicator in sorted({channel.communicator for channel in channels}):
+        for ranks in sorted(set(map(tuple, pipelines))):
+            made = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group))
+            if list(ranks) == own:
+                groups[communicator] = made
+    return groups
+
+
+def _wait_holding(work: dist.Work, message: Tensor, timeout: timedelta) -> None:
+    """Wait for a send; the argument keeps the message's storage alive until then."""
+    work.wait(timeout)
+
+
+def _has_left(sending: tuple[dist.Work, Tensor] | Future) -> bool:
+    return sending.done() if isinstance(sending, Future) else sending[0].is_completed()

@@ -1,0 +1,52 @@
+"""A data iterator that hands out one segment at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..model import Segment
+
+
+class SegmentIterator:
+    """Stands in for the data iterator of one model chunk during one step.
+
+    The batch of a micro-batch is read once, in the order of micro-batches whatever the schedule asks for first, and
+    kept until its last segment: every stage must mean the same batch by the same micro-batch number. `next()` gives the
+    running segment of it.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._kept: dict[int, Any] = {}
+        self._read = 0
+        self._segment: Segment | None = None
+
+    def at(self, segment: Segment) -> "SegmentIterator":
+        """Make `next()` give this segment."""
+        self._segment = segment
+        return self
+
+    def __iter__(self) -> "SegmentIterator":
+        return self
+
+    def __next__(self) -> Any:
+        segment = self._segment
+        while self._read <= segment.microbatch:
+            self._kept[self._read] = next(self._batches)
+            self._read += 1
+        batch = self._kept.pop(segment.microbatch) if segment.is_last else self._kept[segment.microbatch]
+        return batch if segment.is_whole_sequence else tree_map(lambda leaf: cut(leaf, segment), batch)
+
+
+def cut(leaf: Any, segment: Segment) -> Any:
+    """The part of a batch entry that belongs to `segment`: every dimension after the first (the sequences of the
+    micro-batch) that is as long as a sequence is narrowed to it; anything else is handed through.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    for dimension in range(1, leaf.dim()):
+        if leaf.shape[dimension] == segment.sequence_length:
+            leaf = leaf.narrow(dimension, segment.start, segment.length)
+    return leaf.contiguous()

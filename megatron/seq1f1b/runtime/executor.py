@@ -1,0 +1,190 @@
+"""What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection, get_tensor_shapes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from ..model import Segment, SegmentContext, attach
+from ..schedule import Action, Channel, Kind, Placement, Shape, compute_order, lower_rank
+from .communication import Communicator
+from .data import SegmentIterator
+from .gradient_sync import GradientSync
+from .interpreter import Interpreter, Step
+from .loss import LossLedger
+from .tracer import Tracer
+
+
+class PipelineExecutor:
+    """Called like Megatron's `forward_backward_func`; made once, used for every step.
+
+    `cut(sequence_length)` gives the lengths of the segments. `sequence_length_is(length)` is entered around the user's
+    forward step, for code that derives shapes from a global sequence length. No state of a step survives it.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        num_segments: int,
+        cut: Callable[[int], Sequence[int]],
+        sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
+        timeout: timedelta = timedelta(minutes=10),
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._family = family
+        self._num_segments = num_segments
+        self._cut = cut
+        self._sequence_length_is = sequence_length_is
+        self._timeout = timeout
+        self._tracer = tracer
+        self._context = SegmentContext()
+        self._attached: set[torch.nn.Module] = set()
+        self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
+        self._programs: dict[tuple[Shape, int, bool], list[Action]] = {}
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable,
+        data_iterator: Any,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool = False,
+    ) -> list[Any]:
+        """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
+
+        Returns one report per micro-batch on the rank that computes the loss, an empty list elsewhere.
+        """
+        if decoder_seq_length not in (None, seq_length):
+            raise ValueError("--decoder-seq-length differs from --seq-length, which our schedules do not support")
+        if p2p_communicator is not None or adjust_tensor_shapes_fn is not None:
+            raise ValueError(
+                "p2p_communicator and adjust_tensor_shapes_fn change the messages between stages, which our schedules "
+                "lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
+            )
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        groups = pg_collection or _build_default_pg_collection()
+        device = next(chunks[0].parameters()).device
+        placement = Placement(groups.pp.size(), len(chunks))
+        shape = Shape(placement, num_microbatches, self._num_segments)
+        self._attach(chunks)
+
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        step = Step(
+            forward_step_func=forward_step_func,
+            chunks=chunks,
+            batches=[iterator and SegmentIterator(iterator) for iterator in iterators],
+            segments=self._segments(num_microbatches, seq_length),
+            config=config,
+            message_shape=lambda length: get_tensor_shapes(
+                seq_length=length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=None,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )[0],
+            context_parallel_size=groups.cp.size(),
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+        )
+        losses = LossLedger(getattr(config, "calculate_per_token_loss", False))
+        sync = GradientSync(config, chunks)
+        communicator = self._communicator(groups.pp, placement, config.pipeline_dtype, device)
+        program = self._program(shape, groups.pp.rank(), forward_only)
+        tracing = nullcontext()
+        if self._tracer is not None and not forward_only:
+            tracing = self._tracer.step(self._name(), shape, groups.pp, device)
+        try:
+            with tracing as recorder:
+                Interpreter(
+                    step,
+                    placement,
+                    groups.pp.rank(),
+                    communicator,
+                    self._context,
+                    losses,
+                    sync,
+                    self._sequence_length_is,
+                    recorder,
+                ).run(program)
+        finally:
+            sync.close()
+            self._context.clear()
+
+        if config.finalize_model_grads_func is not None and not forward_only:
+            num_tokens = losses.total_num_tokens(device) if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(
+                chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return losses.reports()
+
+    def _attach(self, chunks: list[torch.nn.Module]) -> None:
+        """Meet new model chunks. Uncut sequences need nothing, so the model then keeps its own attention."""
+        new = [chunk for chunk in chunks if chunk not in self._attached]
+        if self._num_segments > 1 and new:
+            attach(new, self._context)
+            self._attached.update(new)
+
+    def _segments(self, num_microbatches: int, sequence_length: int) -> list[list[Segment]]:
+        lengths = self._cut(sequence_length)
+        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+        return [
+            [
+                Segment(microbatch, index, end - length, end, sequence_length)
+                for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
+            ]
+            for microbatch in range(num_microbatches)
+        ]
+
+    def _communicator(
+        self, group: dist.ProcessGroup, placement: Placement, dtype: torch.dtype, device: torch.device
+    ) -> Communicator:
+        key = group, placement
+        if key not in self._communicators:
+            channels = []
+            for stage in range(placement.num_stages - 1):
+                here, there = placement.rank_of(stage), placement.rank_of(stage + 1)
+                if here != there:
+                    channels += Channel(Kind.F, here, there), Channel(Kind.B, there, here)
+            self._communicators[key] = Communicator(group, channels, dtype, device, self._timeout)
+        return self._communicators[key]
+
+    def _program(self, shape: Shape, rank: int, forward_only: bool) -> list[Action]:
+        """The lowered actions of this rank; only its neighbours' orders are built besides its own."""
+        key = shape, rank, forward_only
+        if key not in self._programs:
+            orders = {
+                near: compute_order(self._family, shape, near)
+                for near in (rank, *shape.placement.neighbours_of(rank))
+            }
+            if forward_only:
+                orders = {
+                    near: [action for action in order if action.kind is Kind.F] for near, order in orders.items()
+                }
+            self._programs[key] = lower_rank(shape, orders, rank)
+        return self._programs[key]
+
+    def _name(self) -> str:
+        return f"{self._family}, {self._num_segments} segments" if self._num_segments > 1 else self._family

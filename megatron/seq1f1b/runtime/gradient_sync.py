@@ -1,0 +1,57 @@
+"""When the gradients of a model chunk are reduced over data-parallel ranks.
+
+Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`.
+So `no_sync` is left for exactly one backward per chunk: its last one in the step.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+
+class GradientSync:
+    """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank."""
+
+    def __init__(self, config: Any, chunks: list[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._start_reduction = _per_chunk(config.grad_sync_func, len(chunks))
+        self._start_gather = _per_chunk(config.param_sync_func, len(chunks))
+        enter = _per_chunk(config.no_sync_func, len(chunks)) or [nullcontext] * len(chunks)
+        self._no_sync = [make() for make in enter]
+        for context in self._no_sync:
+            context.__enter__()
+
+    def before_last_backward(self, chunk: int) -> None:
+        """Let the hooks of this backward reduce, unless Megatron asked to be called for it."""
+        if not self._start_reduction:
+            self._leave_no_sync(chunk)
+
+    def after_last_backward(self, chunk: int) -> None:
+        """Start the reduction of the whole chunk where Megatron asked for that (`--align-grad-reduce`)."""
+        self._leave_no_sync(chunk)
+        if self._start_reduction:
+            self._start_reduction[chunk](self._chunks[chunk].parameters())
+
+    def before_first_forward(self, chunk: int) -> None:
+        """Start gathering the parameters of the chunk where Megatron asked for that (`--align-param-gather`)."""
+        if self._start_gather:
+            self._start_gather[chunk](self._chunks[chunk].parameters())
+
+    def close(self) -> None:
+        """Leave every `no_sync` that is still entered, after a step that failed."""
+        for chunk in range(len(self._chunks)):
+            self._leave_no_sync(chunk)
+
+    def _leave_no_sync(self, chunk: int) -> None:
+        context, self._no_sync[chunk] = self._no_sync[chunk], None
+        if context is not None:
+            context.__exit__(None, None, None)
+
+
+def _per_chunk(hook: Callable | list[Callable] | None, num_chunks: int) -> list[Callable] | None:
+    """Megatron gives such hooks bare for one chunk, as a list for several."""
+    if hook is None or isinstance(hook, list):
+        return hook
+    return [hook] * num_chunks

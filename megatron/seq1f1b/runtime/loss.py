@@ -1,0 +1,92 @@
+"""The loss of micro-batches whose segments report one by one.
+
+Megatron divides the loss sum of a micro-batch by its number of unmasked tokens. A segment knows only its own, and a
+mean of segment means is another number as soon as segments or masks are uneven. But all segments of a micro-batch have
+gone forward when its first backward starts, so the division can wait until then.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model import Segment
+
+
+class LossLedger:
+    """Token counts and reports of one step, per micro-batch."""
+
+    def __init__(self, per_token_loss: bool) -> None:
+        self._per_token_loss = per_token_loss
+        self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
+        self._reports: dict[int, list[Any]] = defaultdict(list)
+
+    def reports_of(self, segment: Segment) -> list[Any]:
+        """Where Megatron's forward_step puts the report of a segment."""
+        return self._reports[segment.microbatch]
+
+    def observe(self, forward_step_func: Callable, segment: Segment) -> Callable:
+        """`forward_step_func`, with the token count of its loss noted and the division by it put off."""
+
+        def observed(*args: Any) -> tuple[Any, Callable | None]:
+            output, loss_func = forward_step_func(*args)
+            return output, loss_func and partial(self._loss, loss_func, segment)
+
+        return observed
+
+    def _loss(self, loss_func: Callable, segment: Segment, output: Any, **kwargs: Any) -> Any:
+        result = loss_func(output, **kwargs)
+        if kwargs.get("non_loss_data"):
+            return result
+        if len(result) == 3:
+            loss, num_tokens, report = result
+            self._num_tokens[segment.microbatch].append(torch.as_tensor(num_tokens))
+            return result if segment.is_whole_sequence else (loss, torch.ones_like(num_tokens), report)
+        if not segment.is_whole_sequence:
+            raise ValueError(
+                "the loss function returns (loss, report), an average whose weights are not known; with "
+                "--sequence-splits it has to return (loss sum, number of tokens, report)"
+            )
+        return result
+
+    def ready_for_backward(self, loss: Tensor, segment: Segment) -> Tensor:
+        """The loss of a segment, divided by the token count of its whole micro-batch unless the step sums per token."""
+        if segment.is_whole_sequence or self._per_token_loss:
+            return loss
+        return loss / torch.clamp(sum(self._num_tokens[segment.microbatch]), min=1)
+
+    def total_num_tokens(self, device: torch.device) -> Tensor:
+        """Unmasked tokens of all micro-batches; zero where no loss is computed."""
+        total = torch.zeros([], dtype=torch.int, device=device)
+        for counts in self._num_tokens.values():
+            for count in counts:
+                total += count
+        return total
+
+    def reports(self) -> list[Any]:
+        """One report per micro-batch, in order."""
+        return [
+            self._merge(self._reports[microbatch], self._num_tokens[microbatch])
+            for microbatch in sorted(self._reports)
+            if self._reports[microbatch]
+        ]
+
+    @staticmethod
+    def _merge(reports: list[Any], num_tokens: list[Tensor]) -> Any:
+        """[sum, count] pairs add up; a single number is taken for a mean over tokens; outputs are joined in order."""
+        if len(reports) == 1:
+            return reports[0]
+        if isinstance(reports[0], Tensor):
+            return torch.cat(reports, dim=1)
+        merged = {}
+        for key in reports[0]:
+            values = torch.stack([report[key].view(-1) for report in reports])
+            if values.shape[1] == 1:
+                weights = torch.stack(num_tokens).to(values)
+                merged[key] = (values[:, 0] * weights).sum() / weights.sum().clamp(min=1)
+            else:
+                merged[key] = values.sum(dim=0)
+        return merged
