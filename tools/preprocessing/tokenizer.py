@@ -1,0 +1,102 @@
+"""Train a tokenizer, or load one."""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from preprocessing.documents import BadDocument, parse, read_records, refusal
+from preprocessing.stopping import signals_held
+
+EOD, PAD = "<|endoftext|>", "<|padding|>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
+TOKENIZER_CONFIG = f"""{{
+  "tokenizer_class": "PreTrainedTokenizerFast",
+  "eos_token": "{EOD}",
+  "pad_token": "{PAD}",
+  "clean_up_tokenization_spaces": false,
+  "model_max_length": {1 << 62}
+}}
+"""
+
+
+class Tokenizer(NamedTuple):
+    encode: Callable[[str], list[int]]
+    vocab_size: int
+    eod: int | None
+
+
+def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
+    """Train a byte-level BPE on all documents; save what a HuggingFaceTokenizer is read from."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Rust
+
+    def texts() -> Iterator[str]:
+        for record in read_records(files, args.input_format):
+            try:
+                text = parse(record, args.input_format, args.json_key)
+            except BadDocument as bad:  # skipped ones are reported when they come to be tokenized
+                if args.on_error == "stop":
+                    raise refusal(record.place, str(bad)) from None
+                continue
+            yield text
+
+    tokenizer = Rust(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=args.train_tokenizer,
+        special_tokens=[AddedToken(EOD, special=True), AddedToken(PAD, special=True)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(texts(), trainer)
+
+    folder = Path(args.tokenizer_model)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
+        tokenizer.save(f"{new}/tokenizer.json")
+        Path(new, "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
+        with signals_held():
+            for name in ("tokenizer_config.json", "tokenizer.json"):
+                os.replace(f"{new}/{name}", folder / name)
+    print(f"Tokenizer of {tokenizer.get_vocab_size()} tokens saved in {folder}.", flush=True)
+
+
+def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    return load_trained_tokenizer(args) or load_megatron_tokenizer(args)
+
+
+def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """A tokenizer that was trained here, without the seconds and the memory that Megatron costs.
+
+    None for any other: what transformers makes of other settings is for transformers to say.
+    """
+    if args.tokenizer_type != "HuggingFaceTokenizer" or args.vocab_file or args.special_tokens:
+        return None
+    folder = Path(args.tokenizer_model)
+    try:
+        if (folder / "tokenizer_config.json").read_text("utf-8") != TOKENIZER_CONFIG:
+            return None
+    except OSError:
+        return None
+    from tokenizers import Tokenizer as Rust
+
+    rust = Rust.from_file(str(folder / "tokenizer.json"))
+    return Tokenizer(lambda text: rust.encode(text).ids, rust.get_vocab_size(), rust.token_to_id(EOD))
+
+
+def load_megatron_tokenizer(args: argparse.Namespace) -> Tokenizer:
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    # What build_tokenizer reads and preprocessing has no use for.
+    unused = dict(pad_vocab_size=False, chat_template=None, null_tokenizer_pad_id=-1)
+    megatron = build_tokenizer(argparse.Namespace(**vars(args), **unused))
+    try:
+        eod = megatron.eod
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        eod = None  # some libraries raise where they have no such token
+    return Tokenizer(megatron.tokenize, megatron.vocab_size, eod)

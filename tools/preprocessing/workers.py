@@ -1,0 +1,149 @@
+"""Processes that parse and tokenize batches of documents."""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+
+from preprocessing.documents import BadDocument, Record, parse
+from preprocessing.stopping import STOP_SIGNALS, Refused
+from preprocessing.tokenizer import Tokenizer, load_tokenizer
+
+
+class Result(NamedTuple):
+    """A batch, tokenized: the documents' lengths in tokens, and their ids one after another."""
+
+    lengths: list[int]
+    ids: np.ndarray
+    problems: list[tuple[str, str]]  # place, reason
+    size: int  # bytes read
+
+
+def tokenize(batch: list[Record], tokenizer: Tokenizer, dtype: np.dtype, args: argparse.Namespace) -> Result:
+    documents: list[np.ndarray] = []
+    problems: list[tuple[str, str]] = []
+    for record in batch:
+        try:
+            ids = encode(parse(record, args.input_format, args.json_key), tokenizer)
+        except BadDocument as bad:
+            problems.append((record.place, str(bad)))
+            continue
+        documents.append(np.array(ids + [tokenizer.eod] if args.append_eod else ids, dtype))
+    return Result(
+        [len(document) for document in documents],
+        np.concatenate([np.empty(0, dtype), *documents]),
+        problems,
+        sum(len(record.raw) for record in batch),
+    )
+
+
+def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        ids = list(tokenizer.encode(text))
+    except Exception as error:  # whatever the libraries raise, it belongs to this document
+        raise BadDocument(f"the tokenizer refused it: {error}") from None
+    if not ids:
+        raise BadDocument("empty")
+    if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
+        raise BadDocument(f"token id outside the vocabulary of {tokenizer.vocab_size}")
+    return ids
+
+
+class Worker:
+    """A process that tokenizes one batch at a time. It ends when its pipe is closed.
+
+    At most one batch is under way, so neither side can block the other by sending.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, remote = context.Pipe()
+        self.process = context.Process(target=serve, args=(remote, args), daemon=True)
+        self.process.start()
+        remote.close()  # so that a dead worker shows as end-of-file
+
+    def send(self, message: object) -> None:
+        with self.watched():
+            # Not pipe.send: when that fails on a broken pipe, early releases of Python 3.12 crash
+            # on collecting the buffer it leaves in the traceback.
+            self.pipe.send_bytes(pickle.dumps(message))
+
+    def receive(self):
+        with self.watched():
+            return self.pipe.recv()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise Refused("A worker died (out of memory?); try fewer --workers.") from None
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+
+
+def serve(pipe: Connection, args: argparse.Namespace) -> None:
+    """A worker: says the size of its vocabulary, or why it has none; then tokenizes."""
+    for each in STOP_SIGNALS:  # a Ctrl-C at the terminal reaches all; the parent is the one to act
+        signal.signal(each, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        try:
+            tokenizer = load_tokenizer(args)
+        except Exception as error:
+            pipe.send(
+                f"Cannot load the {args.tokenizer_type} (--tokenizer-model, --vocab-file, ...): "
+                f"{type(error).__name__}: {error}"
+            )
+            return
+        if args.append_eod and tokenizer.eod not in range(tokenizer.vocab_size):
+            pipe.send(
+                f"The {args.tokenizer_type} has no end token in its vocabulary: take another "
+                "tokenizer, or leave out --append-eod."
+            )
+            return
+        pipe.send(tokenizer.vocab_size)
+        dtype = pipe.recv()
+        while True:
+            pipe.send(tokenize(pipe.recv(), tokenizer, dtype, args))
+
+
+@contextlib.contextmanager
+def started_workers(args: argparse.Namespace) -> Iterator[list[Worker]]:
+    workers: list[Worker] = []
+    try:
+        for _ in range(args.workers):
+            workers.append(Worker(args))
+        yield workers
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def results(batches: Iterable[list[Record]], workers: list[Worker]) -> Iterator[Result]:
+    """Tokenize the batches; results come in the order of the input."""
+    busy: deque[Worker] = deque()
+    for batch in batches:
+        done = None
+        if len(busy) < len(workers):
+            worker = workers[len(busy)]
+        else:
+            worker = busy.popleft()
+            done = worker.receive()
+        worker.send(batch)
+        busy.append(worker)
+        if done is not None:
+            yield done
+    for worker in busy:
+        yield worker.receive()
