@@ -24,18 +24,23 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
 
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
-    """Make the attention and rotary modules of the model chunks follow the running segment of `context`."""
+    """Make the attention and rotary modules of the model chunks follow the running segment of `context`.
+
+    The latest call wins, so that several executors can take turns on one model.
+    """
     chunks = use_segment_attention(chunks)
     for attention in _modules(chunks, SegmentAttention):
         attention.context = context
-
-    def start_at_segment(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if context.segment is not None:
-            kwargs["offset"] = context.segment.start
-        return args, kwargs
-
     for rotary in _modules(chunks, (RotaryEmbedding, YarnRotaryEmbedding)):
-        rotary.register_forward_pre_hook(start_at_segment, with_kwargs=True)
+        if not hasattr(rotary, "segment_context"):
+            rotary.register_forward_pre_hook(_start_at_segment, with_kwargs=True)
+        rotary.segment_context = context
+
+
+def _start_at_segment(rotary: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Megatron asks for as many positions as there are tokens; they begin where the running segment does."""
+    segment = rotary.segment_context.segment
+    return args, kwargs if segment is None else {**kwargs, "offset": segment.start}
 
 
 def _modules(chunks: list[torch.nn.Module], kinds: type | tuple[type, ...]) -> list[torch.nn.Module]:

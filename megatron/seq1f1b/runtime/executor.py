@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from ..model import Segment, SegmentContext, attach
-from ..schedule import Action, Channel, Kind, Placement, Shape, compute_order, lower_rank
+from ..schedule import Action, Channel, Kind, Placement, Shape, program
 from .communication import Communicator
 from .data import SegmentIterator
 from .gradient_sync import GradientSync
@@ -44,7 +44,6 @@ class PipelineExecutor:
         self._timeout = timeout
         self._tracer = tracer
         self._context = SegmentContext()
-        self._attached: set[torch.nn.Module] = set()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._programs: dict[tuple[Shape, int, bool], list[Action]] = {}
 
@@ -84,7 +83,8 @@ class PipelineExecutor:
         device = next(chunks[0].parameters()).device
         placement = Placement(groups.pp.size(), len(chunks))
         shape = Shape(placement, num_microbatches, self._num_segments)
-        self._attach(chunks)
+        if self._num_segments > 1:  # an uncut sequence needs nothing, so the model then keeps its own attention
+            attach(chunks, self._context)
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -110,7 +110,7 @@ class PipelineExecutor:
         losses = LossLedger(getattr(config, "calculate_per_token_loss", False))
         sync = GradientSync(config, chunks)
         communicator = self._communicator(groups.pp, placement, config.pipeline_dtype, device)
-        program = self._program(shape, groups.pp.rank(), forward_only)
+        actions = self._program(shape, groups.pp.rank(), forward_only)
         tracing = nullcontext()
         if self._tracer is not None and not forward_only:
             tracing = self._tracer.step(self._name(), shape, groups.pp, device)
@@ -126,7 +126,7 @@ class PipelineExecutor:
                     sync,
                     self._sequence_length_is,
                     recorder,
-                ).run(program)
+                ).run(actions)
         finally:
             sync.close()
             self._context.clear()
@@ -139,13 +139,6 @@ class PipelineExecutor:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return losses.reports()
-
-    def _attach(self, chunks: list[torch.nn.Module]) -> None:
-        """Meet new model chunks. Uncut sequences need nothing, so the model then keeps its own attention."""
-        new = [chunk for chunk in chunks if chunk not in self._attached]
-        if self._num_segments > 1 and new:
-            attach(new, self._context)
-            self._attached.update(new)
 
     def _segments(self, num_microbatches: int, sequence_length: int) -> list[list[Segment]]:
         lengths = self._cut(sequence_length)
@@ -172,18 +165,10 @@ class PipelineExecutor:
         return self._communicators[key]
 
     def _program(self, shape: Shape, rank: int, forward_only: bool) -> list[Action]:
-        """The lowered actions of this rank; only its neighbours' orders are built besides its own."""
+        """The lowered actions of this rank, built when a step has a new shape."""
         key = shape, rank, forward_only
         if key not in self._programs:
-            orders = {
-                near: compute_order(self._family, shape, near)
-                for near in (rank, *shape.placement.neighbours_of(rank))
-            }
-            if forward_only:
-                orders = {
-                    near: [action for action in order if action.kind is Kind.F] for near, order in orders.items()
-                }
-            self._programs[key] = lower_rank(shape, orders, rank)
+            self._programs[key] = program(self._family, shape, rank, forward_only)
         return self._programs[key]
 
     def _name(self) -> str:
