@@ -10,20 +10,14 @@ stage does what the j-th unit in forward order does at the stage as far from the
 So a clock is one function and one number.
 """
 
-from collections.abc import Callable
-from functools import partial
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product, repeat
 
 from .action import Action, Kind
 from .schedule import Shape
 
-# A tuple is an Action without a call of Python code; it makes large schedules four times faster.
-_action = partial(tuple.__new__, Action)
 
-
-def by_clock(
-    shape: Shape, rank: int, tick: Callable[[int, int], int], turn: int
-) -> list[Action]:
+def by_clock(shape: Shape, rank: int, tick: Callable[[int, int], int], turn: int) -> list[Action]:
     """The F and B actions of one rank, in the order of their ticks.
 
     `tick(unit, stage)` is the tick of a forward; it must grow with the stage and with the
@@ -35,9 +29,41 @@ def by_clock(
     actions: list[Action] = []
     ticks: list[int] = []
     for stage in shape.placement.stages_of(rank):
-        actions += map(_action, product([Kind.F], [stage], microbatches, segments))
+        actions += _product(Kind.F, stage, microbatches, segments)
         ticks += [tick(unit, stage) for unit in units]
-        actions += map(_action, product([Kind.B], [stage], microbatches, reversed(segments)))
+        actions += _product(Kind.B, stage, microbatches, reversed(segments))
         ticks += [turn + tick(unit, last_stage - stage) for unit in units]
     order = sorted(range(len(actions)), key=ticks.__getitem__)
     return [actions[index] for index in order]
+
+
+def _product(kind: Kind, stage: int, microbatches: Iterable, segments: Iterable) -> Iterator[Action]:
+    # tuple.__new__ makes an Action without a call of Python code, several times faster.
+    return map(tuple.__new__, repeat(Action), product([kind], [stage], microbatches, segments))
+
+
+def straight(shape: Shape, period: int = 1, hop: int = 1) -> Callable[[int, int], int]:
+    """A tick for units that pass through all chunks without a pause, `hop` ticks a stage.
+
+    A rank takes in a new unit every `period` ticks for each of its chunks.
+    """
+    return lambda unit, stage: period * shape.num_chunks * unit + hop * stage
+
+
+def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Callable[[int, int], int]:
+    """A tick for model chunks that take turns: `group` units each, a unit every `period` ticks.
+
+    The next stage runs a unit `hop` ticks later. The clock counts full groups, so a last group
+    that is short leaves ticks empty and nothing else changes. A group has to last until its first
+    unit is back on rank 0, so it must hold whole micro-batches and at least P units.
+    """
+    num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
+    if period * group < hop * num_ranks or group % shape.num_segments:
+        raise ValueError(f"groups of {group} units do not fit {shape}")
+
+    def tick(unit: int, stage: int) -> int:
+        chunk, depth = divmod(stage, num_ranks)
+        index, within = divmod(unit, group)
+        return period * ((index * num_chunks + chunk) * group + within) + hop * depth
+
+    return tick

@@ -28,9 +28,7 @@ class Costs:
     kept: Table
 
     @classmethod
-    def uniform(
-        cls, shape: Shape, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0
-    ) -> "Costs":
+    def uniform(cls, shape: Shape, f: float = 1.0, i: float = 1.0, w: float = 1.0, message: float = 0.0) -> "Costs":
         """Equal costs everywhere; memory counts the units in flight, from F to B or W."""
 
         def table(value: float) -> Table:
@@ -45,8 +43,7 @@ class Costs:
             sizes = len(table), {len(row) for row in table}
             if sizes != (shape.num_stages, {shape.num_segments}):
                 raise ValueError(
-                    f"cost table {name!r} must have {shape.num_stages} stages of "
-                    f"{shape.num_segments} segments"
+                    f"cost table {name!r} must have {shape.num_stages} stages of {shape.num_segments} segments"
                 )
             if any(value < 0 for row in table for value in row):
                 raise ValueError(f"cost table {name!r} holds a negative number")

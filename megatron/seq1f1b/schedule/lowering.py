@@ -27,16 +27,15 @@ rank 2 would queue behind it, and rank 0 may be waiting for something that rank 
 before it computes F1. `Channel.communicator` gives a number that keeps them apart.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .action import Action, Kind
-from .dependencies import message_needed, outcome
+from .dependencies import message_needed
 from .placement import Placement
 from .schedule import Schedule, Shape
 
 _RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
-_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 _PAYLOAD = {Kind.RECV_F: Kind.F, Kind.SEND_F: Kind.F, Kind.RECV_B: Kind.B, Kind.SEND_B: Kind.B}
 _STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
 
@@ -62,9 +61,7 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     """The channel of a SEND or RECV action."""
     here = placement.rank_of(action.stage)
     there = placement.rank_of(action.stage + _STEP[action.kind])
-    source, destination = (
-        (there, here) if action.kind in (Kind.RECV_F, Kind.RECV_B) else (here, there)
-    )
+    source, destination = (there, here) if action.kind in (Kind.RECV_F, Kind.RECV_B) else (here, there)
     return Channel(_PAYLOAD[action.kind], source, destination)
 
 
@@ -98,44 +95,54 @@ def lower_rank(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) 
     return lowered
 
 
-def _receives(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int):
-    """Pairs of (index of the compute action to post it before, receive)."""
-    consumers = {}  # the value that arrives -> index and action that needs it
-    for index, action in enumerate(orders[rank]):
-        needed = message_needed(action, shape)
-        if needed is not None:
-            consumers[needed] = index, action
+def _receives(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) -> list[tuple[int, Action]]:
+    """Receives of a rank, each with the index of the compute action to post it before."""
+    order = orders[rank]
+    senders = {}  # (kind, stage) of an action that waits for a message -> its payload and sender
+    for stage in shape.placement.stages_of(rank):
+        for kind in (Kind.F, Kind.B, Kind.I):
+            needed = message_needed(Action(kind, stage, 0, 0), shape)
+            if needed is not None:
+                senders[kind, stage] = needed.kind, needed.stage
+    consumers = {}  # what arrives -> index of the action that waits for it
+    for index, (kind, stage, microbatch, segment) in enumerate(order):
+        if (kind, stage) in senders:
+            consumers[*senders[kind, stage], microbatch, segment] = index
+
     receives = []
     for source in shape.placement.neighbours_of(rank):
-        sent = [outcome(action) for action in orders[source]]
-        for payload in (Kind.F, Kind.B):
-            post = len(orders[rank])
-            # From the last message back: a receive is posted no later than those that follow it.
-            for value in reversed(sent):
-                if value.kind is payload and value in consumers:
-                    index, consumer = consumers[value]
-                    post = min(post, max(index - 1, 0))
-                    receives.append((post, index, consumer._replace(kind=_RECEIVE[payload])))
+        # From the last message back: a receive is posted no later than those that follow it.
+        post = {Kind.F: len(order), Kind.B: len(order)}
+        for kind, stage, microbatch, segment in reversed(orders[source]):
+            payload = Kind.B if kind is Kind.I else kind
+            index = consumers.get((payload, stage, microbatch, segment))
+            if index is not None:
+                post[payload] = min(post[payload], max(index - 1, 0))
+                _, here, *unit = order[index]
+                receives.append((post[payload], Action(_RECEIVE[payload], here, *unit)))
     if len(receives) < len(consumers):
-        raise ValueError(f"rank {rank} needs messages that no neighbour sends; validate the schedule")
+        raise ValueError(f"rank {rank} needs messages that no neighbour sends; is this valid?")
     receives.reverse()
     # Stable: what is posted at the same place stays in the order of its channel.
     receives.sort(key=lambda receive: receive[0])
-    return [(post, receive) for post, _, receive in receives]
+    return receives
 
 
-def _sends(shape: Shape, order: Sequence[Action]):
+def _sends(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    """Sends of a rank, each with the index of the compute action that it follows."""
     rank_of, last_stage = shape.placement.rank_of, shape.num_stages - 1
-    for index, action in enumerate(order):
-        kind = outcome(action).kind
-        if kind is Kind.W:
-            continue
-        receiver = action.stage + (1 if kind is Kind.F else -1)
-        if 0 <= receiver <= last_stage and rank_of(receiver) != rank_of(action.stage):
-            yield index, action._replace(kind=_SEND[kind])
+    leaves = {}  # (kind, stage) of an action whose result another rank needs -> kind of its send
+    for stage in {action.stage for action in order}:
+        for kind, send in ((Kind.F, Kind.SEND_F), (Kind.B, Kind.SEND_B), (Kind.I, Kind.SEND_B)):
+            receiver = stage + _STEP[send]
+            if 0 <= receiver <= last_stage and rank_of(receiver) != rank_of(stage):
+                leaves[kind, stage] = send
+    for index, (kind, stage, microbatch, segment) in enumerate(order):
+        if (kind, stage) in leaves:
+            yield index, Action(leaves[kind, stage], stage, microbatch, segment)
 
 
-def _gathers(order: Sequence[Action]):
+def _gathers(order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     """Like a receive, a gathering starts one compute action ahead of its first use."""
     seen = set()
     for index, action in enumerate(order):
@@ -144,7 +151,7 @@ def _gathers(order: Sequence[Action]):
             yield max(index - 1, 0), Action(Kind.GATHER, action.stage)
 
 
-def _reductions(order: Sequence[Action]):
+def _reductions(order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     last = {action.stage: index for index, action in enumerate(order)}
     for stage, index in last.items():
         yield index, Action(Kind.REDUCE, stage)

@@ -19,8 +19,5 @@ def program(family: str, shape: Shape, rank: int, forward_only: bool = False) ->
     orders = {each: compute_order(family, shape, each) for each in ranks}
     if not forward_only:
         return lower_rank(shape, orders, rank)
-    forwards = {
-        each: [action for action in order if action.kind is Kind.F]
-        for each, order in orders.items()
-    }
+    forwards = {each: [action for action in order if action.kind is Kind.F] for each, order in orders.items()}
     return [action for action in lower_rank(shape, forwards, rank) if action.kind not in CHUNK_KINDS]

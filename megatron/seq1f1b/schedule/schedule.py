@@ -47,7 +47,4 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"rank {rank}: " + " ".join(map(str, actions))
-            for rank, actions in enumerate(self.ranks)
-        )
+        return "\n".join(f"rank {rank}: " + " ".join(map(str, actions)) for rank, actions in enumerate(self.ranks))

@@ -47,11 +47,7 @@ class Timeline:
 
     def busy(self, rank: int) -> float:
         """Time that the rank spends in compute actions (F, B, I, W)."""
-        return sum(
-            span.end - span.start
-            for span in self.ranks[rank]
-            if span.action.kind in COMPUTE_KINDS
-        )
+        return sum(span.end - span.start for span in self.ranks[rank] if span.action.kind in COMPUTE_KINDS)
 
     @property
     def bubble_ratio(self) -> float:

@@ -1,5 +1,7 @@
 """When each compute action of a schedule starts and ends, for given costs."""
 
+from itertools import repeat
+from math import inf
 from typing import NamedTuple
 
 from .action import COMPUTE_KINDS, Action, Kind
@@ -52,8 +54,7 @@ class Rules:
     def _rule(self, action: Action) -> Rule:
         code = self._code(action)
         needs = tuple(
-            (self._code(needed) - code, self._delay(needed, action))
-            for needed in dependencies(action, self._shape)
+            (self._code(needed) - code, self._delay(needed, action)) for needed in dependencies(action, self._shape)
         )
         duration = self._costs.duration(action.kind, action.stage, action.segment)
         return Rule(code, needs, duration)
@@ -67,52 +68,49 @@ class Rules:
 
 
 class Run(NamedTuple):
-    """How far the ranks came: `done[rank]` actions, with their spans in order."""
+    """How far the ranks came: for each rank, the starts and ends of the actions that ran."""
 
-    done: list[int]
-    spans: list[list[Span]]
+    starts: list[list[float]]
+    ends: list[list[float]]
 
 
 def run(schedule: Schedule, costs: Costs) -> Run:
     """Runs compute actions as early as their rank and their dependencies allow.
 
-    A rank that waits for something that never happens stays where it is; `Run.done` shows it.
+    A rank that waits for something that never happens stays where it is, and its lists stay short.
     """
     rules = Rules(schedule.shape, costs)
-    stride = rules.stride
-    of = rules.of
-    ends = [-1.0] * rules.num_codes
-    waiting: dict[int, list[int]] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    free = [0.0] * len(schedule.ranks)
+    of, stride = rules.of, rules.stride
+    end_of = [-inf] * rules.num_codes
+    waiting: dict[int, list[int]] = {}  # code -> ranks that need it
+    result = Run([[] for _ in schedule.ranks], [[] for _ in schedule.ranks])
     runnable = list(range(len(schedule.ranks)))
-    new = tuple.__new__
     while runnable:
         rank = runnable.pop()
-        actions, done, now = schedule.ranks[rank], spans[rank], free[rank]
-        for index in range(len(done), len(actions)):
-            action = actions[index]
-            kind, stage, microbatch, segment = action
+        starts, ends = result.starts[rank], result.ends[rank]
+        now = ends[-1] if ends else 0.0
+        actions = schedule.ranks[rank]
+        for index in range(len(ends), len(actions)):
+            kind, stage, microbatch, segment = actions[index]
             code, needs, duration = of[kind][stage][segment]
             code += microbatch * stride
-            start = now
             for difference, delay in needs:
-                arrival = ends[code + difference]
-                if arrival < 0:
+                arrival = end_of[code + difference] + delay
+                if arrival > now:
+                    now = arrival
+                elif arrival < 0:
                     waiting.setdefault(code + difference, []).append(rank)
                     break
-                arrival += delay
-                if arrival > start:
-                    start = arrival
             else:
-                ends[code] = now = start + duration
-                done.append(new(Span, (action, start, now)))
+                starts.append(now)
+                now += duration
+                end_of[code] = now
+                ends.append(now)
                 if code in waiting:
                     runnable += waiting.pop(code)
                 continue
             break
-        free[rank] = now
-    return Run([len(done) for done in spans], spans)
+    return result
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -122,6 +120,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     run to its end; `validate` says why.
     """
     result = run(schedule, costs or Costs.uniform(schedule.shape))
-    if any(done < len(rank) for done, rank in zip(result.done, schedule.ranks, strict=True)):
-        raise ValueError("the schedule cannot run to its end; validate it to see why")
-    return Timeline(schedule.shape, tuple(map(tuple, result.spans)))
+    ranks = []
+    for actions, starts, ends in zip(schedule.ranks, *result, strict=True):
+        if len(ends) < len(actions):
+            raise ValueError("the schedule cannot run to its end; validate it to see why")
+        # A tuple is a Span without a call of Python code.
+        spans = map(tuple.__new__, repeat(Span), zip(actions, starts, ends, strict=True))
+        ranks.append(tuple(spans))
+    return Timeline(schedule.shape, tuple(ranks))

@@ -77,15 +77,11 @@ def _why_foreign(shape: Shape, action: Action) -> str:
 
 def _check_runs(schedule: Schedule) -> None:
     """Runs the schedule; if ranks get stuck, says which rule was broken or shows the cycle."""
-    done = run(schedule, Costs.uniform(schedule.shape)).done
+    done = [len(ends) for ends in run(schedule, Costs.uniform(schedule.shape)).ends]
     stuck = [rank for rank, actions in enumerate(schedule.ranks) if done[rank] < len(actions)]
     if not stuck:
         return
-    ran = {
-        outcome(action)
-        for rank, actions in enumerate(schedule.ranks)
-        for action in actions[: done[rank]]
-    }
+    ran = {outcome(action) for rank, actions in enumerate(schedule.ranks) for action in actions[: done[rank]]}
     chain: dict[int, str] = {}  # rank -> what it waits for, in the order of the walk
     rank = stuck[0]
     while rank not in chain:
@@ -120,9 +116,7 @@ def _missing(schedule: Schedule, rank: int, wanted: Action, problem: str) -> Sch
     near = [index for index, action in enumerate(actions) if action[1:3] == unit[:2]]
     index = (same or near or [max(len(actions) - 1, 0)])[0]
     stage, microbatch, segment = unit
-    text = (
-        f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} {problem}"
-    )
+    text = f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} {problem}"
     return ScheduleError(f"{text}\n{_neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
 
 
@@ -138,10 +132,7 @@ def _neighbourhood(schedule: Schedule, rank: int, at: list[int]) -> str:
     for other in range(first, min(first + _RANKS, len(schedule.ranks))):
         actions, centre = schedule.ranks[other], at[other]
         low, high = max(0, centre - _AROUND), min(len(actions), centre + _AROUND + 1)
-        words = [
-            f"[{actions[index]}]" if index == centre else f" {actions[index]} "
-            for index in range(low, high)
-        ]
+        words = [f"[{actions[index]}]" if index == centre else f" {actions[index]} " for index in range(low, high)]
         dots = ("... " if low > 0 else ""), (" ..." if high < len(actions) else "")
         mark = ">" if other == rank else " "
         lines.append(f"{mark} rank {other:<3} {dots[0]}{' '.join(words)}{dots[1]}".rstrip())

@@ -1,0 +1,19 @@
+"""The modular pipeline with layered gradient accumulation."""
+
+from math import ceil
+
+from ..action import Action
+from ..clock import by_clock, grouped
+from ..schedule import Shape
+
+
+def breadth_first(shape: Shape, rank: int) -> list[Action]:
+    """All units of a model chunk before the next chunk (arXiv 2106.02679).
+
+    So the gradients of a chunk are complete, and their reduction starts, while the other chunks
+    still go backward, and its parameters are needed from its first forward on and not before
+    (REDUCE and GATHER of the lowered schedule).
+    """
+    fill = shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
+    tick = grouped(shape, group=max(shape.num_units, fill))
+    return by_clock(shape, rank, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)

@@ -1,0 +1,20 @@
+"""GPipe and, with several segments, TeraPipe."""
+
+from math import ceil
+
+from ..action import Action
+from ..clock import by_clock, grouped, straight
+from ..schedule import Shape
+
+
+def gpipe(shape: Shape, rank: int) -> list[Action]:
+    """All forwards, then all backwards (arXiv 1811.06965; with segments arXiv 2102.07988).
+
+    Several looped chunks take turns after k * ceil(P / k) units, as in interleaved 1F1B.
+    """
+    if shape.placement.style == "v":
+        tick = straight(shape)
+    else:
+        group = shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
+        tick = grouped(shape, group)
+    return by_clock(shape, rank, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
