@@ -1,0 +1,189 @@
+# shellcheck shell=bash
+# What both launchers share: the sizes of a model, and the flags of pretrain_gpt.py that they make.
+# Every variable can be set in the environment. Source it from the root of the repository.
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+# ----------------------------------------------------------------------------------- the model
+# Shapes, TP x PP and sequence lengths of the 2.7b to 30b are those of the Seq1F1B paper
+# (arXiv 2406.03488), trained on A100s; SEQ_LENGTH starts at the shortest of its three.
+MODEL_SIZE=${MODEL_SIZE:-tiny}
+case $MODEL_SIZE in
+    tiny) # a laptop, without a GPU
+        : "${DEVICE:=cpu}" "${GPUS_PER_NODE:=2}" "${PRECISION:=fp32}" "${LR:=1e-3}"
+        : "${NUM_LAYERS:=4}" "${HIDDEN_SIZE:=128}" "${NUM_HEADS:=4}" "${TP:=1}" "${PP:=2}"
+        : "${SEQ_LENGTH:=512}" "${NUM_MICRO_BATCHES:=4}" "${VOCAB_SIZE:=1024}"
+        ;;
+    2.7b) # 8 GPUs; also 24576 and 32768 tokens
+        : "${NUM_LAYERS:=32}" "${HIDDEN_SIZE:=2560}" "${NUM_HEADS:=32}" "${TP:=1}" "${PP:=8}"
+        : "${SEQ_LENGTH:=16384}" "${NUM_MICRO_BATCHES:=16}"
+        ;;
+    7b) # 32 GPUs; also 65536 and 131072 tokens, and 16 micro-batches
+        : "${NUM_LAYERS:=32}" "${HIDDEN_SIZE:=4096}" "${NUM_HEADS:=32}" "${TP:=8}" "${PP:=4}"
+        : "${SEQ_LENGTH:=32768}" "${NUM_MICRO_BATCHES:=8}"
+        ;;
+    13b) # 32 GPUs; also 49152 and 65536 tokens; the number of micro-batches is not published
+        : "${NUM_LAYERS:=40}" "${HIDDEN_SIZE:=5120}" "${NUM_HEADS:=40}" "${TP:=8}" "${PP:=4}"
+        : "${SEQ_LENGTH:=32768}" "${NUM_MICRO_BATCHES:=8}"
+        ;;
+    30b) # 64 GPUs; also 49152 and 65536 tokens
+        : "${NUM_LAYERS:=64}" "${HIDDEN_SIZE:=6144}" "${NUM_HEADS:=64}" "${TP:=8}" "${PP:=8}"
+        : "${SEQ_LENGTH:=32768}" "${NUM_MICRO_BATCHES:=16}"
+        ;;
+    *) die "MODEL_SIZE=$MODEL_SIZE is unknown: take tiny, 2.7b, 7b, 13b or 30b." ;;
+esac
+: "${MICRO_BATCH_SIZE:=1}"
+: "${VOCAB_SIZE:=32768}" # of --mock-data; real data have their tokenizer's
+
+# --------------------------------------------------------------------------------- the schedule
+: "${PIPELINE_SCHEDULE:=1f1b}" # megatron: Megatron's own, for comparison
+: "${SEQUENCE_SPLITS:=4}"
+: "${SEQUENCE_SPLIT_STRATEGY:=uniform_comp}"
+
+# --------------------------------------------------------------------------------- the training
+: "${DEVICE:=cuda}" # cuda, cpu
+: "${PRECISION:=bf16}" # bf16, fp32
+: "${TRAIN_ITERS:=20}"
+: "${LR:=6e-5}"
+: "${RECOMPUTE:=0}" # 1: recompute all activations
+: "${DATA_PATH:=}" # prefix of a .bin/.idx pair, or a blend "0.3 PREFIX 0.7 PREFIX"; empty: mock data
+: "${TOKENIZER_TYPE:=HuggingFaceTokenizer}"
+: "${TOKENIZER_MODEL:=}" # what TOKENIZER_TYPE loads: a folder or a file
+: "${DATA_SPLIT:=99,1,0}" # shares of training, validation, test
+: "${EVAL_ITERS:=0}"
+: "${CHECKPOINT_PATH:=}" # empty: save nothing
+: "${SAVE_INTERVAL:=1000}"
+
+# --------------------------------------------------------------------------- where it is to run
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+: "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
+
+# Set `installed` to those of the modules that $PYTHON finds, without importing them.
+find_modules() {
+    installed=" $("$PYTHON" - "$@" 2>/dev/null <<'EOF'
+import sys
+from importlib.util import find_spec
+
+for name in sys.argv[1:]:
+    try:
+        if find_spec(name):
+            print(name, end=" ")
+    except ModuleNotFoundError:
+        pass
+EOF
+    )" || die "PYTHON=$PYTHON does not run: run bash scripts/setup.sh, or set PYTHON."
+}
+
+check_python() {
+    find_modules torch megatron.core transformer_engine apex
+    [[ $installed == *" torch "* && $installed == *" megatron.core "* ]] ||
+        die "$PYTHON has no torch or no megatron-core: run bash scripts/setup.sh, or set PYTHON."
+}
+
+# check_world NODES: set GPUS_PER_NODE if need be, and check that the model can be laid out.
+check_world() {
+    if [ -z "${GPUS_PER_NODE:-}" ]; then
+        GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | grep -c ^GPU || true)}
+    fi
+    [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] ||
+        die "no GPU is visible (GPUS_PER_NODE=$GPUS_PER_NODE): set GPUS_PER_NODE, or try MODEL_SIZE=tiny, which runs on the CPU."
+    local world=$(($1 * GPUS_PER_NODE))
+    ((world % (TP * PP) == 0)) ||
+        die "$1 node(s) x GPUS_PER_NODE=$GPUS_PER_NODE make $world processes, which is not a multiple of TP=$TP x PP=$PP: change one of them."
+    DP=$((world / (TP * PP)))
+}
+
+check_data() {
+    local word
+    [ -n "$DATA_PATH" ] || return 0
+    for word in $DATA_PATH; do
+        [[ $word =~ ^[0-9.]+$ || -f $word.idx ]] ||
+            die "DATA_PATH: there is no $word.idx; tools/preprocess_data.py makes it."
+    done
+    [ -n "$TOKENIZER_MODEL" ] ||
+        die "DATA_PATH needs the tokenizer that made the data: set TOKENIZER_MODEL (and TOKENIZER_TYPE)."
+}
+
+# ------------------------------------------------------------------------------------- the flags
+# Set the array `flags` from the variables above.
+make_flags() {
+    flags=(
+        --device "$DEVICE"
+        --tensor-model-parallel-size "$TP"
+        --pipeline-model-parallel-size "$PP"
+        --use-distributed-optimizer
+        --num-layers "$NUM_LAYERS"
+        --hidden-size "$HIDDEN_SIZE"
+        --num-attention-heads "$NUM_HEADS"
+        --seq-length "$SEQ_LENGTH"
+        --max-position-embeddings "$SEQ_LENGTH"
+        --position-embedding-type rope
+        --untie-embeddings-and-output-weights
+        --hidden-dropout 0
+        --attention-dropout 0
+        --micro-batch-size "$MICRO_BATCH_SIZE"
+        --global-batch-size $((MICRO_BATCH_SIZE * NUM_MICRO_BATCHES * DP))
+        --train-iters "$TRAIN_ITERS"
+        --optimizer adam
+        --adam-beta1 0.9
+        --adam-beta2 0.95
+        --lr "$LR"
+        --lr-decay-style cosine
+        --clip-grad 1.0
+        --weight-decay 0.1
+        --eval-iters "$EVAL_ITERS"
+        --log-interval 1
+        --log-throughput
+    )
+    if [ "$PIPELINE_SCHEDULE" != megatron ]; then
+        flags+=(
+            --pipeline-schedule "$PIPELINE_SCHEDULE"
+            --sequence-splits "$SEQUENCE_SPLITS"
+            --sequence-split-strategy "$SEQUENCE_SPLIT_STRATEGY"
+        )
+    fi
+    case $PRECISION in
+        bf16) flags+=(--bf16) ;;
+        fp32) ;;
+        *) die "PRECISION=$PRECISION is unknown: take bf16 or fp32." ;;
+    esac
+    if ((TP > 1)); then
+        flags+=(--sequence-parallel)
+    fi
+    if [ "$RECOMPUTE" = 1 ]; then
+        flags+=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+    fi
+    if [ "$DEVICE" != cpu ]; then
+        add_kernel_flags
+    fi
+    if [ -n "$DATA_PATH" ]; then
+        local words
+        read -ra words <<<"$DATA_PATH"
+        flags+=(--data-path "${words[@]}" --split "$DATA_SPLIT")
+        flags+=(--tokenizer-type "$TOKENIZER_TYPE" --tokenizer-model "$TOKENIZER_MODEL")
+    else
+        flags+=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
+    fi
+    if [ -n "$CHECKPOINT_PATH" ]; then
+        flags+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$SAVE_INTERVAL")
+    fi
+}
+
+# Megatron takes its GPU kernels from Transformer Engine, some from apex; without them it has to be
+# told not to look for them. (On a CPU pretrain_gpt.py sees to that itself.)
+add_kernel_flags() {
+    if [[ $installed == *" transformer_engine "* ]]; then
+        flags+=(--attention-backend flash)
+        return
+    fi
+    flags+=(--transformer-impl local --no-rope-fusion)
+    if [[ $installed != *" apex "* ]]; then
+        ((TP == 1)) ||
+            die "TP=$TP on GPUs needs Transformer Engine or NVIDIA apex: pip install 'megatron-seq1f1b[te]', or set TP=1."
+        flags+=(--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion)
+    fi
+}
