@@ -11,7 +11,8 @@ from .lowering import Channel, channel_of, lower, lower_rank
 from .placement import Placement
 from .program import program
 from .schedule import Schedule, Shape
-from .timeline import Span, Timeline, peak_units, read_timeline, write_timeline
+from .memory import peak_memory, peak_units
+from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate
 from .validate import ScheduleError, validate
 
@@ -34,6 +35,7 @@ __all__ = [
     "lower",
     "lower_rank",
     "parse_action",
+    "peak_memory",
     "peak_units",
     "program",
     "read_timeline",

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from .action import Kind
+from .action import Action, Kind
+from .placement import Placement
 from .schedule import Shape
 
 Table = tuple[tuple[float, ...], ...]
@@ -47,6 +48,9 @@ class Costs:
                 )
             if any(value < 0 for row in table for value in row):
                 raise ValueError(f"cost table {name!r} holds a negative number")
+        for some, all_of_it in zip(self.kept, self.activation, strict=True):
+            if any(part > whole for part, whole in zip(some, all_of_it, strict=True)):
+                raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
 
     def duration(self, kind: Kind, stage: int, segment: int) -> float:
         if kind is Kind.F:
@@ -56,3 +60,10 @@ class Costs:
         if kind is Kind.I:
             return self.i[stage][segment]
         return self.i[stage][segment] + self.w[stage][segment]
+
+    def delay(self, needed: Action, action: Action, placement: Placement) -> float:
+        """Time from the end of `needed` until `action`, which depends on it, may start."""
+        if placement.rank_of(needed.stage) == placement.rank_of(action.stage):
+            return 0.0
+        table = self.message_f if needed.kind is Kind.F else self.message_b
+        return table[needed.stage][needed.segment]

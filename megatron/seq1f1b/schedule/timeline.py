@@ -1,7 +1,7 @@
 """When each action ran: one form for simulated and measured steps, and its JSON."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,21 +55,6 @@ class Timeline:
         total = len(self.ranks) * self.makespan
         busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
         return (total - busy) / total if total else 0.0
-
-
-def peak_units(actions: Iterable[Action]) -> int:
-    """Most units in flight on a rank that runs these actions in order.
-
-    A unit of a model chunk is in flight from its F to the end of its B or W.
-    """
-    now = peak = 0
-    for action in actions:
-        if action.kind is Kind.F:
-            now += 1
-            peak = max(peak, now)
-        elif action.kind in (Kind.B, Kind.W):
-            now -= 1
-    return peak
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:

@@ -54,17 +54,10 @@ class Rules:
     def _rule(self, action: Action) -> Rule:
         code = self._code(action)
         needs = tuple(
-            (self._code(needed) - code, self._delay(needed, action)) for needed in dependencies(action, self._shape)
+            (self._code(needed) - code, self._costs.delay(needed, action, self._shape.placement)) for needed in dependencies(action, self._shape)
         )
         duration = self._costs.duration(action.kind, action.stage, action.segment)
         return Rule(code, needs, duration)
-
-    def _delay(self, needed: Action, action: Action) -> float:
-        rank_of = self._shape.placement.rank_of
-        if rank_of(needed.stage) == rank_of(action.stage):
-            return 0.0
-        table = self._costs.message_f if needed.kind is Kind.F else self._costs.message_b
-        return table[needed.stage][needed.segment]
 
 
 class Run(NamedTuple):
