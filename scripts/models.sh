@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # What both launchers share: the sizes of a model, and the flags of pretrain_gpt.py that they make.
-# Every variable can be set in the environment. Source it from the root of the repository.
+# Every variable can be set in the environment. Sourced at the root of the repository, where relative
+# paths start, too.
 
 die() {
     echo "error: $*" >&2
@@ -12,7 +13,7 @@ die() {
 # (arXiv 2406.03488), trained on A100s; SEQ_LENGTH starts at the shortest of its three.
 MODEL_SIZE=${MODEL_SIZE:-tiny}
 case $MODEL_SIZE in
-    tiny) # a laptop, without a GPU
+    tiny) # a laptop; without a GPU, GPUS_PER_NODE is a number of processes
         : "${DEVICE:=cpu}" "${GPUS_PER_NODE:=2}" "${PRECISION:=fp32}" "${LR:=1e-3}"
         : "${NUM_LAYERS:=4}" "${HIDDEN_SIZE:=128}" "${NUM_HEADS:=4}" "${TP:=1}" "${PP:=2}"
         : "${SEQ_LENGTH:=512}" "${NUM_MICRO_BATCHES:=4}" "${VOCAB_SIZE:=1024}"
