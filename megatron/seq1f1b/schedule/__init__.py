@@ -4,20 +4,23 @@ Pure Python: nothing of torch, Megatron or the rest of this package is imported 
 """
 
 from .action import Action, Kind, parse_action
+from .auto import auto
+from .build import FAMILY_NAMES, build, program
 from .costs import Costs
+from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
-from .families import FAMILIES, build, compute_order
+from .families import FAMILIES
 from .lowering import Channel, channel_of, lower, lower_rank
-from .placement import Placement
-from .program import program
-from .schedule import Schedule, Shape
 from .memory import peak_memory, peak_units
+from .placement import Placement
+from .schedule import Schedule, Shape
 from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate
 from .validate import ScheduleError, validate
 
 __all__ = [
     "FAMILIES",
+    "FAMILY_NAMES",
     "Action",
     "Channel",
     "Costs",
@@ -28,9 +31,9 @@ __all__ = [
     "Shape",
     "Span",
     "Timeline",
+    "auto",
     "build",
     "channel_of",
-    "compute_order",
     "dependencies",
     "lower",
     "lower_rank",
@@ -38,8 +41,10 @@ __all__ = [
     "peak_memory",
     "peak_units",
     "program",
+    "read_csv",
     "read_timeline",
     "simulate",
     "validate",
+    "write_csv",
     "write_timeline",
 ]

@@ -1,11 +1,11 @@
 """What a rank can be told to do: an immutable action with a short text form."""
 
 import re
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """The kinds of action. The value is the word of the text form."""
 
     F = "F"  # forward

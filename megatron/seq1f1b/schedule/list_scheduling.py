@@ -20,15 +20,16 @@ Priority = Callable[[Kind, int, int], float]
 class _Rank:
     """What a rank has done and could do at one moment."""
 
+    index: int
     limit: float
     whole: float  # memory of one micro-batch with all its chunks and segments
     forwards_left: list[int]  # of each micro-batch
     held: list[float]  # memory of each micro-batch
+    # For each kind and stage a heap of (position, when it can start, action).
+    ready: dict[tuple[Kind, int], list[tuple[int, float, Action]]]
+    weights: deque[Action] = field(default_factory=deque)  # the W that could run
     actions: list[Action] = field(default_factory=list)
     free: float = 0.0  # when the last action ends
-    # For each kind and stage a heap of (position, when it can start, action).
-    ready: dict[tuple[Kind, int], list] = field(default_factory=dict)
-    weights: deque[Action] = field(default_factory=deque)
     used: float = 0.0  # memory in all
     oldest: int = 0  # the first micro-batch with forwards left
     used_by_oldest: float = 0.0  # memory of the micro-batches up to that one
@@ -60,124 +61,157 @@ class _Rank:
 
 
 class ListScheduler:
-    """Schedules whose ranks never hold more activation memory than `limits[rank]`.
+    """Makes schedules whose ranks never hold more activation memory than `limits[rank]`.
 
-    A free rank takes, of the forwards and backwards that could start now and fit, the one of the
-    smallest priority. If there is none it takes its oldest W, unless it knows of a forward or
-    backward that could start before `patience` times that W has passed. With `split=False`
-    backwards are whole (B) and there is no W.
+    A free rank takes the forward or backward that its rule chooses. If there is none that could
+    start now it takes its oldest W, unless it knows of one that could start before `patience` times
+    that W has passed. With `split=False` backwards are whole (B) and there is no W. Filling idle
+    time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
 
-    That W fill idle time under a limit is the idea of arXiv 2401.10241, section 3.1; here the
-    units are segments. Raises ValueError if a rank cannot hold one whole micro-batch.
+    Raises ValueError if a rank cannot hold one whole micro-batch.
     """
 
     def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True):
-        self.shape, self.costs, self.limits = shape, costs, limits
-        self.backward = Kind.I if split else Kind.B
-        self.rank_of = [shape.placement.rank_of(stage) for stage in range(shape.num_stages)]
-        self.needs: dict[Action, int] = {}  # number of dependencies, for micro-batch 0
-        self.followers: dict[Action, list[tuple[Action, float]]] = {}  # and delays, the same way
+        self._shape, self._costs, self._limits = shape, costs, limits
+        self._backward = Kind.I if split else Kind.B
+        placement = shape.placement
+        self._rank_of = [placement.rank_of(stage) for stage in range(shape.num_stages)]
+        self._whole = [
+            sum(sum(costs.activation[stage]) for stage in placement.stages_of(rank)) for rank in range(shape.num_ranks)
+        ]
+        for rank, (whole, limit) in enumerate(zip(self._whole, limits, strict=True)):
+            if whole > limit:
+                raise ValueError(
+                    f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
+                )
+        # For micro-batch 0, which stands for all: number of dependencies; followers with delays.
+        self._needs: dict[Action, int] = {}
+        self._followers: dict[Action, list[tuple[Action, float]]] = {}
         for stage in range(shape.num_stages):
             for segment in range(shape.num_segments):
                 for kind in (Kind.F, Kind.B):
                     self._link(Action(kind, stage, 0, segment))
-        for rank, limit in enumerate(limits):
-            if self._whole(rank) > limit:
-                raise ValueError(
-                    f"one micro-batch takes {self._whole(rank):g} of activation memory on rank {rank}, "
-                    f"the limit is {limit:g}"
-                )
 
     def _link(self, action: Action) -> None:
-        needs = dependencies(action, self.shape)
-        self.needs[action] = len(needs)
+        needs = dependencies(action, self._shape)
+        self._needs[action] = len(needs)
         for needed in needs:
-            delay = self.costs.delay(needed, action, self.shape.placement)
-            self.followers.setdefault(needed, []).append((action, delay))
+            delay = self._costs.delay(needed, action, self._shape.placement)
+            self._followers.setdefault(needed, []).append((action, delay))
 
-    def _whole(self, rank: int) -> float:
-        return sum(sum(self.costs.activation[stage]) for stage in self.shape.placement.stages_of(rank))
+    def by_priority(self, priority: Priority, patience: float = 0.0) -> Schedule:
+        """Each rank takes what has the smallest priority among what can start and fits."""
 
-    def schedule(self, priority: Priority, patience: float = 0.0) -> Schedule:
-        shape = self.shape
-        ranks = [
-            _Rank(
-                limit=limit,
-                whole=self._whole(rank),
-                forwards_left=[shape.num_chunks * shape.num_segments] * shape.num_microbatches,
-                held=[0.0] * shape.num_microbatches,
-                ready={
-                    (kind, stage): []
-                    for stage in shape.placement.stages_of(rank)
-                    for kind in (Kind.F, Kind.B)
-                },
-            )
-            for rank, limit in enumerate(self.limits)
+        def rule(rank: _Rank, now: float) -> tuple[tuple[Kind, int] | None, float]:
+            chosen, best, soonest = None, inf, inf
+            for (kind, stage), heap in rank.ready.items():
+                if not heap:
+                    continue
+                position, time, action = heap[0]
+                if kind is Kind.F:
+                    memory = self._costs.activation[stage][action.segment]
+                    if not rank.admits(action.microbatch, memory):
+                        continue
+                if time > now:
+                    soonest = min(soonest, time)
+                    continue
+                value = priority(kind, position, stage)
+                if value < best:
+                    chosen, best = (kind, stage), value
+            return chosen, soonest
+
+        return self._run(rule, patience)
+
+    def by_order(self, orders: Sequence[Sequence[Action]], patience: float = 0.0) -> Schedule | None:
+        """Each rank keeps to the order of the F and B (or I) in `orders` and adds W only.
+
+        Units of a stage have to come in the order of their micro-batches there. None if the order
+        cannot be kept within the limits.
+        """
+        plans = [
+            deque(a if a.kind is Kind.F else a._replace(kind=Kind.B) for a in order if a.kind is not Kind.W)
+            for order in orders
         ]
-        first = ranks[self.rank_of[0]].ready[Kind.F, 0]
-        for microbatch in range(shape.num_microbatches):
-            heappush(first, (microbatch * shape.num_segments, 0.0, Action(Kind.F, 0, microbatch, 0)))
 
-        missing: dict[Action, list] = {}  # dependencies without an end, latest arrival of the others
-        events = [(0.0, self.rank_of[0])]  # when which rank may find something to do
+        def rule(rank: _Rank, now: float) -> tuple[tuple[Kind, int] | None, float]:
+            if not plans[rank.index]:
+                return None, inf
+            wanted = plans[rank.index][0]
+            heap = rank.ready[wanted.kind, wanted.stage]
+            if not heap or heap[0][2] != wanted:
+                return None, inf
+            memory = self._costs.activation[wanted.stage][wanted.segment]
+            if wanted.kind is Kind.F and rank.used + memory > rank.limit:
+                return None, inf
+            if heap[0][1] > now:
+                return None, heap[0][1]
+            plans[rank.index].popleft()
+            return (wanted.kind, wanted.stage), inf
+
+        schedule = self._run(rule, patience)
+        return None if any(plans) else schedule
+
+    def _run(self, rule: Callable[[_Rank, float], tuple[tuple[Kind, int] | None, float]], patience: float) -> Schedule:
+        ranks = [self._new_rank(index) for index in range(self._shape.num_ranks)]
+        missing: dict[Action, list] = {}  # number of dependencies to come, arrival of the others
+        events = [(0.0, self._rank_of[0])]  # when which rank may find something to do
         while events:
-            now, rank = heappop(events)
-            state = ranks[rank]
-            if now < state.free:
+            now, index = heappop(events)
+            rank = ranks[index]
+            if now < rank.free:
                 continue
-            action = self._choose(state, now, priority, patience, events, rank)
-            if action is None:
+            chosen, soonest = rule(rank, now)
+            if chosen is not None:
+                action = heappop(rank.ready[chosen])[2]
+                if action.kind is Kind.B:
+                    action = action._replace(kind=self._backward)
+            elif rank.weights and soonest >= now + patience * self._duration(rank.weights[0]):
+                action = rank.weights.popleft()
+            else:
                 continue
-            end = now + self.costs.duration(action.kind, action.stage, action.segment)
-            state.append(action, end, memory_change(self.costs, action.kind, action.stage, action.segment))
-            heappush(events, (end, rank))
-            if action.kind is Kind.W:
-                continue
+            end = now + self._duration(action)
+            rank.append(action, end, memory_change(self._costs, action.kind, action.stage, action.segment))
+            heappush(events, (end, index))
             if action.kind is Kind.I:
-                state.weights.append(action._replace(kind=Kind.W))
-            self._release(action, end, missing, ranks, events)
-        return Schedule(shape, tuple(tuple(state.actions) for state in ranks))
+                rank.weights.append(action._replace(kind=Kind.W))
+            if action.kind is not Kind.W:
+                self._release(action, end, missing, ranks, events)
+        return Schedule(self._shape, tuple(tuple(rank.actions) for rank in ranks))
 
-    def _choose(self, state: _Rank, now, priority, patience, events, rank) -> Action | None:
-        best, chosen, soonest = None, None, inf
-        for (kind, stage), heap in state.ready.items():
-            if not heap:
-                continue
-            position, time, action = heap[0]
-            if kind is Kind.F and not state.admits(
-                action.microbatch, self.costs.activation[stage][action.segment]
-            ):
-                continue
-            if time > now:
-                soonest = min(soonest, time)
-                continue
-            value = priority(kind, position, stage)
-            if best is None or value < best:
-                best, chosen = value, heap
-        if chosen is not None:
-            action = heappop(chosen)[2]
-            return action if action.kind is Kind.F else action._replace(kind=self.backward)
-        if not state.weights:
-            return None
-        _, stage, _, segment = state.weights[0]
-        if soonest < now + patience * self.costs.duration(Kind.W, stage, segment):
-            return None  # the event at `soonest` is there already
-        return state.weights.popleft()
+    def _new_rank(self, index: int) -> _Rank:
+        shape = self._shape
+        stages = shape.placement.stages_of(index)
+        ready = {(kind, stage): [] for stage in stages for kind in (Kind.F, Kind.B)}
+        if 0 in stages:
+            for microbatch in range(shape.num_microbatches):
+                first = Action(Kind.F, 0, microbatch, 0)
+                ready[Kind.F, 0].append((microbatch * shape.num_segments, 0.0, first))
+        return _Rank(
+            index=index,
+            limit=self._limits[index],
+            whole=self._whole[index],
+            forwards_left=[len(stages) * shape.num_segments] * shape.num_microbatches,
+            held=[0.0] * shape.num_microbatches,
+            ready=ready,
+        )
 
     def _release(self, action: Action, end: float, missing, ranks, events) -> None:
         """Tells the followers of a forward or backward when it ends."""
-        kind = Kind.F if action.kind is Kind.F else Kind.B
-        num_segments = self.shape.num_segments
-        for pattern, delay in self.followers.get(Action(kind, action.stage, 0, action.segment), ()):
-            follower = pattern._replace(microbatch=action.microbatch)
-            wait = missing.setdefault(follower, [self.needs[pattern], 0.0])
-            wait[0] -= 1
-            wait[1] = max(wait[1], end + delay)
-            if wait[0]:
-                continue
-            _, time = missing.pop(follower)
-            kind, stage, microbatch, segment = follower
-            rank = self.rank_of[stage]
-            within = segment if kind is Kind.F else num_segments - 1 - segment
-            heappush(ranks[rank].ready[kind, stage], (microbatch * num_segments + within, time, follower))
-            heappush(events, (time, rank))
+        num_segments = self._shape.num_segments
+        kind, stage, microbatch, segment = action
+        pattern = Action(Kind.F if kind is Kind.F else Kind.B, stage, 0, segment)
+        for follower, delay in self._followers.get(pattern, ()):
+            kind, stage, _, segment = follower
+            waiting = Action(kind, stage, microbatch, segment)
+            state = missing.setdefault(waiting, [self._needs[follower], 0.0])
+            state[0] -= 1
+            state[1] = max(state[1], end + delay)
+            if state[0] == 0:
+                time = missing.pop(waiting)[1]
+                within = segment if kind is Kind.F else num_segments - 1 - segment
+                rank = ranks[self._rank_of[stage]]
+                heappush(rank.ready[kind, stage], (microbatch * num_segments + within, time, waiting))
+                heappush(events, (time, rank.index))
+
+    def _duration(self, action: Action) -> float:
+        return self._costs.duration(action.kind, action.stage, action.segment)

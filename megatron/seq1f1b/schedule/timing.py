@@ -53,8 +53,10 @@ class Rules:
 
     def _rule(self, action: Action) -> Rule:
         code = self._code(action)
+        placement = self._shape.placement
         needs = tuple(
-            (self._code(needed) - code, self._costs.delay(needed, action, self._shape.placement)) for needed in dependencies(action, self._shape)
+            (self._code(needed) - code, self._costs.delay(needed, action, placement))
+            for needed in dependencies(action, self._shape)
         )
         duration = self._costs.duration(action.kind, action.stage, action.segment)
         return Rule(code, needs, duration)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .timeline import Timeline
+from megatron.seq1f1b.schedule.timeline import Timeline
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:

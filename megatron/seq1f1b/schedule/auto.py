@@ -1,0 +1,78 @@
+"""The automatic scheduler: the best of several plans for given costs and memory."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from .action import Kind
+from .clock import straight
+from .costs import Costs
+from .families import FAMILIES
+from .list_scheduling import ListScheduler
+from .memory import peak_memory
+from .schedule import Schedule, Shape
+from .timing import simulate
+
+
+def auto(
+    shape: Shape,
+    costs: Costs | None = None,
+    limits: float | Sequence[float] | None = None,
+    split: bool = True,
+) -> Schedule:
+    """The schedule of the smallest makespan among those found that hold the memory limits.
+
+    `limits` is the activation memory that a rank may hold, in the unit of `costs.activation`, one
+    number for all ranks or one for each; if not given it is the largest peak of `1f1b` of the same
+    shape. With `split=False` no backward is split, so the result has no I and W.
+
+    Every named family that fits is among the candidates, so none of them is faster in simulation.
+    The others come from list scheduling at the granularity of units. Deterministic. Raises
+    ValueError if a rank cannot hold one whole micro-batch.
+    """
+    costs = costs or Costs.uniform(shape)
+    named = [_build(family, shape) for family in FAMILIES]
+    if limits is None:
+        limits = max(peak_memory(_build("1f1b", shape), costs))
+    if isinstance(limits, (int, float)):
+        limits = [limits] * shape.num_ranks
+    limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
+
+    best, best_score = None, None
+    for schedule in (*named, *_list_schedules(shape, costs, limits, split)):
+        if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
+            continue
+        peaks = peak_memory(schedule, costs)
+        if any(peak > limit for peak, limit in zip(peaks, limits, strict=True)):
+            continue
+        score = simulate(schedule, costs).makespan, max(peaks)
+        if best_score is None or score < best_score:
+            best, best_score = schedule, score
+    return best
+
+
+def _build(family: str, shape: Shape) -> Schedule:
+    return Schedule(shape, tuple(tuple(FAMILIES[family](shape, rank)) for rank in range(shape.num_ranks)))
+
+
+def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
+    scheduler = ListScheduler(shape, costs, limits, split)
+    last_stage = shape.num_stages - 1
+    patiences = (0.0, 0.5) if split else (0.0,)
+
+    # A short hop starts backwards early and holds little, a long one hides unequal costs better.
+    for hop in (1, 2, 3):
+        tick = straight(shape, period=2, hop=hop)
+        turn = tick(shape.num_segments - 1, last_stage) + 1
+
+        def priority(kind: Kind, position: int, stage: int, tick, turn) -> int:
+            return tick(position, stage) if kind is Kind.F else turn + tick(position, last_stage - stage)
+
+        for patience in patiences:
+            yield scheduler.by_priority(partial(priority, tick=tick, turn=turn), patience)
+
+    # The order of 1F1B, with W only where a rank waits.
+    orders = [FAMILIES["1f1b"](shape, rank) for rank in range(shape.num_ranks)]
+    for patience in patiences:
+        schedule = scheduler.by_order(orders, patience)
+        if schedule is not None:
+            yield schedule

@@ -1,0 +1,59 @@
+"""Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`."""
+
+import csv
+from pathlib import Path
+
+from .action import COMPUTE_KINDS, Action, parse_action
+from .placement import Placement
+from .schedule import Schedule, Shape
+from .validate import validate
+
+
+def write_csv(schedule: Schedule, path: str | Path) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(map(str, rank) for rank in schedule.ranks)
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """A valid schedule of compute actions, its sizes taken from the file.
+
+    Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The
+    placement is looped or V-shaped, whichever puts the stages on the ranks that run them. Raises
+    ValueError, with row and cell, for text that is no action, and ScheduleError for a schedule
+    that cannot be run.
+    """
+    ranks = []
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        for row_number, row in enumerate(csv.reader(file), start=1):
+            cells = [(number, cell) for number, cell in enumerate(row, start=1) if cell.strip()]
+            if cells:
+                ranks.append(tuple(_parse(path, row_number, number, cell) for number, cell in cells))
+    if not ranks:
+        raise ValueError(f"{path}: no actions found")
+    schedule = Schedule(_shape_of(path, ranks), tuple(ranks))
+    validate(schedule)
+    return schedule
+
+
+def _parse(path: str | Path, row: int, cell: int, text: str) -> Action:
+    try:
+        action = parse_action(text)
+    except ValueError as error:
+        raise ValueError(f"{path}, row {row}, cell {cell}: {error}") from None
+    if action.kind not in COMPUTE_KINDS:
+        raise ValueError(f"{path}, row {row}, cell {cell}: {text!r} is not F, B, I or W; lowering adds the others")
+    return action
+
+
+def _shape_of(path: str | Path, ranks: list[tuple[Action, ...]]) -> Shape:
+    stages = 1 + max(action.stage for rank in ranks for action in rank)
+    if stages % len(ranks):
+        raise ValueError(f"{path}: {stages} stages do not divide evenly over {len(ranks)} rows; one row is one rank")
+    # The first stage of the second chunk says which way that chunk runs.
+    turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
+    placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
+    return Shape(
+        placement,
+        1 + max(action.microbatch for rank in ranks for action in rank),
+        1 + max(action.segment for rank in ranks for action in rank),
+    )

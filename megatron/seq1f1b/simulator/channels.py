@@ -1,0 +1,139 @@
+"""Runs a lowered schedule on channels as strict as those of NCCL, in simulated time.
+
+A channel is a FIFO without tags. A transfer starts when both its send and its receive are posted
+and at the front of their communicators: on a rank, the operations of one communicator run one after
+the other, in the order in which they were posted. Nothing is buffered. Compute goes on meanwhile.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from ..schedule.action import COMPUTE_KINDS, Action, Kind
+from ..schedule.costs import Costs
+from ..schedule.dependencies import message_needed, outcome
+from ..schedule.lowering import Channel, channel_of
+from ..schedule.schedule import Schedule
+from ..schedule.timeline import Span, Timeline
+
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+
+
+class HangError(RuntimeError):
+    """The ranks wait for each other for ever, or a receive meets the message of another action."""
+
+
+@dataclass
+class _Queue:
+    """The operations that one rank has posted on one communicator and that have not run."""
+
+    posted: deque[tuple[Channel, Action, float]] = field(default_factory=deque)
+    free: float = 0.0  # when the last operation that ran has ended
+
+
+def execute(
+    lowered: Schedule,
+    costs: Costs | None = None,
+    communicator_of: Callable[[Channel], Hashable] = lambda channel: channel.communicator,
+) -> Timeline:
+    """The timeline of the compute actions of a lowered schedule.
+
+    Channels for which `communicator_of` gives the same value share a communicator of all ranks.
+    Raises HangError, with what every rank and queue waits for.
+    """
+    return _Machine(lowered, costs or Costs.uniform(lowered.shape), communicator_of).run()
+
+
+class _Machine:
+    def __init__(self, lowered, costs, communicator_of):
+        costs.check(lowered.shape)
+        self.lowered, self.shape, self.costs = lowered, lowered.shape, costs
+        self.communicator_of = communicator_of
+        self.queues: dict[tuple[int, Hashable], _Queue] = {}
+        self.arrived: list[dict[Action, float]] = [{} for _ in lowered.ranks]
+        self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
+        self.index = [0] * len(lowered.ranks)
+        self.now = [0.0] * len(lowered.ranks)
+        self.touched: list[tuple[int, Hashable]] = []  # queues whose front may have changed
+
+    def run(self) -> Timeline:
+        runnable = list(range(len(self.lowered.ranks)))
+        while runnable:
+            for rank in runnable:
+                self._advance(rank)
+            runnable = self._transfer()
+        if any(at < len(rank) for at, rank in zip(self.index, self.lowered.ranks, strict=True)):
+            raise HangError(self._where())
+        if any(queue.posted for queue in self.queues.values()):
+            raise HangError("messages are left over\n" + self._where())
+        return Timeline(self.shape, tuple(map(tuple, self.spans)))
+
+    def _advance(self, rank: int) -> None:
+        """Runs the rank up to the first compute action whose message has not arrived."""
+        actions = self.lowered.ranks[rank]
+        while self.index[rank] < len(actions):
+            action = actions[self.index[rank]]
+            if action.kind in COMPUTE_KINDS:
+                needed = message_needed(action, self.shape)
+                if needed is not None:
+                    if needed not in self.arrived[rank]:
+                        return
+                    self.now[rank] = max(self.now[rank], self.arrived[rank].pop(needed))
+                start = self.now[rank]
+                self.now[rank] += self.costs.duration(action.kind, action.stage, action.segment)
+                self.spans[rank].append(Span(action, start, self.now[rank]))
+            elif action.kind in _SENDS or action.kind in _RECEIVES:
+                channel = channel_of(action, self.shape.placement)
+                key = rank, self.communicator_of(channel)
+                queue = self.queues.setdefault(key, _Queue())
+                queue.posted.append((channel, action, self.now[rank]))
+                self.touched.append(key)
+            self.index[rank] += 1
+
+    def _transfer(self) -> list[int]:
+        """Runs all transfers whose two sides are in front; returns the ranks that got a message."""
+        receivers = set()
+        while self.touched:
+            key = self.touched.pop()
+            queue = self.queues[key]
+            if not queue.posted:
+                continue
+            channel = queue.posted[0][0]
+            shared = self.communicator_of(channel)
+            source = self.queues.get((channel.source, shared))
+            destination = self.queues.get((channel.destination, shared))
+            if not self._in_front(source, channel, _SENDS) or not self._in_front(destination, channel, _RECEIVES):
+                continue
+            _, send, sent = source.posted.popleft()
+            _, receive, posted = destination.posted.popleft()
+            value = Action(channel.payload, send.stage, send.microbatch, send.segment)
+            consumer = Action(channel.payload, receive.stage, receive.microbatch, receive.segment)
+            if message_needed(consumer, self.shape) != value:
+                raise HangError(f"{receive} meets {send} on {channel}\n{self._where()}")
+            table = self.costs.message_f if channel.payload is Kind.F else self.costs.message_b
+            end = max(sent, posted, source.free, destination.free) + table[value.stage][value.segment]
+            source.free = destination.free = end
+            self.arrived[channel.destination][outcome(value)] = end
+            receivers.add(channel.destination)
+            self.touched += [(channel.source, shared), (channel.destination, shared)]
+        return sorted(receivers)
+
+    @staticmethod
+    def _in_front(queue: _Queue | None, channel: Channel, kinds: tuple[Kind, ...]) -> bool:
+        if queue is None or not queue.posted:
+            return False
+        front, action, _ = queue.posted[0]
+        return front == channel and action.kind in kinds
+
+    def _where(self) -> str:
+        lines = []
+        for rank, actions in enumerate(self.lowered.ranks):
+            at = self.index[rank]
+            lines.append(f"rank {rank} waits at {actions[at] if at < len(actions) else 'its end'}")
+            lines += [
+                f"  {shared}: {' '.join(str(action) for _, action, _ in queue.posted)}"
+                for (owner, shared), queue in self.queues.items()
+                if owner == rank and queue.posted
+            ]
+        return "\n".join(lines)
