@@ -20,6 +20,9 @@ from .interpreter import Interpreter, Step
 from .loss import LossLedger
 from .tracer import Tracer
 
+# What is left of a program in an evaluation; the order on every channel stays as it was.
+_FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+
 
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
@@ -168,7 +171,8 @@ class PipelineExecutor:
         """The lowered actions of this rank, built when a step has a new shape."""
         key = shape, rank, forward_only
         if key not in self._programs:
-            self._programs[key] = program(self._family, shape, rank, forward_only)
+            actions = program(self._family, shape, rank)
+            self._programs[key] = [a for a in actions if a.kind in _FORWARD_KINDS] if forward_only else actions
         return self._programs[key]
 
     def _name(self) -> str:

@@ -1,0 +1,325 @@
+"""One training step of our schedules against Megatron's own unsegmented run: losses and every gradient.
+
+Started on several ranks with `--suite`, it compares a matrix of cases in one process group. The reference has the whole
+model on one pipeline stage, with Megatron's own attention and schedule, and the same tensor-parallel size: Megatron
+computes the cross entropy in fp32, which rounds differently when the vocabulary is cut. Every data-parallel replica of
+the reference sees all micro-batches.
+"""
+
+import argparse
+import itertools
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megatron.seq1f1b import cpu
+
+cpu.activate()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron.seq1f1b.partition import even  # noqa: E402
+from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
+
+SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS, LAYERS = 56, 2, 64, 32, 4, 4
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the model is made of."""
+
+    dtype: torch.dtype = torch.float64
+    kv_heads: int = HEADS
+    positions: str = "rope"
+    tied: bool = False
+    recompute: str | None = None
+    per_token_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is cut over ranks; what is left of the ranks is data parallel."""
+
+    pipeline: int = 1
+    chunks: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step."""
+
+    family: str
+    k: int
+    m: int
+    split: str
+    mask: str
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        if self.split == "even":
+            return even(SEQUENCE, self.k, 2)
+        shrinking = [2 * (self.k - i) for i in range(self.k)]  # uneven, and even numbers for two tensor ranks
+        return (SEQUENCE - sum(shrinking[1:]), *shrinking[1:])
+
+
+def build(model: Model, layout: Layout, weights: dict[str, torch.Tensor] | None) -> list[torch.nn.Module]:
+    """The model chunks of this rank; with `weights`, those of the reference by name."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+    )
+    model_parallel_cuda_manual_seed(1)
+    recompute = {"recompute_granularity": model.recompute} if model.recompute else {}
+    if model.recompute == "full":
+        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=model.kv_heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=model.dtype,
+        pipeline_dtype=model.dtype,
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        calculate_per_token_loss=model.per_token_loss,
+        **recompute,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    chunks = []
+    for chunk in range(layout.chunks):
+        stage = chunk * layout.pipeline + parallel_state.get_pipeline_model_parallel_rank()
+        chunks.append(
+            GPTModel(
+                config,
+                get_gpt_layer_local_spec(),
+                VOCABULARY,
+                SEQUENCE,
+                pre_process=stage == 0,
+                post_process=stage == layout.pipeline * layout.chunks - 1,
+                position_embedding_type=model.positions,
+                share_embeddings_and_output_weights=model.tied,
+                vp_stage=chunk if layout.chunks > 1 else None,
+            ).to(model.dtype)
+        )
+    with torch.no_grad():
+        for name, param in named(chunks):
+            param.copy_(initial(name, param) if weights is None else weights[name])
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+
+
+def named(chunks):
+    """(name in the whole model, parameter) of the chunks of this rank; bare or wrapped."""
+    for chunk in chunks:
+        chunk = getattr(chunk, "module", chunk)
+        for name, param in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                _, _, local, rest = name.split(".", 3)
+                name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            yield name, param
+
+
+def initial(name: str, param: torch.Tensor) -> torch.Tensor:
+    """Weights large enough that attention is far from uniform; replicated parameters are the same on every rank."""
+    shard = parallel_state.get_tensor_model_parallel_rank() if getattr(param, "tensor_model_parallel", False) else 0
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shard}".encode()))
+    noise = torch.randn(param.shape, generator=generator)
+    return (noise if param.dim() > 1 else 1 + noise / 4 if name.endswith("norm.weight") else noise / 4) * 0.5
+
+
+def batches(case: Case, first: int, step: int):
+    """Micro-batches `first`, `first + step`, … of random tokens; `mask` zeroes some, or all of one segment."""
+    for microbatch in range(first, case.m * step, step):
+        generator = torch.Generator().manual_seed(100 + microbatch)
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        loss_mask = torch.ones(BATCH, SEQUENCE)
+        if case.mask == "random":
+            loss_mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.3 + 0.2 * microbatch).float()
+        elif case.mask == "segment":
+            start = sum(case.lengths[: microbatch % case.k])
+            loss_mask[:, start : start + case.lengths[microbatch % case.k]] = 0 if case.k > 1 else 1
+        yield {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": loss_mask,
+            "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
+        }
+
+
+def forward_step(data_iterator, model):
+    """Like pretrain_gpt.py's, with the loss summed in fp64."""
+    module = model.module
+    batch = next(data_iterator) if module.pre_process or module.post_process else {}
+    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+
+    def loss_func(losses):
+        mask = batch["loss_mask"].double()
+        loss, count = (losses.double() * mask).sum(), mask.sum().int()
+        return loss, count, {"lm loss": torch.stack([loss.detach(), count.double()])}
+
+    return output, loss_func
+
+
+def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False):
+    """Reports and gradients by name of one step; no gradients where `forward_only`."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    with torch.set_grad_enabled(not forward_only):
+        reports = schedule(
+            forward_step_func=forward_step,
+            data_iterator=[batches(case, first, step) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(range(first, case.m * step, step)),
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+    return reports, {name: param.main_grad.clone() for name, param in named(chunks)}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+
+
+def compare(model: Model, layout: Layout, cases: list[Case]) -> tuple[int, float]:
+    """Check all cases of one model in one layout; number of gradients compared and the largest relative error."""
+    reference = build(model, replace(layout, pipeline=1, chunks=1), None)
+    weights = {name: param.detach().clone() for name, param in named(reference)}
+    replicas = dist.get_world_size() // (layout.pipeline * layout.tensor)
+    expectations = {}
+    for case in cases:
+        batch = (case.m, case.mask, case.lengths if case.mask == "segment" else None)
+        if batch not in expectations:
+            whole = replace(case, m=case.m * replicas)
+            expectations[batch] = (
+                run(forward_backward_no_pipelining, reference, whole, 0, 1),
+                run(forward_backward_no_pipelining, reference, whole, 0, 1, forward_only=True)[0],
+            )
+    chunks = build(model, layout, weights)
+    first = parallel_state.get_data_parallel_rank()
+    worst, checked = 0.0, 0
+    for case in cases:
+        batch = (case.m, case.mask, case.lengths if case.mask == "segment" else None)
+        (expected_reports, expected_grads), expected_evaluation = expectations[batch]
+        executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths)
+        evaluations = [run(executor, chunks, case, first, replicas, forward_only=True)[0]]
+        reports, grads = run(executor, chunks, case, first, replicas)
+        evaluations.append(run(executor, chunks, case, first, replicas, forward_only=True)[0])
+
+        errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
+        checked += len(errors)
+        if has_loss(layout):
+            for got, expected in (
+                (reports, expected_reports),
+                *((evaluation, expected_evaluation) for evaluation in evaluations),
+            ):
+                for microbatch, (mine, theirs) in enumerate(zip(got, expected[first::replicas], strict=True)):
+                    errors[f"loss of micro-batch {microbatch}"] = error(mine["lm loss"], theirs["lm loss"])
+        else:
+            assert reports == [] and evaluations == [[], []]
+        worst = max(worst, *errors.values())
+        wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
+        assert not wrong, f"{layout} {model} {case}: {len(wrong)} of {len(errors)} differ, the worst by {wrong[-1]}"
+    return checked, worst
+
+
+def has_loss(layout: Layout) -> bool:
+    """Whether this rank holds the last stage."""
+    return parallel_state.get_pipeline_model_parallel_rank() == layout.pipeline - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    dist.init_process_group("gloo")
+    suite = parser.parse_args().suite
+    for model, layout, cases in SUITES[suite]():
+        checked, worst = compare(model, layout, cases)
+        if dist.get_rank() == 0:
+            print(f"equal: {layout} {model}: {len(cases)} cases, {checked} gradients, worst {worst:.1e}", flush=True)
+
+
+def all_cases(families=("1f1b",)):
+    return [
+        Case(family, k, m, split, mask)
+        for family, k, m, split, mask in itertools.product(
+            families, (1, 2, 3, 4, 7), (1, 2, 5), ("even", "uneven"), ("ones", "random", "segment")
+        )
+        if k > 1 or (split, mask) in (("even", "ones"), ("even", "random"))
+    ]
+
+
+def few_cases(families=("1f1b",)):
+    """One of each kind."""
+    return [
+        *(Case(family, k, m, "uneven", "random") for family in families for k, m in ((1, 2), (2, 1), (3, 5), (7, 2))),
+        *(Case(family, 4, 2, "even", "segment") for family in families),
+    ]
+
+
+def models():
+    """The exact one, and each way in which models differ."""
+    exact = Model()
+    return [
+        replace(exact, kv_heads=2),
+        replace(exact, kv_heads=1, positions="learned_absolute", tied=True),
+        replace(exact, recompute="full"),
+        replace(exact, recompute="selective"),
+        replace(exact, per_token_loss=True),
+        replace(exact, dtype=torch.float32),
+    ]
+
+
+def pipeline_suite(size: int):
+    yield Model(), Layout(pipeline=size), all_cases()
+    for model in models():
+        yield model, Layout(pipeline=size), few_cases()
+
+
+def tensor_suite(pipeline: int):
+    for sequence_parallel in (False, True):
+        layout = Layout(pipeline=pipeline, tensor=2, sequence_parallel=sequence_parallel)
+        yield Model(), layout, few_cases()
+        yield Model(kv_heads=2, positions="learned_absolute", tied=True), layout, few_cases()
+
+
+def data_suite(pipeline: int):
+    for model in (Model(), models()[1]):
+        yield model, Layout(pipeline=pipeline), few_cases()
+
+
+SUITES = {
+    "pp1": lambda: pipeline_suite(1),
+    "pp2": lambda: pipeline_suite(2),
+    "pp4": lambda: pipeline_suite(4),
+    "tp2": lambda: tensor_suite(1),
+    "pp2-tp2": lambda: tensor_suite(2),
+    "dp2": lambda: data_suite(1),
+    "pp2-dp2": lambda: data_suite(2),
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Every schedule gives the losses and gradients of Megatron's own unsegmented run (see equality_worker.py)."""
+
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("equality_worker.py")
+RANKS = {"pp1": 1, "pp2": 2, "pp4": 4, "tp2": 2, "pp2-tp2": 4, "dp2": 2, "pp2-dp2": 4}
+
+
+@pytest.mark.parametrize("suite", RANKS)
+def test_step_equals_megatrons_own_unsegmented_run(launch, suite):
+    job = launch(RANKS[suite], ["--suite", suite], script=WORKER, timeout=300).check()
+    assert "equal: " in job.log
