@@ -47,7 +47,8 @@ from megatron.training.utils import (
     is_first_or_last_pipeline_stage,
 )
 
-from megatron.seq1f1b.arguments import add_arguments, validate
+from megatron.seq1f1b.arguments import add_arguments, validate, wants_segment_attention
+from megatron.seq1f1b.model import use_segment_attention
 
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
 SPIKE = 10
@@ -193,8 +194,12 @@ def main():
     # A causal mask, which every attention makes for itself, would take s² bytes a sequence.
     args.create_attention_mask_in_dataloader &= args.reset_attention_mask
 
+    model_config = gpt_config_from_args(args)
+    if wants_segment_attention(args):
+        model_config.pre_wrap_hooks.append(use_segment_attention)
+
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, model_config),
         train_valid_test_datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,

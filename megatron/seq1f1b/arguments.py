@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .compatibility import refusal
+from .compatibility import refusal, segments_are_possible
 from .partition import STRATEGIES, ModelShape, SplitError, cut_sequence
 from .schedule import FAMILIES
 
@@ -135,6 +135,15 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
         trace_directory=args.pipeline_trace,
         trace_iterations=tuple(args.pipeline_trace_iterations),
     )
+
+
+def wants_segment_attention(args: argparse.Namespace) -> bool:
+    """Whether a script should build local layers with our attention, also for Megatron's own schedules.
+
+    Its kernels are several times faster than Megatron's unfused attention, which `--attention-backend local` keeps.
+    """
+    is_local = args.transformer_impl == "local" and args.attention_backend.name != "local"
+    return is_local and segments_are_possible(args)
 
 
 def _schedule_name(args: argparse.Namespace) -> str | None:

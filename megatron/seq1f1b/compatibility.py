@@ -2,168 +2,105 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Refusal(NamedTuple):
-    """A Megatron feature that is refused. `is_on` sees the value of the argument `name`."""
+    """A Megatron feature that is refused where `is_on` holds for the parsed arguments."""
 
     flag: str
-    name: str
-    is_on: Callable[[Any], bool]
+    is_on: Callable[[Namespace], bool]
     because: str
     way_out: str
 
 
-_given = bool
+def _given(name: str) -> Callable[[Namespace], bool]:
+    return lambda args: bool(getattr(args, name, None))
 
 
-def _above_one(value: int | None) -> bool:
-    return (value or 1) > 1
+def _above(limit: float, name: str) -> Callable[[Namespace], bool]:
+    return lambda args: (getattr(args, name, None) or 0) > limit
 
 
-_STOCK = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
-_NO_SPLITS = "drop --sequence-splits"
+def _other_than(usual: str, name: str) -> Callable[[Namespace], bool]:
+    return lambda args: getattr(args, name, None) not in (None, usual)
 
-# Refused with any schedule of ours.
+
+def _is(value: str, name: str) -> Callable[[Namespace], bool]:
+    return lambda args: getattr(args, name, None) == value
+
+
+def _fp32_on_a_gpu(args: Namespace) -> bool:
+    return args.distributed_backend == "nccl" and not (args.bf16 or args.fp16)
+
+
+_OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
+_WHOLE = "drop --sequence-splits to keep sequences whole"
+_ORDER = "follows the order of Megatron's own schedules"
+_UNTESTED = "is not tested with our schedules"
+_NOT_YET = "is not cut into segments yet"
+_NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
+
 WITH_OUR_SCHEDULES = (
-    Refusal(
-        "--cuda-graph-impl",
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "captures the order of Megatron's own schedule",
-        "use --cuda-graph-impl none",
-    ),
+    Refusal("--cuda-graph-impl", _other_than("none", "cuda_graph_impl"), _ORDER, "use --cuda-graph-impl none"),
     Refusal(
         "--defer-embedding-wgrad-compute",
-        "defer_embedding_wgrad_compute",
-        _given,
-        "pairs activations and gradients in forward order",
+        _given("defer_embedding_wgrad_compute"),
+        "pairs activations and gradients in forward order, but segments go backward in reverse",
         "drop it",
     ),
-    Refusal(
-        "--overlap-moe-expert-parallel-comm",
-        "overlap_moe_expert_parallel_comm",
-        _given,
-        "is a schedule of its own",
-        _STOCK,
-    ),
-    Refusal("--delay-wgrad-compute", "delay_wgrad_compute", _given, "needs a zero-bubble schedule", _STOCK),
-    Refusal(
-        "--fine-grained-activation-offloading",
-        "fine_grained_activation_offloading",
-        _given,
-        "follows Megatron's own schedule",
-        _STOCK,
-    ),
-    Refusal("--moe-paged-stash", "moe_paged_stash", _given, "follows Megatron's own schedule", _STOCK),
+    Refusal("--overlap-moe-expert-parallel-comm", _given("overlap_moe_expert_parallel_comm"), _ORDER, _OWN_SCHEDULE),
+    Refusal("--delay-wgrad-compute", _given("delay_wgrad_compute"), _ORDER, _OWN_SCHEDULE),
+    Refusal("--fine-grained-activation-offloading", _given("fine_grained_activation_offloading"), _ORDER, _OWN_SCHEDULE),
+    Refusal("--moe-paged-stash", _given("moe_paged_stash"), _ORDER, _OWN_SCHEDULE),
     Refusal(
         "--variable-seq-lengths",
-        "variable_seq_lengths",
-        _given,
+        _given("variable_seq_lengths"),
         "negotiates the shape of every message, which our schedules know in advance",
         "drop it",
     ),
-    Refusal("--use-megatron-fsdp", "use_megatron_fsdp", _given, "is not tested with our schedules", _STOCK),
-    Refusal("--use-torch-fsdp2", "use_torch_fsdp2", _given, "is not tested with our schedules", _STOCK),
+    Refusal("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
+    Refusal("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
 )
 
-# Refused when sequences are cut.
 WITH_SEGMENTS = (
     Refusal(
         "--context-parallel-size above 1",
-        "context_parallel_size",
-        _above_one,
+        _above(1, "context_parallel_size"),
         "spreads the keys of a segment over ranks",
         "use --context-parallel-size 1",
     ),
-    Refusal("--num-experts", "num_experts", _given, "counts tokens per sequence, not per segment", _NO_SPLITS),
-    Refusal("--mtp-num-layers", "mtp_num_layers", _given, "looks into the next segment", _NO_SPLITS),
-    Refusal(
-        "--multi-latent-attention",
-        "multi_latent_attention",
-        _given,
-        "is not cut into segments yet",
-        _NO_SPLITS,
-    ),
-    Refusal(
-        "--experimental-attention-variant",
-        "experimental_attention_variant",
-        _given,
-        "is not cut into segments yet",
-        _NO_SPLITS,
-    ),
-    Refusal(
-        "--hybrid-layer-pattern",
-        "hybrid_layer_pattern",
-        _given,
-        "may hold layers whose state is not carried from segment to segment",
-        _NO_SPLITS,
-    ),
-    Refusal(
-        "--heterogeneous-layers-config-path",
-        "heterogeneous_layers_config_path",
-        _given,
-        "is not cut into segments yet",
-        _NO_SPLITS,
-    ),
-    Refusal("--window-size", "window_size", _given, "is not cut into segments yet", _NO_SPLITS),
-    Refusal(
-        "--softmax-type",
-        "softmax_type",
-        lambda value: value not in (None, "vanilla"),
-        "is not cut into segments yet",
-        "use --softmax-type vanilla",
-    ),
+    Refusal("--num-experts", _given("num_experts"), _NOT_YET, _WHOLE),
+    Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
+    Refusal("--multi-latent-attention", _given("multi_latent_attention"), _NOT_YET, _WHOLE),
+    Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
+    Refusal("--hybrid-layer-pattern", _given("hybrid_layer_pattern"), _NOT_YET, _WHOLE),
+    Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
+    Refusal("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
+    Refusal("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
     Refusal(
         "--attention-dropout above 0",
-        "attention_dropout",
-        lambda value: (value or 0) > 0,
+        _above(0, "attention_dropout"),
         "is not in the kernels for segments yet",
         "add --attention-dropout 0",
     ),
-    Refusal(
-        "--reset-attention-mask",
-        "reset_attention_mask",
-        _given,
-        "is not cut into segments yet",
-        _NO_SPLITS,
-    ),
-    Refusal(
-        "--sft",
-        "sft",
-        _given,
-        "packs documents, which are not cut into segments yet",
-        _NO_SPLITS,
-    ),
-    Refusal(
-        "--dataloader-inter-document-masking",
-        "dataloader_inter_document_masking",
-        _given,
-        "packs documents, which are not cut into segments yet",
-        _NO_SPLITS,
-    ),
+    Refusal("--reset-attention-mask", _given("reset_attention_mask"), _NOT_YET, "drop it"),
+    Refusal("--sft", _given("sft"), "packs documents into a sequence, which " + _NOT_YET, _WHOLE),
+    Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), _NOT_YET, "drop it"),
     Refusal(
         "--position-embedding-type mrope",
-        "position_embedding_type",
-        lambda value: value == "mrope",
-        "is not cut into segments yet",
+        _is("mrope", "position_embedding_type"),
+        _NOT_YET,
         "use --position-embedding-type rope",
     ),
-    Refusal("--qk-clip", "qk_clip", _given, "needs attention logits, which the kernels for segments do not keep", "drop it"),
+    Refusal("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
+    Refusal("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
+    Refusal("--fp8-format", _given("fp8"), _UNTESTED, _WHOLE),
     Refusal(
-        "--log-max-attention-logit",
-        "log_max_attention_logit",
-        _given,
-        "needs attention logits, which the kernels for segments do not keep",
-        "drop it",
-    ),
-    Refusal(
-        "--fp8-format",
-        "fp8",
-        _given,
-        "is not tested with segments",
-        _NO_SPLITS,
+        "fp32 on a GPU",
+        _fp32_on_a_gpu,
+        "has no flash attention kernel",
+        "add --bf16",
     ),
 )
 
@@ -171,7 +108,9 @@ WITH_SEGMENTS = (
 def refusal(args: Namespace) -> str | None:
     """One sentence, without its full stop, on the first flag that cannot be honoured; None if all can."""
     rows = WITH_OUR_SCHEDULES + (WITH_SEGMENTS if (args.sequence_splits or 1) > 1 else ())
-    for row in rows:
-        if row.is_on(getattr(args, row.name, None)):
-            return f"{row.flag} {row.because}; {row.way_out}"
-    return None
+    return next((f"{row.flag} {row.because}; {row.way_out}" for row in rows if row.is_on(args)), None)
+
+
+def segments_are_possible(args: Namespace) -> bool:
+    """Whether the attention for segments can stand in for this model's own."""
+    return not any(row.is_on(args) for row in WITH_SEGMENTS)
