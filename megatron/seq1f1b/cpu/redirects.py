@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.seq1f1b.cpu import rng, stand_ins, tensors, upstream
+from megatron.seq1f1b.cpu import optimizer, rng, stand_ins, tensors, upstream
 
 
 class Redirect(NamedTuple):
@@ -88,6 +88,24 @@ REDIRECTS = (
         "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
         upstream.torch_norm,
         "refuses sequence parallelism for want of a mark on its parameters",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+        optimizer.state_dict_before_first_step,
+        "without Apex, fails when a checkpoint is to be loaded",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+        optimizer.load_with_own_steps,
+        "without Apex, lets all parameters share one step counter",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+        upstream.forked,
+        "the first save would start a Python that imports Megatron again, which fork avoids",
         wraps=True,
     ),
     Redirect(

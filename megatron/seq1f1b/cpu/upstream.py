@@ -39,6 +39,10 @@ FLAGS = (
 )
 
 
+def forked(get_write_results_queue):
+    return functools.partial(get_write_results_queue, mp_mode="fork")
+
+
 def build_helpers_unless_shipped(compile_helpers):
     """The wheel brings the compiled data set helpers, and no Makefile to compile them again."""
 

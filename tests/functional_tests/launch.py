@@ -1,0 +1,127 @@
+"""Start a training script on several ranks of this machine's CPU, and read its log."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRETRAIN = ROOT / "pretrain_gpt.py"
+
+# One thread a rank: the ranks share the cores, and the order of sums does not change.
+ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+# A GPT that trains in a tenth of a second an iteration, and as well on 1, 2 or 4 ranks.
+TINY_GPT = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "5", "--lr", "1e-3"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
+    *("--make-vocab-size-divisible-by", "64", "--num-workers", "0"),
+    *("--log-interval", "1", "--eval-iters", "0"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job: the exit code (0 if every rank ended well) and what all ranks printed."""
+
+    code: int
+    log: str
+
+    def losses(self, kind: str = "lm loss") -> list[float]:
+        """The training losses (or ``kind="lm loss value"``: the validation losses), in order."""
+        losses = [float(value) for value in re.findall(rf"\b{kind}: (\S+) \|", self.log)]
+        # Of the second iteration of a run, upstream prints the mean with the first.
+        if kind == "lm loss" and len(losses) > 1:
+            losses[1] = 2 * losses[1] - losses[0]
+        return losses
+
+    def check(self) -> "Job":
+        """This job, if it ended well."""
+        assert self.code == 0, f"exit code {self.code}; the end of the log:\n{self.log[-6000:]}"
+        return self
+
+
+def torchrun(script: Path, ranks: int, flags: Sequence[str] = (), timeout: float = 180) -> Job:
+    """Run ``script`` under torchrun, as a user does."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    process = subprocess.Popen(
+        [*command, f"--nproc-per-node={ranks}", str(script), *map(str, flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        log, _ = process.communicate(timeout=timeout)
+    finally:
+        # The ranks too, which are in torchrun's session.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Job(process.returncode, log)
+
+
+class Launcher:
+    """Runs jobs in forks of one process that has imported Megatron already (see zygote.py)."""
+
+    def __init__(self, logs: Path):
+        self._logs = logs
+        self._jobs = 0
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+
+    def __call__(
+        self,
+        ranks: int,
+        flags: Sequence[str] = (),
+        script: Path = PRETRAIN,
+        timeout: float = 120,
+        env: dict[str, str] | None = None,
+    ) -> Job:
+        """Run ``script`` on ``ranks`` ranks, as torchrun would; one job at a time."""
+        self._jobs += 1
+        log = self._logs / f"{self._jobs}.log"
+        log.touch()
+        job = {
+            "script": str(script),
+            "ranks": ranks,
+            "flags": [str(flag) for flag in flags],
+            "timeout": timeout,
+            "env": env or {},
+            "port": free_port(),
+            "log": str(log),
+        }
+        self._zygote.stdin.write(json.dumps(job) + "\n")
+        self._zygote.stdin.flush()
+        codes = json.loads(self._zygote.stdout.readline())
+        return Job(next((code for code in codes if code), 0), log.read_text(errors="replace"))
+
+    def close(self) -> None:
+        self._zygote.stdin.close()
+        try:
+            self._zygote.wait(timeout=10)
+        finally:
+            if self._zygote.poll() is None:
+                os.killpg(self._zygote.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,95 @@
+"""Nothing is redirected unless asked for, and everything in the table is once it is."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from functional_tests.launch import ROOT
+
+# In a process of its own: redirects last as long as the process.
+BEFORE_AND_AFTER = """
+from megatron.seq1f1b import cpu
+from megatron.seq1f1b.cpu.redirects import REDIRECTS, owner_of
+
+def bound():
+    return [getattr(*owner_of(redirect.name)) for redirect in REDIRECTS]
+
+def ours(thing):
+    thing = getattr(thing, "func", thing)  # a functools.partial
+    code = getattr(thing, "__code__", None)
+    return "seq1f1b" in (code.co_filename if code else getattr(thing, "__module__", None) or "")
+
+import megatron.core, megatron.training
+before = bound()
+assert not cpu.is_active()
+assert not [thing for thing in before if ours(thing)]
+cpu.activate()
+cpu.activate()
+after = bound()
+assert cpu.is_active()
+same = [r.name for r, old, new in zip(REDIRECTS, before, after) if old is new]
+assert not same, same
+
+# Megatron was imported first, and yet:
+import torch
+assert torch.zeros(2, device="cuda").device.type == "cpu"
+with torch.device("meta"):
+    assert torch.zeros(2).device.type == "meta"
+assert torch.ones(1).cuda().type() == "torch.cuda.FloatTensor"
+assert torch.ones(1).type(torch.int32).dtype == torch.int32
+print("as promised")
+"""
+
+
+def test_only_when_activated():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "as promised" in result.stdout, result.stderr[-3000:]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize("flags", [["--device", "cpu"], ["--device=cpu"]])
+def test_device_cpu_even_with_a_gpu(gpu, capsys, flags):
+    from megatron.seq1f1b import cpu
+
+    assert cpu.wanted(["pretrain_gpt.py", "--num-layers", "2", *flags])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flags", [[], ["--device", "auto"], ["--device", "cuda"]])
+def test_a_visible_gpu_is_used(gpu, flags):
+    from megatron.seq1f1b import cpu
+
+    assert not cpu.wanted(flags)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_without_a_gpu_one_line_on_rank_0(no_gpu, monkeypatch, capsys, rank):
+    from megatron.seq1f1b import cpu
+
+    monkeypatch.setenv("RANK", rank)
+    assert cpu.wanted([])
+    assert capsys.readouterr().out.count("\n") == (1 if rank == "0" else 0)
+
+
+def test_device_cuda_without_a_gpu_is_refused(no_gpu):
+    from megatron.seq1f1b import cpu
+
+    with pytest.raises(SystemExit, match="no GPU is visible"):
+        cpu.wanted(["--device", "cuda"])

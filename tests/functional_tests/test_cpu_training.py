@@ -1,0 +1,109 @@
+"""Megatron's own training loop and schedules, on CPU tensors and gloo."""
+
+import numpy as np
+import pytest
+
+from functional_tests.launch import PRETRAIN, TINY_GPT, torchrun
+
+MOCK = (*TINY_GPT, "--mock-data")
+
+LAYOUTS = {
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2-vpp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "tp2-pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "dp2": (2, ""),
+    "dp2-distributed-optimizer": (2, "--use-distributed-optimizer"),
+    "dp2-overlap": (
+        2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+        " --ddp-average-in-collective",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def weights(launch, tmp_path_factory):
+    """Flags to start from the same weights: random ones depend on the layout of the ranks."""
+    path = tmp_path_factory.mktemp("weights")
+    launch(1, [*MOCK, "--train-iters", 1, "--save", path, "--save-interval", 1]).check()
+    return ["--load", path, "--finetune"]
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    return ["--eval-interval", 5, "--eval-iters", 2]
+
+
+@pytest.fixture(scope="module")
+def reference(launch, weights, evaluated):
+    """The run on one rank."""
+    return launch(1, [*MOCK, *weights, *evaluated]).check()
+
+
+def test_loss_falls(reference):
+    losses = reference.losses()
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_trains_like_one_rank(launch, weights, evaluated, reference, layout):
+    ranks, flags = LAYOUTS[layout]
+    job = launch(ranks, [*MOCK, *weights, *evaluated, *flags.split()]).check()
+    assert job.losses() == pytest.approx(reference.losses(), abs=1e-5)
+    validation = reference.losses("lm loss value")
+    assert validation
+    assert job.losses("lm loss value") == pytest.approx(validation, abs=1e-5)
+
+
+def test_bf16(launch, weights, reference):
+    job = launch(2, [*MOCK, *weights, "--bf16", "--use-distributed-optimizer"]).check()
+    assert job.losses() == pytest.approx(reference.losses(), abs=0.02)
+    assert job.losses() != reference.losses()
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --hidden-dropout 0.1"])
+def test_checkpoint_resumes_exactly(launch, tmp_path, flags):
+    flags = [*MOCK, *flags.split(), "--save", tmp_path, "--load", tmp_path]
+    whole = launch(2, [*flags, "--save-interval", 3, "--exit-interval", 5]).check().losses()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    rest = launch(2, [*flags, "--save-interval", 100]).check().losses()
+    assert len(whole) == 5
+    # To the last digit that is printed
+    assert rest == pytest.approx(whole[3:], abs=3e-6)
+
+
+def test_recompute_repeats_dropout(launch):
+    """Also inside tensor parallelism, where upstream keeps a random state of its own."""
+    flags = [*MOCK, "--tensor-model-parallel-size", 2, "--train-iters", 3]
+    flags += ["--attention-dropout", 0.2, "--hidden-dropout", 0.2]
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    stored = launch(2, flags).check()
+    assert launch(2, [*flags, *recompute.split()]).check().losses() == stored.losses()
+    assert "CPU RNG state changed" not in stored.log
+
+
+def test_indexed_data_and_blends(launch, tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    for name, token in ("a", 5), ("b", 9):
+        builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
+        for _ in range(100):
+            builder.add_document(np.full(100, token), [100])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    data = ["--data-path", 0.3, tmp_path / "a", 0.7, tmp_path / "b", "--split", "80,10,10"]
+    cache = ["--data-cache-path", tmp_path / "cache"]
+    job = launch(1, [*TINY_GPT, *data, *cache, "--eval-iters", 1, "--eval-interval", 5]).check()
+    # Two tokens, each followed by itself, are soon learnt.
+    losses = job.losses()
+    assert losses[-1] < losses[0] - 1
+    assert job.losses("lm loss value")
+
+
+def test_under_torchrun():
+    """The command that a user types, without any of our flags."""
+    job = torchrun(PRETRAIN, 2, [*MOCK, "--pipeline-model-parallel-size", 2]).check()
+    assert len(job.losses()) == 5
+    assert job.log.count("No GPU is visible") <= 1
