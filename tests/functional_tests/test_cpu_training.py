@@ -95,10 +95,11 @@ def test_indexed_data_and_blends(launch, tmp_path):
         builder.finalize(str(tmp_path / f"{name}.idx"))
     data = ["--data-path", 0.3, tmp_path / "a", 0.7, tmp_path / "b", "--split", "80,10,10"]
     cache = ["--data-cache-path", tmp_path / "cache"]
-    job = launch(1, [*TINY_GPT, *data, *cache, "--eval-iters", 1, "--eval-interval", 5]).check()
+    training = ["--train-iters", 10, "--lr", 1e-2, "--eval-iters", 1, "--eval-interval", 5]
+    job = launch(1, [*TINY_GPT, *data, *cache, *training]).check()
     # Two tokens, each followed by itself, are soon learnt.
     losses = job.losses()
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] / 2
     assert job.losses("lm loss value")
 
 

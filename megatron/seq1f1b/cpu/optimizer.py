@@ -1,8 +1,4 @@
-"""The distributed optimizer over torch's Adam, which upstream runs where Apex is missing.
-
-Both redirects serve checkpoints: without them none can be loaded, and the first steps after it
-would count time once for every parameter.
-"""
+"""Checkpoints of the distributed optimizer over torch's Adam, which upstream runs without Apex."""
 
 import functools
 
@@ -31,17 +27,20 @@ def state_dict_before_first_step(state_dict):
     return answer
 
 
-def load_with_own_steps(load_state_dict):
-    """``DistributedOptimizer.load_state_dict``, that gives each parameter its own step counter.
+def load_with_steps(load_state_dict):
+    """``DistributedOptimizer.load_state_dict``, that restores the number of steps.
 
-    Upstream hands the same tensor to all of them, and Adam increments it in place.
+    A checkpoint stores it once a group. Upstream gives all parameters one tensor of it, which Adam
+    increments in place, once for each of them; and then overwrites it. Parameters in fp32, which
+    are their own main copies, are written to, which only ``no_grad`` allows.
     """
 
     @functools.wraps(load_state_dict)
+    @torch.no_grad()
     def load(self, loaded):
         load_state_dict(self, loaded)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
     return load

@@ -98,8 +98,8 @@ REDIRECTS = (
     ),
     Redirect(
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
-        optimizer.load_with_own_steps,
-        "without Apex, lets all parameters share one step counter",
+        optimizer.load_with_steps,
+        "without Apex, loses the number of steps; in fp32, needs no_grad",
         wraps=True,
     ),
     Redirect(
@@ -112,6 +112,12 @@ REDIRECTS = (
         "megatron.core.datasets.utils.compile_helpers",
         upstream.build_helpers_unless_shipped,
         "needs make, a compiler and a Makefile that the wheel lacks",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.training.training.build_pretraining_data_loader",
+        rng.loader_with_own_generator,
+        "starting it would move the generator that dropout draws from",
         wraps=True,
     ),
     Redirect(

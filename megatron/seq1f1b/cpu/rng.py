@@ -1,6 +1,7 @@
 """The random state of "the GPU" is the CPU's own."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -15,6 +16,22 @@ def set_state(new_state, *args, **kwargs):
 
 def seed(value):
     torch.default_generator.manual_seed(value)
+
+
+def loader_with_own_generator(build_data_loader):
+    """A data loader whose workers' seed leaves alone the generator that dropout draws from.
+
+    It is drawn when the loader starts: before the first step, but after a checkpoint is loaded.
+    """
+
+    @functools.wraps(build_data_loader)
+    def build(*args, **kwargs):
+        loader = build_data_loader(*args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader):
+            loader.generator = torch.Generator()
+        return loader
+
+    return build
 
 
 @contextlib.contextmanager
