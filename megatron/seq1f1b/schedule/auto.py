@@ -27,9 +27,10 @@ def auto(
 
     Every named family that fits is among the candidates, so none of them is faster in simulation.
     The others come from list scheduling at the granularity of units. Deterministic. Raises
-    ValueError if a rank cannot hold one whole micro-batch.
+    ValueError if a rank cannot hold one whole micro-batch or a cost table does not fit the shape.
     """
     costs = costs or Costs.uniform(shape)
+    costs.check(shape)
     named = [_build(family, shape) for family in FAMILIES]
     if limits is None:
         limits = max(peak_memory(_build("1f1b", shape), costs))

@@ -26,6 +26,11 @@ class Placement:
     def num_stages(self) -> int:
         return self.num_ranks * self.num_chunks
 
+    @property
+    def turns(self) -> bool:
+        """Whether the second chunk runs back, so that neighbouring stages share a rank."""
+        return self.style == "v" and self.num_chunks > 1
+
     def chunk_of(self, stage: int) -> int:
         return stage // self.num_ranks
 

@@ -14,6 +14,7 @@ def breadth_first(shape: Shape, rank: int) -> list[Action]:
     still go backward, and its parameters are needed from its first forward on and not before
     (REDUCE and GATHER of the lowered schedule).
     """
-    fill = shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
-    tick = grouped(shape, group=max(shape.num_units, fill))
+    # Groups so long that a chunk has ended on all ranks before the next one starts on any.
+    group = shape.num_units + shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
+    tick = grouped(shape, group)
     return by_clock(shape, rank, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)

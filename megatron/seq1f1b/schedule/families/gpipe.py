@@ -12,7 +12,7 @@ def gpipe(shape: Shape, rank: int) -> list[Action]:
 
     Several looped chunks take turns after k * ceil(P / k) units, as in interleaved 1F1B.
     """
-    if shape.placement.style == "v":
+    if shape.placement.turns:
         tick = straight(shape)
     else:
         group = shape.num_segments * ceil(shape.num_ranks / shape.num_segments)

@@ -30,7 +30,7 @@ def one_f_one_b(shape: Shape, rank: int) -> list[Action]:
     """
     if shape.num_chunks == 1:
         tick = straight(shape, period=2, hop=1)
-    elif shape.placement.style == "v":
+    elif shape.placement.turns:
         tick = straight(shape, period=2, hop=2)
     else:
         group = shape.num_segments * ceil(shape.num_ranks / shape.num_segments)

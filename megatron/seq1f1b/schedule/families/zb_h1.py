@@ -13,5 +13,5 @@ def zb_h1(shape: Shape, rank: int) -> list[Action]:
     over all ranks stays that of 1F1B. With V-shaped chunks all ranks hold equally many: there each
     W follows its I at once, and the peak stays the same too.
     """
-    lag = 0 if shape.placement.style == "v" else rank
+    lag = 0 if shape.placement.turns else rank
     return split_backward(one_f_one_b(shape, rank), lag)

@@ -1,0 +1,28 @@
+"""Random sizes and costs for the property tests, the same in every run."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import Costs, Placement, Shape
+
+fixed = settings(derandomize=True, deadline=None, max_examples=120)
+few = settings(derandomize=True, deadline=None, max_examples=20)
+
+
+@st.composite
+def shapes(draw, ranks=8, microbatches=12, segments=8, chunks=4, styles=("looped", "v")):
+    placement = Placement(draw(st.integers(1, ranks)), draw(st.integers(1, chunks)), draw(st.sampled_from(styles)))
+    return Shape(placement, draw(st.integers(1, microbatches)), draw(st.integers(1, segments)))
+
+
+@st.composite
+def costs(draw, shape):
+    """Costs without structure: every stage and segment its own, some of them zero."""
+
+    def table(strategy):
+        row = st.tuples(*[strategy] * shape.num_segments)
+        return draw(st.tuples(*[row] * shape.num_stages))
+
+    ones = ((1.0,) * shape.num_segments,) * shape.num_stages
+    cost, message = st.integers(0, 6), st.integers(0, 2)
+    return Costs(table(cost), table(cost), table(cost), table(message), table(message), ones, ones)

@@ -1,0 +1,115 @@
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import (
+    FAMILIES,
+    Costs,
+    Kind,
+    Placement,
+    Shape,
+    auto,
+    build,
+    lower,
+    peak_memory,
+    peak_units,
+    program,
+    simulate,
+    validate,
+)
+
+from . import strategies
+from .strategies import few, shapes
+
+
+@few
+@given(st.data(), shapes(ranks=5, microbatches=6, segments=4, chunks=3), st.floats(1, 2), st.booleans())
+def test_never_slower_than_a_named_family_that_fits(data, shape, room, split):
+    costs = data.draw(strategies.costs(shape))
+    limit = max(peak_memory(build("1f1b", shape), costs)) * room
+    schedule = auto(shape, costs, limit, split)
+    validate(schedule)
+    assert max(peak_memory(schedule, costs)) <= limit + 1e-6
+    assert split or not any(action.kind is Kind.I for actions in schedule.ranks for action in actions)
+    makespan = simulate(schedule, costs).makespan
+    for family in FAMILIES:
+        named = build(family, shape)
+        if max(peak_memory(named, costs)) <= limit and (split or family != "zb-h1"):
+            assert makespan <= simulate(named, costs).makespan
+
+
+@pytest.mark.parametrize("placement, goal", [(Placement(8), 0.07), (Placement(8, 2, "v"), 0.04)])
+def test_bubble_ratio_at_the_memory_of_1f1b(placement, goal):
+    shape = Shape(placement, 8, 4)
+    schedule = build("auto", shape)
+    validate(schedule)
+    # 1F1B with one chunk holds 11 units on rank 0; with C chunks a unit is C times smaller.
+    assert max(map(peak_units, schedule.ranks)) <= 11 * placement.num_chunks
+    assert simulate(schedule).bubble_ratio <= goal
+
+
+@few
+@given(shapes(ranks=6, microbatches=6, segments=4, chunks=3))
+def test_as_little_memory_as_one_micro_batch_is_enough(shape):
+    limit = shape.num_chunks * shape.num_segments
+    schedule = auto(shape, limits=limit)
+    validate(schedule)
+    assert max(map(peak_units, schedule.ranks)) <= limit
+
+
+def test_less_memory_than_one_micro_batch_is_refused():
+    with pytest.raises(ValueError, match="one micro-batch takes 4 of activation memory on rank 0, the limit is 3"):
+        auto(Shape(Placement(2), 2, 4), limits=3)
+
+
+def test_limits_may_differ_from_rank_to_rank():
+    shape = Shape(Placement(4), 8, 2)
+    limits = [2, 3, 4, 5]
+    schedule = auto(shape, limits=limits)
+    assert all(peak_units(actions) <= limit for actions, limit in zip(schedule.ranks, limits, strict=True))
+
+
+def test_more_memory_makes_shorter_bubbles():
+    shape = Shape(Placement(6), 8, 2)
+    ratios = [simulate(auto(shape, limits=limit)).bubble_ratio for limit in (2, 4, 7)]
+    assert ratios[0] > ratios[1] > ratios[2]
+
+
+def test_weight_gradients_are_kept_back_only_in_part():
+    """With the memory of a W smaller than that of an F the same limit allows more."""
+    shape = Shape(Placement(8), 12, 4)
+    ones = Costs.uniform(shape)
+    part = replace(ones, kept=((0.25,) * 4,) * 8)
+    tight, loose = auto(shape, ones, 10), auto(shape, part, 10)
+    assert max(peak_memory(loose, part)) <= 10
+    assert simulate(loose, part).makespan < simulate(tight, ones).makespan
+
+
+def test_deterministic_and_the_same_for_every_rank_alone():
+    shape = Shape(Placement(4, 2, "v"), 5, 3)
+    costs = Costs.uniform(shape, 1, 1.3, 0.7, 0.1)
+    schedule = build("auto", shape, costs)
+    assert schedule == build("auto", shape, costs)
+    lowered = lower(schedule)
+    assert all(tuple(program("auto", shape, rank, costs)) == lowered.ranks[rank] for rank in range(4))
+
+
+def test_plans_16_ranks_64_micro_batches_8_segments_in_seconds():
+    start = time.process_time()
+    auto(Shape(Placement(16), 64, 8))
+    assert time.process_time() - start < 30
+
+
+def test_cost_tables_are_checked():
+    shape = Shape(Placement(2), 2, 2)
+    ones = Costs.uniform(shape)
+    for wrong, message in (
+        (replace(ones, f=((1.0,),)), "cost table 'f' must have 2 stages of 2 segments"),
+        (replace(ones, w=((-1.0, 1.0),) * 2), "cost table 'w' holds a negative number"),
+        (replace(ones, kept=((2.0, 2.0),) * 2), "'kept' is part of 'activation'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            auto(shape, wrong)

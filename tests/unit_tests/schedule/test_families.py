@@ -1,0 +1,172 @@
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import FAMILIES, Costs, Kind, Placement, Shape, build, peak_units, simulate, validate
+
+from .strategies import fixed, shapes
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+
+
+def idle(schedule, costs):
+    """Idle time of a rank, from step start to step end; equal on all ranks for equal costs."""
+    timeline = simulate(schedule, costs)
+    return timeline.makespan - timeline.busy(0)
+
+
+def peaks(schedule):
+    return [peak_units(actions) for actions in schedule.ranks]
+
+
+def forwards_before_first_backward(actions):
+    return next(index for index, action in enumerate(actions) if action.kind is not F)
+
+
+def group_of(shape):
+    return shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes())
+def test_every_family_is_valid_for_every_size(family, shape):
+    validate(build(family, shape))
+
+
+@fixed
+@given(shapes(chunks=1))
+def test_warm_up_of_1f1b(shape):
+    ranks, k, units = shape.num_ranks, shape.num_segments, shape.num_units
+    schedule = build("1f1b", shape)
+    for rank, actions in enumerate(schedule.ranks):
+        warm_up = min(ranks - rank - 2 + k, units)
+        # The pair after the warm-up starts with a forward, if there is one left.
+        assert forwards_before_first_backward(actions) == min(warm_up + 1, units)
+        steady = [action.kind for action in actions[warm_up : 2 * units - warm_up]]
+        assert steady == [F, B] * (units - warm_up)
+    assert peaks(schedule) == [min(ranks - rank - 1 + k, units) for rank in range(ranks)]
+
+
+@fixed
+@given(shapes(styles=["looped"]))
+def test_warm_up_of_interleaved_1f1b(shape):
+    ranks, chunks, k, group = shape.num_ranks, shape.num_chunks, shape.num_segments, group_of(shape)
+    if chunks == 1 or shape.num_units % group:
+        return
+    for rank, actions in enumerate(build("1f1b", shape).ranks):
+        warm_up = (chunks - 1) * group + 2 * (ranks - rank - 1) + k - 1
+        assert forwards_before_first_backward(actions) == min(warm_up + 1, chunks * shape.num_units)
+
+
+@fixed
+@given(shapes(styles=["looped"]))
+def test_backward_order_follows_the_groups_with_segments_reversed(shape):
+    k, microbatches = shape.num_segments, group_of(shape) // shape.num_segments
+    for rank, actions in enumerate(build("1f1b", shape).ranks):
+        chunks = shape.placement.stages_of(rank)
+        if len(chunks) == 1:
+            forward = [(chunks[0], m, s) for m in range(shape.num_microbatches) for s in range(k)]
+        else:
+            forward = [
+                (stage, m, s)
+                for first in range(0, shape.num_microbatches, microbatches)
+                for stage in chunks
+                for m in range(first, min(first + microbatches, shape.num_microbatches))
+                for s in range(k)
+            ]
+        mirror = dict(zip(chunks, reversed(chunks), strict=True))
+        backward = [(mirror[stage], m, k - 1 - s) for stage, m, s in forward]
+        assert [tuple(action[1:]) for action in actions if action.kind is F] == forward
+        assert [tuple(action[1:]) for action in actions if action.kind is B] == backward
+
+
+@fixed
+@given(shapes(chunks=1), st.integers(1, 5), st.integers(1, 5))
+def test_bubble_of_gpipe(shape, f, i):
+    bubble = idle(build("gpipe", shape), Costs.uniform(shape, f, i, 0))
+    assert bubble == (shape.num_ranks - 1) * (f + i)
+
+
+@fixed
+@given(shapes(chunks=1), st.integers(1, 5), st.integers(1, 5))
+def test_bubble_of_1f1b(shape, f, i):
+    bubble = idle(build("1f1b", shape), Costs.uniform(shape, f, i, 0))
+    assert bubble == (shape.num_ranks - 1) * (f + i)
+
+
+@fixed
+@given(shapes(styles=["looped"]), st.integers(1, 5), st.integers(1, 5))
+def test_bubble_of_interleaved_1f1b(shape, f, i):
+    # (P-1)(F+B) in the time of one chunk, so C times less than with one chunk for equal work.
+    if shape.num_units % group_of(shape) or group_of(shape) > shape.num_ranks:
+        return
+    bubble = idle(build("1f1b", shape), Costs.uniform(shape, f, i, 0))
+    assert bubble == (shape.num_ranks - 1) * (f + i)
+
+
+@fixed
+@given(shapes(styles=["looped"]), st.integers(1, 5), st.integers(1, 5))
+def test_bubble_of_breadth_first(shape, f, i):
+    if shape.num_units < shape.num_ranks:
+        return
+    schedule = build("breadth-first", shape)
+    assert idle(schedule, Costs.uniform(shape, f, i, 0)) == (shape.num_ranks - 1) * (f + i)
+
+
+@fixed
+@given(shapes(chunks=1), st.integers(1, 3))
+def test_bubble_of_zb_h1(shape, unit):
+    # (P-1)(F+I-W), as soon as there are as many units as fit in flight.
+    if shape.num_units < shape.num_ranks + shape.num_segments - 1:
+        return
+    bubble = idle(build("zb-h1", shape), Costs.uniform(shape, unit, unit, unit))
+    assert bubble == (shape.num_ranks - 1) * unit
+
+
+@fixed
+@given(shapes())
+def test_zb_h1_holds_no_more_units_than_1f1b(shape):
+    assert max(peaks(build("zb-h1", shape))) <= max(peaks(build("1f1b", shape)))
+
+
+@fixed
+@given(shapes())
+def test_zb_h1_splits_every_backward_and_keeps_segments_reversed(shape):
+    for actions in build("zb-h1", shape).ranks:
+        inputs = [tuple(action[1:]) for action in actions if action.kind is I]
+        weights = [tuple(action[1:]) for action in actions if action.kind is W]
+        assert inputs == weights
+        assert not any(action.kind is B for action in actions)
+
+
+@fixed
+@given(shapes(chunks=1))
+def test_zb_h1_is_never_slower_than_1f1b_with_one_chunk(shape):
+    costs = Costs.uniform(shape)
+    assert idle(build("zb-h1", shape), costs) <= idle(build("1f1b", shape), costs)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
+def test_v_shaped_1f1b_beats_one_chunk_at_the_same_memory(k):
+    v, one = Shape(Placement(8, 2, "v"), 16, k), Shape(Placement(8), 16, k)
+    schedule = build("1f1b", v)
+    # A unit of one of two chunks is half of a unit of one chunk, in memory and in time.
+    assert max(peaks(schedule)) <= 2 * max(peaks(build("1f1b", one)))
+    assert idle(schedule, Costs.uniform(v, 1, 1, 1)) < 2 * idle(build("1f1b", one), Costs.uniform(one, 1, 1, 1))
+
+
+@fixed
+@given(shapes())
+def test_breadth_first_runs_chunk_after_chunk(shape):
+    for actions in build("breadth-first", shape).ranks:
+        forward = [action.stage for action in actions if action.kind is F]
+        backward = [action.stage for action in actions if action.kind is B]
+        assert forward == sorted(forward)
+        assert backward == sorted(backward, reverse=True)
+
+
+def test_unknown_family():
+    with pytest.raises(ValueError, match="unknown schedule '2f2b'; there are gpipe, 1f1b"):
+        build("2f2b", Shape(Placement(2), 2))

@@ -1,0 +1,99 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import (
+    FAMILIES,
+    Action,
+    Costs,
+    Kind,
+    Placement,
+    ScheduleError,
+    Shape,
+    Span,
+    Timeline,
+    build,
+    read_csv,
+    read_timeline,
+    simulate,
+    write_csv,
+    write_timeline,
+)
+
+from .strategies import fixed, shapes
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes(ranks=4, microbatches=4, segments=3, chunks=3))
+def test_csv_out_and_in(tmp_path_factory, family, shape):
+    path = tmp_path_factory.mktemp("csv") / "schedule.csv"
+    schedule = build(family, shape)
+    write_csv(schedule, path)
+    again = read_csv(path)
+    assert again.ranks == schedule.ranks
+    # The file does not say "v" where a V and a loop are the same.
+    assert (again.shape == shape) or not shape.placement.turns or shape.num_ranks == 1
+
+
+def test_csv_of_other_programs(tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text("0F0,,0F1,0B0,0B1\r\n,1F0,1B0,1F1,1I1,1W1\r\n", encoding="utf-8-sig")
+    schedule = read_csv(path)
+    assert schedule.shape == Shape(Placement(2), 2, 1)
+    assert schedule.ranks[1][-1] == Action(Kind.W, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "text, error, message",
+    [
+        ("", ValueError, "no actions found"),
+        ("0F0.0,0Q0.0", ValueError, "row 1, cell 2: not an action: '0Q0.0'"),
+        ("0F0.0,0B0.0,0REDUCE", ValueError, "row 1, cell 3: '0REDUCE' is not F, B, I or W"),
+        ("0F0.0,0B0.0\n1F0.0,1B0.0,2F0.0,2B0.0", ValueError, "3 stages do not divide evenly over 2 rows"),
+        ("0F0.0,0F0.1,0B0.0,0B0.1", ScheduleError, "segments go backward in descending order"),
+        ("0F0.0,0F1.0,0B0.0", ScheduleError, "stage 0, micro-batch 1, segment 0 has no backward"),
+    ],
+)
+def test_a_bad_csv_says_where(tmp_path, text, error, message):
+    path = tmp_path / "schedule.csv"
+    path.write_text(text)
+    with pytest.raises(error) as caught:
+        read_csv(path)
+    assert message in str(caught.value)
+
+
+def test_timeline_json_form(tmp_path):
+    timeline = simulate(build("1f1b", Shape(Placement(2), 1, 1)))
+    path = tmp_path / "timeline.json"
+    write_timeline(timeline, path)
+    data = json.loads(path.read_text())
+    assert data["ranks"][1][0] == {
+        "kind": "F",
+        "stage": 1,
+        "chunk": 0,
+        "microbatch": 0,
+        "segment": 0,
+        "start": 1.0,
+        "end": 2.0,
+    }
+    assert data["meta"]["num_ranks"] == 2
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes(ranks=3, microbatches=3, segments=3, chunks=2))
+def test_timeline_out_and_in(tmp_path_factory, family, shape):
+    path = tmp_path_factory.mktemp("json") / "timeline.json"
+    simulated = simulate(build(family, shape), Costs.uniform(shape, 0.1, 0.2, 0.3, 0.01))
+    timeline = Timeline(shape, simulated.ranks, "s", {"schedule": family})
+    write_timeline(timeline, path)
+    assert read_timeline(path) == timeline
+
+
+def test_idle_time_of_a_timeline():
+    spans = (Span(Action(Kind.F, 0, 0, 0), 10.0, 11.0), Span(Action(Kind.REDUCE, 0), 11.0, 14.0))
+    timeline = Timeline(Shape(Placement(1), 1), (spans,))
+    assert timeline.makespan == 4.0
+    assert timeline.busy(0) == 1.0
+    assert timeline.bubble_ratio == 0.75

@@ -1,0 +1,139 @@
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import (
+    FAMILIES,
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    Shape,
+    build,
+    channel_of,
+    lower,
+    parse_action,
+    program,
+)
+from megatron.seq1f1b.schedule.action import COMPUTE_KINDS
+from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
+
+from .strategies import fixed, shapes
+
+SENDS, RECEIVES = (Kind.SEND_F, Kind.SEND_B), (Kind.RECV_F, Kind.RECV_B)
+
+
+def order_of_messages(lowered, kinds):
+    """For each channel, the values in the order in which `kinds` name them."""
+    messages = defaultdict(list)
+    for actions in lowered.ranks:
+        for action in actions:
+            if action.kind in kinds:
+                channel = channel_of(action, lowered.shape.placement)
+                step = {Kind.SEND_F: 0, Kind.SEND_B: 0, Kind.RECV_F: -1, Kind.RECV_B: 1}[action.kind]
+                messages[channel].append((action.stage + step, action.microbatch, action.segment))
+    return messages
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes())
+def test_both_sides_of_a_channel_agree_on_the_order(family, shape):
+    lowered = lower(build(family, shape))
+    sent, received = order_of_messages(lowered, SENDS), order_of_messages(lowered, RECEIVES)
+    assert sent == received
+    assert not any(channel.source == channel.destination for channel in sent)
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes())
+def test_messages_surround_the_actions_they_serve(family, shape):
+    schedule = build(family, shape)
+    lowered = lower(schedule)
+    for before, actions in zip(schedule.ranks, lowered.ranks, strict=True):
+        assert tuple(action for action in actions if action.kind in COMPUTE_KINDS) == before
+        posted, last = set(), None
+        index_of = {outcome(action): index for index, action in enumerate(before)}
+        computed = 0
+        for action in actions:
+            if action.kind in RECEIVES:
+                kind = Kind.F if action.kind is Kind.RECV_F else Kind.B
+                consumer = action._replace(kind=kind)
+                # At least one compute action ahead, where there is one.
+                assert computed <= max(index_of[consumer] - 1, 0)
+                posted.add(consumer)
+            elif action.kind in SENDS:
+                kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
+                assert outcome(last) == action._replace(kind=kind)
+            elif action.kind in COMPUTE_KINDS:
+                assert (message_needed(action, shape) is not None) == (outcome(action) in posted)
+                last = action
+                computed += 1
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes())
+def test_a_rank_alone_is_lowered_as_with_all_others(family, shape):
+    lowered = lower(build(family, shape))
+    for rank in range(shape.num_ranks):
+        assert tuple(program(family, shape, rank)) == lowered.ranks[rank]
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes())
+def test_gather_before_the_first_and_reduce_after_the_last_action_of_a_chunk(family, shape):
+    for rank, actions in enumerate(lower(build(family, shape)).ranks):
+        for stage in shape.placement.stages_of(rank):
+            compute = [i for i, a in enumerate(actions) if a.kind in COMPUTE_KINDS and a.stage == stage]
+            assert actions.count(Action(Kind.GATHER, stage)) == 1
+            assert actions.count(Action(Kind.REDUCE, stage)) == 1
+            assert actions.index(Action(Kind.GATHER, stage)) < compute[0]
+            reduce = actions.index(Action(Kind.REDUCE, stage))
+            assert reduce > compute[-1]
+            assert not any(a.kind in COMPUTE_KINDS for a in actions[compute[-1] + 1 : reduce])
+
+
+def test_breadth_first_reduces_a_chunk_while_others_go_backward():
+    actions = program("breadth-first", Shape(Placement(2, 3), 4), 0)
+    kinds = [(action.kind, action.stage) for action in actions if action.kind in (Kind.B, Kind.REDUCE)]
+    assert kinds == [(Kind.B, 4)] * 4 + [(Kind.REDUCE, 4)] + [(Kind.B, 2)] * 4 + [(Kind.REDUCE, 2)] + [
+        (Kind.B, 0)
+    ] * 4 + [(Kind.REDUCE, 0)]
+    gathers = [actions.index(Action(Kind.GATHER, stage)) for stage in (0, 2, 4)]
+    firsts = [actions.index(Action(Kind.F, stage, 0, 0)) for stage in (0, 2, 4)]
+    assert gathers[0] < firsts[0] < gathers[1] < firsts[1] < gathers[2] < firsts[2]
+
+
+def test_a_receive_is_posted_early_where_its_channel_has_to_deliver_another_message_first():
+    # Rank 1 sends 1F0 before 1F1 and rank 2 uses them the other way round.
+    text = """0F0.0 0F1.0 0B1.0 0B0.0
+              1F0.0 1F1.0 1B1.0 1B0.0
+              2F1.0 2F0.0 2B1.0 2B0.0"""
+    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.splitlines())
+    lowered = lower(Schedule(Shape(Placement(3), 2), ranks))
+    assert " ".join(map(str, lowered.ranks[2][1:4])) == "2RECV_F0.0 2RECV_F1.0 2F1.0"
+
+
+@fixed
+@given(shapes())
+def test_channels_that_share_a_communicator_never_meet_on_a_rank(shape):
+    channels = order_of_messages(lower(build("1f1b", shape)), SENDS)
+    by_rank = defaultdict(set)
+    for channel in channels:
+        for rank in (channel.source, channel.destination):
+            by_rank[rank, channel.communicator].add(channel)
+    assert all(len(shared) == 1 for shared in by_rank.values())
+
+
+def test_the_turn_of_a_v_needs_no_message():
+    lowered = lower(build("1f1b", Shape(Placement(2, 2, "v"), 2)))
+    stages = {action.stage for action in lowered.ranks[1] if action.kind is Kind.RECV_F}
+    assert stages == {1}
+
+
+def test_an_order_whose_messages_nobody_sends_is_refused():
+    schedule = build("1f1b", Shape(Placement(2), 2))
+    broken = Schedule(schedule.shape, (schedule.ranks[0][1:], schedule.ranks[1]))
+    with pytest.raises(ValueError, match="rank 1 needs messages that no neighbour sends"):
+        lower(broken)

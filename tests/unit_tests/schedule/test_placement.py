@@ -1,0 +1,35 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import Placement
+
+from .strategies import fixed
+
+
+@fixed
+@given(st.builds(Placement, st.integers(1, 8), st.integers(1, 4), st.sampled_from(["looped", "v"])))
+def test_every_stage_has_one_rank_and_chunk(placement):
+    stages = [
+        placement.stage_of(rank, chunk) for rank in range(placement.num_ranks) for chunk in range(placement.num_chunks)
+    ]
+    assert sorted(stages) == list(range(placement.num_stages))
+    for stage in stages:
+        assert placement.stage_of(placement.rank_of(stage), placement.chunk_of(stage)) == stage
+        assert stage in placement.stages_of(placement.rank_of(stage))
+
+
+def test_looped_and_v():
+    looped, v = Placement(4, 2), Placement(4, 2, "v")
+    assert [looped.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [v.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert looped.neighbours_of(0) == [1, 3]
+    assert v.neighbours_of(0) == [1]
+    assert Placement(2, 2).neighbours_of(0) == [1]
+    assert Placement(1, 4).neighbours_of(0) == []
+
+
+@pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (2, 2, "zigzag")])
+def test_bad_placements_are_refused(arguments):
+    with pytest.raises(ValueError):
+        Placement(*arguments)

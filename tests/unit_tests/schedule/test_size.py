@@ -1,0 +1,47 @@
+"""The largest schedule that we promise: 64 ranks, 512 micro-batches, 16 segments, 2 chunks."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron.seq1f1b import schedule
+from megatron.seq1f1b.schedule import Placement, Shape, program
+
+WHOLE = """
+import resource, time
+from megatron.seq1f1b.schedule import Placement, Shape, build, simulate, validate
+start = time.process_time()
+schedule = build("1f1b", Shape(Placement(64, 2), 512, 16))
+validate(schedule)
+simulate(schedule)
+print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_two_million_actions_are_built_validated_and_timed_in_seconds():
+    out = subprocess.run([sys.executable, "-c", WHOLE], capture_output=True, text=True, check=True).stdout
+    seconds, kibibytes = map(float, out.split())
+    assert seconds <= 10
+    assert kibibytes <= 2 * 1024**2
+
+
+def test_one_rank_is_built_at_once():
+    start = time.process_time()
+    actions = program("1f1b", Shape(Placement(64, 2), 512, 16), 31)
+    assert time.process_time() - start < 1
+    assert len(actions) == 2 * 2 * 512 * 16 * 3 + 4  # compute, a receive and a send for each; 2 GATHER, 2 REDUCE
+
+
+def test_the_schedule_package_is_pure_python():
+    folder = Path(schedule.__file__).parent
+    for path in folder.rglob("*.py"):
+        depth = len(path.relative_to(folder).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= sys.stdlib_module_names, path
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level <= depth, path
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] in sys.stdlib_module_names, path

@@ -1,0 +1,191 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.schedule import (
+    FAMILIES,
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Shape,
+    build,
+    dependencies,
+    lower,
+    parse_action,
+    validate,
+)
+from megatron.seq1f1b.schedule.dependencies import outcome
+
+from .strategies import fixed, shapes
+
+
+def changed(schedule, rank, actions):
+    ranks = list(schedule.ranks)
+    ranks[rank] = tuple(actions)
+    return Schedule(schedule.shape, tuple(ranks))
+
+
+def of(text, shape=None):
+    """A schedule from one line of actions for each rank."""
+    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.strip().splitlines())
+    return Schedule(shape or Shape(Placement(len(ranks)), 1, 1), ranks)
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes(), st.data())
+def test_dropped_and_doubled_actions_are_rejected(family, shape, data):
+    schedule = build(family, shape)
+    rank = data.draw(st.integers(0, shape.num_ranks - 1))
+    actions = schedule.ranks[rank]
+    index = data.draw(st.integers(0, len(actions) - 1))
+    elsewhere = data.draw(st.integers(0, len(actions)))
+    with pytest.raises(ScheduleError):
+        validate(changed(schedule, rank, actions[:index] + actions[index + 1 :]))
+    with pytest.raises(ScheduleError):
+        validate(changed(schedule, rank, actions[:elsewhere] + actions[index : index + 1] + actions[elsewhere:]))
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes(), st.data())
+def test_swapped_actions_are_rejected(family, shape, data):
+    """Two actions of a rank of which one needs the other, directly or through other ranks."""
+    schedule = build(family, shape)
+    rank = data.draw(st.integers(0, shape.num_ranks - 1))
+    actions = list(schedule.ranks[rank])
+    later = data.draw(st.integers(0, len(actions) - 1))
+    needed, found = {outcome(actions[later])}, set()
+    while needed:  # all that the action needs; only units of one micro-batch, so a small set
+        action = needed.pop()
+        new = {outcome(need) for need in dependencies(action, shape)} - found
+        found |= new
+        needed |= new
+    earlier = [index for index in range(later) if outcome(actions[index]) in found]
+    if not earlier:
+        return
+    index = data.draw(st.sampled_from(earlier))
+    actions[index], actions[later] = actions[later], actions[index]
+    with pytest.raises(ScheduleError):
+        validate(changed(schedule, rank, actions))
+
+
+def test_random_orders_are_judged_like_a_plain_replay():
+    """Against a second judge: shuffled orders, replayed step by step with sets."""
+    randomness = random.Random(0)
+    seen = set()
+    for _ in range(300):
+        shape = Shape(Placement(2, randomness.randint(1, 2)), 2, randomness.randint(1, 2))
+        schedule = build(randomness.choice(["1f1b", "zb-h1"]), shape)
+        ranks = [list(actions) for actions in schedule.ranks]
+        for actions in ranks:
+            for _ in range(randomness.randint(0, 2)):
+                index = randomness.randrange(len(actions) - 1)
+                actions[index : index + 2] = reversed(actions[index : index + 2])
+        todo, done, progress = [list(actions) for actions in ranks], set(), True
+        while progress:
+            progress = False
+            for actions in todo:
+                while actions and all(need in done for need in dependencies(actions[0], shape)):
+                    done.add(outcome(actions.pop(0)))
+                    progress = True
+        can_run = not any(todo)
+        seen.add(can_run)
+        mutated = Schedule(shape, tuple(map(tuple, ranks)))
+        if can_run:
+            validate(mutated)
+        else:
+            with pytest.raises(ScheduleError):
+                validate(mutated)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("0F0.0", "stage 0, micro-batch 0, segment 0 has no backward"),
+        ("0B0.0", "stage 0, micro-batch 0, segment 0 has no F"),
+        ("0F0.0 0I0.0", "has an I without its W"),
+        ("0F0.0 0W0.0 0B0.0", "has a B and also I or W"),
+        ("0F0.0 0B0.0 0I0.0 0W0.0", "has a B and also I or W"),
+        ("0F0.0 0W0.0", "has a W without its I"),
+        ("0F0.0 0B0.0 0B0.0", "action 2: 0B0.0 is repeated"),
+        ("0F0.0 0W0.0 0I0.0", "0W0.0 comes before 0B0.0, which it needs"),
+        ("0B0.0 0F0.0", "0B0.0 comes before 0F0.0, which it needs"),
+        ("1F0.0 0F0.0 0B0.0", "1F0.0 has no such stage; there are 1"),
+        ("0F1.0 0F0.0 0B0.0", "0F1.0 has no such micro-batch; there are 1"),
+        ("0F0.1 0F0.0 0B0.0", "0F0.1 has no such segment; there are 1"),
+        ("0REDUCE 0F0.0 0B0.0", "0REDUCE is not a compute action"),
+        ("", "has no F"),
+    ],
+)
+def test_what_is_wrong_is_said(text, message):
+    with pytest.raises(ScheduleError) as error:
+        validate(of(text or "\n", Shape(Placement(1), 1, 1)) if text else Schedule(Shape(Placement(1), 1), ((),)))
+    assert message in str(error.value)
+
+
+def test_segments_in_ascending_backward_order_are_rejected():
+    with pytest.raises(ScheduleError, match="segments go backward in descending order"):
+        validate(of("0F0.0 0F0.1 0B0.0 0B0.1", Shape(Placement(1), 1, 2)))
+
+
+def test_an_action_on_the_wrong_rank_is_named():
+    with pytest.raises(ScheduleError, match="rank 0, action 1: 1F0.0 belongs to rank 1"):
+        validate(of("0F0.0 1F0.0 0B0.0\n1F0.0 1B0.0"))
+
+
+def test_wrong_number_of_ranks():
+    with pytest.raises(ScheduleError, match="1 ranks given, 2 expected"):
+        validate(of("0F0.0 0B0.0", Shape(Placement(2), 1)))
+
+
+def test_a_full_backward_may_stand_next_to_a_split_one():
+    validate(of("0F0.0 0F1.0 0B0.0 0I1.0 0W1.0\n1F0.0 1I0.0 1F1.0 1B1.0 1W0.0", Shape(Placement(2), 2)))
+
+
+def test_the_neighbourhood_is_shown_rank_by_rank():
+    schedule = build("1f1b", Shape(Placement(3), 2, 2))
+    actions = schedule.ranks[1]
+    with pytest.raises(ScheduleError) as error:
+        validate(changed(schedule, 1, actions[:4] + actions[3:]))
+    assert str(error.value) == "\n".join(
+        [
+            "rank 1, action 4: 1B0.1 is repeated",
+            "  rank 0    0F0.0   0F0.1   0F1.0   0F1.1  [0B0.1]  0B0.0   0B1.1   0B1.0",
+            "> rank 1    1F0.0   1F0.1   1F1.0   1B0.1  [1B0.1]  1F1.1   1B0.0   1B1.1   1B1.0",
+            "  rank 2    2F0.0   2F0.1   2B0.1   2F1.0  [2B0.0]  2F1.1   2B1.1   2B1.0",
+        ]
+    )
+
+
+def test_the_cycle_of_a_deadlock_is_shown():
+    # Rank 0 wants the backward of 0 before the forward of 1, rank 1 the other way round.
+    with pytest.raises(ScheduleError) as error:
+        validate(of("0F0.0 0B0.0 0F1.0 0B1.0\n1F0.0 1F1.0 1B0.0 1B1.0", Shape(Placement(2), 2)))
+    assert str(error.value).splitlines()[:3] == [
+        "the schedule deadlocks; each of these waits for the next, in a cycle:",
+        "rank 0: 0B0.0 needs 1B0.0 of rank 1, where 1F1.0 comes first",
+        "rank 1: 1F1.0 needs 0F1.0 of rank 0, where 0B0.0 comes first",
+    ]
+    assert "> rank 0    0F0.0  [0B0.0]" in str(error.value)
+    assert "rank 1    1F0.0  [1F1.0]" in str(error.value)
+
+
+def test_a_lowered_schedule_is_not_a_schedule_of_compute_actions():
+    with pytest.raises(ScheduleError, match="is not a compute action; lowering adds the others"):
+        validate(lower(build("1f1b", Shape(Placement(2), 2))))
+
+
+def test_dependencies():
+    shape = Shape(Placement(3), 2, 3)
+    names = lambda text: sorted(map(str, dependencies(parse_action(text), shape)))  # noqa: E731
+    assert names("0F1.0") == []
+    assert names("1F1.2") == ["0F1.2", "1F1.1"]
+    assert names("1B1.1") == names("1I1.1") == ["1B1.2", "1F1.1", "2B1.1"]
+    assert names("2B0.2") == ["2F0.2"]
+    assert names("1W1.1") == ["1B1.1"]
+    with pytest.raises(ValueError, match="is not a compute action"):
+        dependencies(Action(Kind.REDUCE, 0), shape)
