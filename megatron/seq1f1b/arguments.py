@@ -95,7 +95,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Iterations to trace, counted from 1. Default: 3.",
     )
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron 0.19 has a bare percent sign in a help text, at which --help fails."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except ValueError:
+            action.help = action.help.replace("%", "%%")
+        except TypeError:  # no help text
+            continue
 
 
 def validate(args: argparse.Namespace) -> None:

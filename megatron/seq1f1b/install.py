@@ -106,7 +106,8 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
     group = parallel_state.get_pipeline_model_parallel_group()
     placement = Placement(group.size(), len(chunks))
     device = next(chunks[0].parameters()).device
-    with tracer.step("Megatron's own", Shape(placement, num_microbatches), group, device) as recorder:
+    name = "Megatron's interleaved 1F1B" if len(chunks) > 1 else "Megatron's 1F1B"
+    with tracer.step(name, Shape(placement, num_microbatches), group, device) as recorder:
         if recorder is None:
             return run()
         forward_step, backward_step = schedules.forward_step, schedules.backward_step

@@ -176,4 +176,4 @@ class PipelineExecutor:
         return self._programs[key]
 
     def _name(self) -> str:
-        return f"{self._family}, {self._num_segments} segments" if self._num_segments > 1 else self._family
+        return f"{self._family}, k = {self._num_segments}" if self._num_segments > 1 else self._family

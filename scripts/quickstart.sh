@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Train the same small GPT twice on two CPU processes, with Megatron's own 1F1B and with Seq1F1B, on real text: the
+# Python files of the standard library. Then lay time, memory, losses and timelines side by side.
+#
+#   bash scripts/quickstart.sh                      # about eight minutes on two cores
+#   TRAIN_ITERS=5 bash scripts/quickstart.sh        # a first look
+#   OUTPUT=/somewhere bash scripts/quickstart.sh    # default: ./quickstart
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+: "${OUTPUT:=quickstart}"
+: "${TRAIN_ITERS:=30}"
+: "${SEQ_LENGTH:=4096}" # 1024 tokens a segment: the CPU's attention kernel slows down below 768
+: "${NUM_MICRO_BATCHES:=2}"
+: "${SEQUENCE_SPLITS:=4}"
+: "${VOCAB_SIZE:=4096}"
+export OMP_NUM_THREADS=1
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+# train NAME FLAGS...: one training run; its log in $OUTPUT/NAME/log.txt, progress on the terminal.
+train() {
+    local name=$1 log=$OUTPUT/$1/log.txt
+    shift
+    rm -rf "${OUTPUT:?}/$name"
+    mkdir -p "$OUTPUT/$name"
+    echo "Starting (Megatron takes a while to import); the whole log is in $log"
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+        --device cpu --pipeline-model-parallel-size 2 \
+        --num-layers 4 --hidden-size 256 --num-attention-heads 4 \
+        --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" --position-embedding-type rope \
+        --untie-embeddings-and-output-weights --normalization RMSNorm --swiglu --disable-bias-linear \
+        --attention-dropout 0 --hidden-dropout 0 \
+        --micro-batch-size 1 --global-batch-size "$NUM_MICRO_BATCHES" \
+        --train-iters "$TRAIN_ITERS" --lr 2e-3 --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1 \
+        --data-path "$OUTPUT/data/stdlib" --split 98,2,0 \
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUTPUT/data/tokenizer" \
+        --log-interval 1 --eval-iters 1 --eval-interval 1000 \
+        --pipeline-trace "$OUTPUT/$name/trace" --pipeline-trace-iterations "$traced" \
+        "$@" 2>&1 | tee "$log" | show_progress ||
+        die "training failed; the end of $log says why: $(grep -E 'Error|error:' "$log" | tail -n 1)"
+}
+
+# Megatron's line per iteration, shortened.
+show_progress() {
+    awk '
+        function after(words) { match($0, words ": *[0-9.E+-]+"); text = substr($0, RSTART, RLENGTH); sub(/.*: */, "", text); return text }
+        / iteration +[0-9]+\// {
+            match($0, /iteration +[0-9]+\/ +[0-9]+/); iteration = substr($0, RSTART + 9, RLENGTH - 9); gsub(/ /, "", iteration)
+            printf "  iteration %7s   %6.2f s   loss %.4f\n", iteration, after("elapsed time per iteration \\(ms\\)") / 1000, after("lm loss"); fflush()
+        }
+        /validation loss at iteration/ && /validation set/ { printf "  validation loss     %.4f\n", after("lm loss value"); fflush() }
+    '
+}
+
+bash scripts/setup.sh
+mkdir -p "$OUTPUT/data"
+((traced = TRAIN_ITERS < 6 ? TRAIN_ITERS : 6))
+
+echo "== Text: the Python files of the standard library"
+stdlib=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+.venv/bin/python tools/preprocess_data.py --input "$stdlib" --glob '*.py' \
+    --exclude site-packages test tests idle_test --on-error skip \
+    --train-tokenizer "$VOCAB_SIZE" --tokenizer-model "$OUTPUT/data/tokenizer" \
+    --output-prefix "$OUTPUT/data/stdlib" --append-eod --workers 2 --overwrite
+
+echo "== Training with Megatron's own 1F1B: $TRAIN_ITERS iterations of $NUM_MICRO_BATCHES sequences of $SEQ_LENGTH tokens"
+train megatron
+echo "== Training with Seq1F1B: the same, every sequence in $SEQUENCE_SPLITS segments"
+train seq1f1b --sequence-splits "$SEQUENCE_SPLITS"
+
+echo "== Side by side"
+.venv/bin/python tools/compare_runs.py "$OUTPUT/megatron" "$OUTPUT/seq1f1b" --output "$OUTPUT/timelines.png"

@@ -1,0 +1,73 @@
+"""Lay training runs side by side: time, memory and losses as a table, measured timelines as a picture.
+
+Each run is a folder with `log.txt`, Megatron's output of a run with --log-interval 1, and `trace/`, what
+--pipeline-trace wrote. The first run is what the others are compared with.
+"""
+
+import argparse
+from pathlib import Path
+
+from megatron.seq1f1b.report.plot import plot_timelines
+from megatron.seq1f1b.report.training_log import TrainingLog, read_training_log
+from megatron.seq1f1b.schedule import Timeline, read_timeline
+
+COMPARED_ITERATIONS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
+    parser.add_argument("--output", type=Path, required=True, help="the picture of the timelines (.png, .svg, .pdf)")
+    args = parser.parse_args()
+    try:
+        logs = [read_training_log(run / "log.txt") for run in args.runs]
+        timelines = [latest_timeline(run / "trace") for run in args.runs]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(table([run.name for run in args.runs], logs, timelines))
+    print(losses(logs))
+    plot_timelines(timelines, args.output)
+    print(f"Measured timelines of iteration {timelines[0].meta['iteration']}: {args.output}")
+
+
+def latest_timeline(folder: Path) -> Timeline:
+    """The last iteration that was traced, of the first pipeline."""
+    paths = sorted(folder.glob("iteration-*-pipeline-0.json"), key=lambda path: int(path.name.split("-")[1]))
+    if not paths:
+        raise ValueError(f"{folder} holds no trace; was the run started with --pipeline-trace?")
+    return read_timeline(paths[-1])
+
+
+def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) -> str:
+    """One column per run."""
+    rows = [
+        ("", *names),
+        ("schedule", *(timeline.meta["schedule"] for timeline in timelines)),
+        ("seconds per iteration", *(f"{log.seconds_per_iteration:.2f}" for log in logs)),
+        ("  of the first run", *(f"{log.seconds_per_iteration / logs[0].seconds_per_iteration:.2f}" for log in logs)),
+        ("tokens per second", *(f"{log.tokens_per_second:.0f}" for log in logs)),
+        ("idle share of a traced step", *(f"{timeline.bubble_ratio:.2f}" for timeline in timelines)),
+    ]
+    for rank in range(timelines[0].shape.num_ranks):
+        peaks = (timeline.meta["peak_memory_bytes"][rank] for timeline in timelines)
+        rows.append((f"peak activation memory, rank {rank}", *(f"{peak / 2**20:.0f} MiB" for peak in peaks)))
+    rows += [
+        ("loss of the first iteration", *(f"{log.losses[0]:.4f}" for log in logs)),
+        ("loss of the last iteration", *(f"{log.losses[-1]:.4f}" for log in logs)),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        row[0].ljust(widths[0]) + "".join("   " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    )
+
+
+def losses(logs: list[TrainingLog]) -> str:
+    """The largest difference of losses that should be equal."""
+    first, *others = (log.losses[:COMPARED_ITERATIONS] for log in logs)
+    difference = max((abs(a - b) for other in others for a, b in zip(first, other, strict=False)), default=0.0)
+    return f"Losses of the first {len(first)} iterations differ by at most {difference:.1e}."
+
+
+if __name__ == "__main__":
+    main()
