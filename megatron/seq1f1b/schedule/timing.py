@@ -1,5 +1,6 @@
 """When each compute action of a schedule starts and ends, for given costs."""
 
+from collections.abc import Iterator
 from itertools import repeat
 from math import inf
 from typing import NamedTuple
@@ -77,34 +78,35 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     rules = Rules(schedule.shape, costs)
     of, stride = rules.of, rules.stride
     end_of = [-inf] * rules.num_codes
-    waiting: dict[int, list[int]] = {}  # code -> ranks that need it
-    result = Run([[] for _ in schedule.ranks], [[] for _ in schedule.ranks])
+    waiting: dict[int, int] = {}  # code -> the rank that needs it; nobody else can be at that point
     runnable = list(range(len(schedule.ranks)))
-    while runnable:
-        rank = runnable.pop()
-        starts, ends = result.starts[rank], result.ends[rank]
-        now = ends[-1] if ends else 0.0
-        actions = schedule.ranks[rank]
-        for index in range(len(ends), len(actions)):
-            kind, stage, microbatch, segment = actions[index]
+    result = Run([[] for _ in schedule.ranks], [[] for _ in schedule.ranks])
+
+    def advance(rank: int) -> Iterator[int]:
+        """Runs a rank; yields the code of what it cannot go on without."""
+        starts, ends, now = result.starts[rank], result.ends[rank], 0.0
+        for kind, stage, microbatch, segment in schedule.ranks[rank]:
             code, needs, duration = of[kind][stage][segment]
             code += microbatch * stride
             for difference, delay in needs:
+                if end_of[code + difference] < 0:
+                    yield code + difference
                 arrival = end_of[code + difference] + delay
                 if arrival > now:
                     now = arrival
-                elif arrival < 0:
-                    waiting.setdefault(code + difference, []).append(rank)
-                    break
-            else:
-                starts.append(now)
-                now += duration
-                end_of[code] = now
-                ends.append(now)
-                if code in waiting:
-                    runnable += waiting.pop(code)
-                continue
-            break
+            starts.append(now)
+            now += duration
+            ends.append(now)
+            end_of[code] = now
+            if code in waiting:
+                runnable.append(waiting.pop(code))
+
+    ranks = [advance(rank) for rank in runnable]
+    while runnable:
+        rank = runnable.pop()
+        needed = next(ranks[rank], None)
+        if needed is not None:
+            waiting[needed] = rank
     return result
 
 
