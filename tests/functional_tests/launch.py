@@ -97,7 +97,7 @@ class Launcher:
         """Run ``script`` on ``ranks`` ranks, as torchrun would; one job at a time."""
         self._jobs += 1
         log = self._logs / f"{self._jobs}.log"
-        log.touch()
+        log.write_text("")
         job = {
             "script": str(script),
             "ranks": ranks,

@@ -8,6 +8,7 @@ from functional_tests.launch import PRETRAIN, TINY_GPT, torchrun
 MOCK = (*TINY_GPT, "--mock-data")
 
 LAYOUTS = {
+    "stock-attention": (1, "--attention-backend local"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "pp2-vpp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "tp2": (2, "--tensor-model-parallel-size 2"),
@@ -64,7 +65,14 @@ def test_bf16(launch, weights, reference):
     assert job.losses() != reference.losses()
 
 
-@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer --hidden-dropout 0.1"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hidden-dropout 0.1",
+        "--use-distributed-optimizer",
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --bf16",
+    ],
+)
 def test_checkpoint_resumes_exactly(launch, tmp_path, flags):
     flags = [*MOCK, *flags.split(), "--save", tmp_path, "--load", tmp_path]
     whole = launch(2, [*flags, "--save-interval", 3, "--exit-interval", 5]).check().losses()

@@ -31,16 +31,30 @@ def load_with_steps(load_state_dict):
     """``DistributedOptimizer.load_state_dict``, that restores the number of steps.
 
     A checkpoint stores it once a group. Upstream gives all parameters one tensor of it, which Adam
-    increments in place, once for each of them; and then overwrites it. Parameters in fp32, which
-    are their own main copies, are written to, which only ``no_grad`` allows.
+    increments in place, once for each of them. Parameters in fp32, which are their own main copies,
+    are written to, which only ``no_grad`` allows.
     """
 
     @functools.wraps(load_state_dict)
     @torch.no_grad()
     def load(self, loaded):
         load_state_dict(self, loaded)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
 
     return load
+
+
+def set_all_but_steps(set_states):
+    """``DistributedOptimizer._set_main_param_and_optimizer_states``, for tensors without steps.
+
+    It copies into every tensor of a parameter's state, the number of steps too, which is not among
+    the tensors that a checkpoint stores for each parameter.
+    """
+
+    @functools.wraps(set_states)
+    def set_tensors(self, model_param, tensors):
+        set_states(self, model_param, {**tensors, "step": None})
+
+    return set_tensors

@@ -99,7 +99,14 @@ REDIRECTS = (
     Redirect(
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
         optimizer.load_with_steps,
-        "without Apex, loses the number of steps; in fp32, needs no_grad",
+        "without Apex, lets parameters share one step counter; in fp32, needs no_grad",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+        "._set_main_param_and_optimizer_states",
+        optimizer.set_all_but_steps,
+        "without Apex, overwrites the number of steps or looks for it in vain",
         wraps=True,
     ),
     Redirect(
