@@ -1,0 +1,85 @@
+"""The loss of a micro-batch from losses of its segments."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.seq1f1b.model import Segment
+from megatron.seq1f1b.runtime.loss import LossLedger
+
+BOUNDS = [(0, 5), (5, 6), (6, 12)]
+
+
+def segments(microbatch):
+    return [Segment(microbatch, index, start, end, 12) for index, (start, end) in enumerate(BOUNDS)]
+
+
+def forward(ledger, segment, losses, mask, loss_func=None):
+    """What Megatron's forward_step does with the loss function, for one segment; gives the loss to go backward from."""
+
+    def masked_sum(mask, output):
+        total, count = (output * mask).sum(), mask.sum().int()
+        return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
+
+    def forward_step_func(*_):
+        part = slice(segment.start, segment.end)
+        return losses[:, part], partial(loss_func or masked_sum, mask[:, part])
+
+    output, function = ledger.observe(forward_step_func, segment)(None, None)
+    loss, num_tokens, report = function(output)
+    ledger.reports_of(segment).append(report)
+    return loss / num_tokens.clamp(min=1)
+
+
+@pytest.mark.parametrize("masked", [None, (0, 5), (5, 6), (0, 12)], ids=["none", "first", "middle", "all"])
+def test_gradient_is_that_of_the_mean_over_the_whole_micro_batch(masked):
+    torch.manual_seed(0)
+    losses = torch.rand(2, 12, dtype=torch.float64, requires_grad=True)
+    mask = (torch.rand(2, 12) < 0.7).double()
+    if masked:
+        mask[:, slice(*masked)] = 0
+    ledger = LossLedger(per_token_loss=False)
+    outputs = [forward(ledger, segment, losses, mask) for segment in segments(0)]
+    for segment, output in reversed(list(zip(segments(0), outputs, strict=True))):
+        ledger.ready_for_backward(output, segment).backward()
+    assert torch.allclose(losses.grad, mask / mask.sum().clamp(min=1), rtol=1e-14, atol=0)
+    (report,) = ledger.reports()
+    assert report["lm loss"].tolist() == pytest.approx([(losses * mask).sum().item(), mask.sum().item()])
+    assert ledger.total_num_tokens(torch.device("cpu")) == mask.sum()
+
+
+def test_with_a_loss_per_token_nothing_is_divided():
+    losses = torch.rand(1, 12, requires_grad=True)
+    ledger = LossLedger(per_token_loss=True)
+    for segment in segments(0):
+        ledger.ready_for_backward(forward(ledger, segment, losses, torch.ones(1, 12)), segment).backward()
+    assert torch.equal(losses.grad, torch.ones(1, 12))
+    assert ledger.total_num_tokens(torch.device("cpu")) == 12
+
+
+def test_one_report_per_micro_batch_in_order():
+    ledger = LossLedger(per_token_loss=False)
+    for microbatch in (1, 0):
+        for segment in segments(microbatch):
+            forward(ledger, segment, torch.full((1, 12), microbatch + 1.0), torch.ones(1, 12))
+    assert [report["lm loss"].tolist() for report in ledger.reports()] == [[12, 12], [24, 12]]
+
+
+def test_a_metric_without_a_count_is_averaged_over_tokens():
+    def mean_loss(mask, output):
+        return output.sum(), torch.tensor(output.numel()), {"mean": output.mean()}
+
+    ledger = LossLedger(per_token_loss=False)
+    losses = torch.arange(12.0)[None]
+    for segment in segments(0):
+        forward(ledger, segment, losses, torch.ones(1, 12), mean_loss)
+    assert ledger.reports()[0]["mean"].item() == pytest.approx(losses.mean().item())
+
+
+def test_an_average_of_unknown_weight_is_refused():
+    ledger = LossLedger(per_token_loss=False)
+    observed = ledger.observe(lambda *_: (torch.ones(2), lambda output: (output.mean(), {})), segments(0)[0])
+    output, loss_func = observed(None, None)
+    with pytest.raises(ValueError, match="has to return .loss sum, number of tokens, report."):
+        loss_func(output)

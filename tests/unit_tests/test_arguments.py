@@ -1,0 +1,105 @@
+"""Our flags: what they mean, and how what cannot be honoured is refused."""
+
+import argparse
+
+import pytest
+
+from megatron.seq1f1b import compatibility
+from megatron.seq1f1b.arguments import add_arguments, pipeline_config, validate, wants_segment_attention
+
+MEGATRON = dict(
+    num_layers=32,
+    hidden_size=4096,
+    ffn_hidden_size=16384,
+    num_attention_heads=32,
+    kv_channels=128,
+    padded_vocab_size=50304,
+    seq_length=16384,
+    tensor_model_parallel_size=1,
+    sequence_parallel=False,
+    distributed_backend="gloo",
+    bf16=False,
+    fp16=False,
+    attention_dropout=0.0,
+)
+
+
+def parsed(*flags, **megatron):
+    namespace = argparse.Namespace(**{**MEGATRON, **megatron})
+    return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags, namespace)
+
+
+def test_without_our_flags_megatrons_own_schedule_runs():
+    args = parsed(num_experts=8, attention_dropout=0.1)
+    validate(args)
+    assert pipeline_config(args).schedule is None
+
+
+def test_splits_alone_mean_1f1b():
+    config = pipeline_config(parsed("--sequence-splits", "4"))
+    assert (config.schedule, config.num_segments) == ("1f1b", 4)
+    assert config.cut(16384) == (4096,) * 4
+
+
+def test_a_schedule_alone_keeps_sequences_whole():
+    config = pipeline_config(parsed("--pipeline-schedule", "1f1b"))
+    assert (config.schedule, config.cut(16384)) == ("1f1b", (16384,))
+
+
+def test_the_authors_flags_mean_the_same():
+    ours = parsed("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp")
+    theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")
+    assert ours == theirs
+    assert pipeline_config(theirs).cut(16384) == (4922, 4238, 3780, 3444)
+    assert pipeline_config(parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average")).split_strategy == "even"
+
+
+def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_parallelism():
+    args = parsed(
+        *("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp"),
+        tensor_model_parallel_size=8,
+        sequence_parallel=True,
+        seq_length=32768,
+    )
+    assert pipeline_config(args).cut(32768) == (11040, 8416, 7080, 6232)
+
+
+@pytest.mark.parametrize(
+    "flags, megatron, sentence",
+    [
+        (["--sequence-splits", "4"], {"num_experts": 8}, "--num-experts"),
+        (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --context-parallel-size 1"),
+        (["--sequence-splits", "4"], {"attention_dropout": 0.1}, "add --attention-dropout 0"),
+        (["--sequence-splits", "4"], {"distributed_backend": "nccl"}, "add --bf16"),
+        (["--pipeline-schedule", "1f1b"], {"cuda_graph_impl": "local"}, "use --cuda-graph-impl none"),
+        (["--sequence-splits", "20000"], {}, "use at most 16384 segments"),
+        (["--sequence-splits", "0"], {}, "at least 1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron, sentence):
+    with pytest.raises(SystemExit) as exit:
+        validate(parsed(*flags, **megatron))
+    assert exit.value.code not in (0, None)
+    output = capsys.readouterr().err
+    assert sentence in output and output.startswith("error: ") and output.count("\n") == 1
+
+
+def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
+    validate(parsed("--pipeline-schedule", "1f1b", num_experts=8, attention_dropout=0.1, context_parallel_size=2))
+
+
+def test_every_refusal_names_its_flag_and_a_way_out():
+    for row in compatibility.WITH_OUR_SCHEDULES + compatibility.WITH_SEGMENTS:
+        assert row.flag and row.because and row.way_out
+        assert not row.way_out.endswith(".")
+
+
+def test_local_layers_get_segment_attention_unless_it_was_declined():
+    backend = argparse.Namespace(name="auto")
+    assert wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend))
+    local = argparse.Namespace(name="local")
+    assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=local))
+    assert not wants_segment_attention(parsed(transformer_impl="transformer_engine", attention_backend=backend))
+    dropout = parsed(transformer_impl="local", attention_backend=backend, attention_dropout=0.1)
+    assert not wants_segment_attention(dropout)
