@@ -14,8 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"
 
-# One thread a rank: the ranks share the cores, and the order of sums does not change.
-ENVIRONMENT = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+# One thread a rank: the ranks share the cores, and the order of sums does not change. No GPU: these
+# are tests of the CPU, wherever they run.
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""} | dict.fromkeys(THREADS, "1")
 
 # A GPT that trains in a tenth of a second an iteration, and as well on 1, 2 or 4 ranks.
 TINY_GPT = (
