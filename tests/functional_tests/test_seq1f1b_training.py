@@ -1,0 +1,82 @@
+"""pretrain_gpt.py with our flags trains and evaluates like Megatron's own schedule without them."""
+
+import pytest
+from functional_tests.launch import TINY_GPT
+
+from megatron.seq1f1b.schedule import read_timeline
+
+PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
+EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
+
+
+@pytest.fixture(scope="module")
+def megatrons_own(launch):
+    return launch(2, [*PIPELINE, *EVALUATE, "--attention-backend", "local"]).check()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--pipeline-schedule", "1f1b"],
+        ["--sequence-splits", "4"],
+        ["--pipe-sp-splits", "3", "--pipe-sp-strategy", "uniform_comp"],
+    ],
+    ids=" ".join,
+)
+def test_losses_are_those_of_megatrons_own_1f1b(launch, megatrons_own, flags):
+    job = launch(2, [*PIPELINE, *EVALUATE, *flags]).check()
+    assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
+    # Before, between and after training steps.
+    assert len(job.losses("lm loss value")) >= 3
+    assert job.losses("lm loss value") == pytest.approx(megatrons_own.losses("lm loss value"), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+    ],
+    ids=["TP 2 with SP", "DP 2 with overlap"],
+)
+def test_beside_other_parallelism(launch, layout):
+    """Four ranks: tensor-parallel ranks without data allocate by segment; data-parallel ranks reduce once."""
+    own = launch(4, [*PIPELINE, *layout, "--attention-backend", "local"]).check()
+    ours = launch(4, [*PIPELINE, *layout, "--sequence-splits", "3"]).check()
+    assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
+
+
+def test_bf16_falls_like_megatrons_own(launch):
+    own = launch(2, [*PIPELINE, "--bf16"]).check()
+    ours = launch(2, [*PIPELINE, "--bf16", "--sequence-splits", "4"]).check()
+    assert ours.losses() == pytest.approx(own.losses(), rel=5e-3)
+
+
+def test_training_goes_on_from_a_checkpoint_with_another_number_of_segments(launch, tmp_path):
+    keep = ["--save", tmp_path, "--load", tmp_path, "--save-interval", "3", "--ckpt-format", "torch_dist"]
+    whole = launch(2, [*PIPELINE, "--sequence-splits", "4"]).check()
+    launch(2, [*PIPELINE, *keep, "--exit-interval", "3", "--sequence-splits", "4"]).check()
+    rest = launch(2, [*PIPELINE, *keep, "--sequence-splits", "2"]).check()
+    assert rest.losses() == pytest.approx(whole.losses()[3:], abs=1e-5)
+
+
+@pytest.mark.parametrize("flags, segments", [([], 1), (["--sequence-splits", "4"], 4)], ids=["Megatron's own", "ours"])
+def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segments):
+    trace = ["--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "2", "4"]
+    launch(2, [*PIPELINE, *trace, *flags]).check()
+    assert {path.name for path in tmp_path.iterdir()} == {f"iteration-{i}-pipeline-0.json" for i in (2, 4)}
+    timeline = read_timeline(tmp_path / "iteration-4-pipeline-0.json")
+    microbatches = 4
+    assert (timeline.shape.num_microbatches, timeline.shape.num_segments) == (microbatches, segments)
+    for rank, spans in enumerate(timeline.ranks):
+        assert len(spans) == len(set(span.action for span in spans)) == 2 * microbatches * segments
+        assert all(span.action.stage == rank for span in spans)
+        assert all(a.start <= a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
+    assert len(timeline.meta["peak_memory_bytes"]) == 2
+
+
+def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
+    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], timeout=60)
+    assert job.code not in (0, None)
+    assert job.log.count("error: ") == 1
+    assert "error: --attention-dropout above 0 is not in the kernels for segments yet; add --attention-dropout 0." in job.log
