@@ -1,8 +1,10 @@
 """A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from megatron.seq1f1b.schedule.timeline import Timeline
+from ..schedule import Timeline
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
@@ -36,3 +38,7 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
                 }
             )
     return {"traceEvents": events, "otherData": dict(timeline.meta)}
+
+
+def write_trace(timeline: Timeline, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(to_trace(timeline)) + "\n", encoding="utf-8")

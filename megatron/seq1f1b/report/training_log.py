@@ -39,7 +39,9 @@ def read_training_log(path: Path) -> TrainingLog:
     rows = [match.groupdict() for match in _ITERATION.finditer(text)]
     length = _SEQUENCE_LENGTH.search(text)
     if not rows or length is None:
-        raise ValueError(f"{path} holds no training iteration with its loss; was the run started with --log-interval 1?")
+        raise ValueError(
+            f"{path} holds no training iteration with its loss; was the run started with --log-interval 1?"
+        )
     return TrainingLog(
         losses=tuple(float(row["loss"]) for row in rows),
         seconds=tuple(float(row["ms"]) / 1e3 for row in rows),

@@ -1,6 +1,8 @@
 """What the actions of a schedule cost, in time and in activation memory."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .action import Action, Kind
 from .placement import Placement
@@ -38,6 +40,28 @@ class Costs:
         messages = table(message)
         return cls(table(f), table(i), table(w), messages, messages, table(1), table(1))
 
+    @classmethod
+    def from_mapping(cls, shape: Shape, values: Mapping[str, Any]) -> "Costs":
+        """From `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "kept": ...}`.
+
+        Each value is a number, a list of one number for each segment, or a list of such lists for
+        each stage. `message` stands for `message_f` and `message_b`; what is not given is as in
+        `uniform`, and `kept` as `activation`. Raises ValueError for other names and sizes.
+        """
+        values = dict(values)
+        if "message" in values:
+            message = values.pop("message")
+            values = {"message_f": message, "message_b": message, **values}
+        if "activation" in values:
+            values.setdefault("kept", values["activation"])
+        unknown = set(values) - set(cls.__dataclass_fields__)
+        if unknown:
+            names = ", ".join([*cls.__dataclass_fields__, "message"])
+            raise ValueError(f"unknown cost {min(unknown)!r}; there are {names}")
+        costs = replace(cls.uniform(shape), **{name: _table(shape, value) for name, value in values.items()})
+        costs.check(shape)
+        return costs
+
     def check(self, shape: Shape) -> None:
         """Raises ValueError if a table does not fit the shape or holds a negative number."""
         for name, table in vars(self).items():
@@ -67,3 +91,11 @@ class Costs:
             return 0.0
         table = self.message_f if needed.kind is Kind.F else self.message_b
         return table[needed.stage][needed.segment]
+
+
+def _table(shape: Shape, value: Any) -> Table:
+    if not isinstance(value, Sequence):
+        value = [value] * shape.num_segments
+    if not isinstance(value[0], Sequence):
+        value = [value] * shape.num_stages
+    return tuple(tuple(map(float, row)) for row in value)

@@ -1,0 +1,161 @@
+"""Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
+
+Colour says the kind of action, shade the segment (dark is late), the number the micro-batch, a bar
+below a box the model chunk; idle time stays white.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..schedule import Kind, Span, Timeline, peak_units
+
+# Light and dark end of the shades of each kind; distinct also to colour-blind readers and in grey.
+_COLOURS = {
+    Kind.F: ("#cfe1f5", "#3f7fc1"),
+    Kind.B: ("#fbdcb8", "#e0822d"),
+    Kind.I: ("#f7d9e6", "#c2588a"),
+    Kind.W: ("#d3ecd0", "#4fa35c"),
+}
+_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+_ROW, _BOX = 0.28, 0.14  # inches: height of a rank, width of a short action
+_MAX_LABELS = 6000  # more would be too small to read and slow to draw
+
+
+def plot_timelines(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> None:
+    """Writes one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file.
+
+    The right margin of a panel shows, for each rank, the most units in flight and the idle share of
+    the step. A title is taken from `meta["schedule"]` and the sizes if it is not given. Needs
+    matplotlib; raises ValueError for timelines of different time units.
+    """
+    from matplotlib.figure import Figure
+
+    if len({timeline.time_unit for timeline in timelines}) > 1:
+        raise ValueError("timelines of different time units cannot share an axis")
+    titles = titles or [_title(timeline) for timeline in timelines]
+    longest = max(timeline.makespan for timeline in timelines)
+    width = min(max(longest / _typical_duration(timelines) * _BOX, 7), 40)
+    heights = [len(timeline.ranks) * _ROW for timeline in timelines]
+    gap, top, bottom = 0.5, 0.55, 0.4  # inches: between panels, for the legend, for the axis
+    height = sum(heights) + gap * (len(timelines) - 1) + top + bottom
+    left, right = 0.65, 1.45
+    figure = Figure(figsize=(width + left + right, height))
+
+    above = top
+    for timeline, title, panel in zip(timelines, titles, heights, strict=True):
+        axes = figure.add_axes(
+            (
+                left / (width + left + right),
+                1 - (above + panel) / height,
+                width / (width + left + right),
+                panel / height,
+            )
+        )
+        _draw(axes, timeline, title, longest)
+        above += panel + gap
+    axes.set_xlabel(f"time [{timelines[0].time_unit}]" if timelines[0].time_unit else "time", fontsize=8)
+    _add_legend(figure, timelines, height)
+    figure.savefig(path, dpi=200)
+
+
+def _title(timeline: Timeline) -> str:
+    shape = timeline.shape
+    name = timeline.meta.get("schedule", "schedule")
+    chunks = f", C = {shape.num_chunks} ({shape.placement.style})" if shape.num_chunks > 1 else ""
+    sizes = f"P = {shape.num_ranks}, m = {shape.num_microbatches}, k = {shape.num_segments}{chunks}"
+    return f"{name}   {sizes}   bubble ratio {timeline.bubble_ratio:.3f}"
+
+
+def _typical_duration(timelines: Sequence[Timeline]) -> float:
+    """The shortest of the mean durations of the kinds: its boxes have to hold a number."""
+    means = []
+    for timeline in timelines:
+        for kind in _COLOURS:
+            durations = [s.end - s.start for spans in timeline.ranks for s in spans if s.action.kind is kind]
+            if durations and sum(durations) > 0:
+                means.append(sum(durations) / len(durations))
+    return min(means, default=1.0)
+
+
+def _draw(axes, timeline: Timeline, title: str, longest: float) -> None:
+    from matplotlib.collections import PolyCollection
+
+    boxes, colours, bars = [], [], []
+    for rank, spans in enumerate(timeline.ranks):
+        for action, start, end in spans:
+            if action.kind not in _COLOURS:
+                continue
+            left, right = start - timeline.start, end - timeline.start
+            boxes.append(_rectangle(left, right, rank - 0.46, rank + 0.46))
+            colours.append(_shade(action.kind, action.segment, timeline.shape.num_segments))
+            chunk = timeline.shape.placement.chunk_of(action.stage)
+            if chunk:
+                share = chunk / max(timeline.shape.num_chunks - 1, 1)
+                bars.append(_rectangle(left, right, rank + 0.46 - 0.16 * share, rank + 0.46))
+    axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#404040", linewidths=0.3))
+    axes.add_collection(PolyCollection(bars, facecolors="#404040", linewidths=0))
+    _label(axes, timeline, longest)
+
+    ranks = range(len(timeline.ranks))
+    axes.set_xlim(0, longest)
+    axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=9, loc="left", pad=4)
+    inch = 1 / (axes.get_position().width * axes.figure.get_figwidth())
+    for offset, head in ((0.45, "peak\nunits"), (1.1, "idle")):
+        axes.text(1 + offset * inch, 1, head, transform=axes.transAxes, fontsize=6.5, ha="right", va="bottom")
+    for rank in ranks:
+        peak = peak_units(span.action for span in timeline.ranks[rank])
+        idle = 1 - timeline.busy(rank) / timeline.makespan if timeline.makespan else 0.0
+        for offset, text in ((0.45, f"{peak}"), (1.1, f"{idle:.1%}")):
+            axes.text(
+                1 + offset * inch, rank, text, transform=axes.get_yaxis_transform(), fontsize=7, ha="right", va="center"
+            )
+
+
+def _rectangle(left: float, right: float, low: float, high: float) -> list[tuple[float, float]]:
+    return [(left, low), (right, low), (right, high), (left, high)]
+
+
+def _shade(kind: Kind, segment: int, num_segments: int) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    share = segment / (num_segments - 1) if num_segments > 1 else 0.5
+    light, dark = map(to_rgb, _COLOURS[kind])
+    return tuple(a + (b - a) * share for a, b in zip(light, dark, strict=True))
+
+
+def _label(axes, timeline: Timeline, longest: float) -> None:
+    """Micro-batch numbers, where the box is wide enough to hold them."""
+    spans: list[tuple[int, Span]] = [
+        (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans if span.action.kind in _COLOURS
+    ]
+    if len(spans) > _MAX_LABELS:
+        return
+    inches = axes.get_position().width * axes.figure.get_figwidth() / longest
+    for rank, (action, start, end) in spans:
+        text = str(action.microbatch)
+        if (end - start) * inches >= 0.055 * len(text) + 0.02:
+            middle = (start + end) / 2 - timeline.start
+            axes.text(middle, rank, text, fontsize=6, ha="center", va="center_baseline", clip_on=True)
+
+
+def _add_legend(figure, timelines: Sequence[Timeline], height: float) -> None:
+    from matplotlib.patches import Patch
+
+    used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
+    handles = [
+        Patch(facecolor=_shade(kind, 1, 3), edgecolor="#404040", linewidth=0.3, label=_NAMES[kind])
+        for kind in _COLOURS
+        if kind in used
+    ]
+    if any(timeline.shape.num_segments > 1 for timeline in timelines):
+        handles.append(Patch(facecolor="none", label="darker: later segment"))
+    if any(timeline.shape.num_chunks > 1 for timeline in timelines):
+        handles.append(Patch(facecolor="#404040", label="bar: later model chunk"))
+    figure.legend(
+        handles=handles, loc="upper left", bbox_to_anchor=(0.0, 1 - 0.02 / height), ncols=6, fontsize=7, frameon=False
+    )

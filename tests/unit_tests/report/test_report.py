@@ -1,0 +1,115 @@
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b.report import plot_timelines, to_trace
+from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, read_csv, read_timeline, simulate
+
+ROOT = Path(__file__).parents[3]
+SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
+
+
+def tool(name, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / name, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT
+    )
+
+
+def plot(*arguments):
+    done = tool("plot_schedule.py", *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+    timeline = simulate(build("zb-h1", Shape(Placement(4, 2), 3, 2)))
+    titled = Timeline(timeline.shape, timeline.ranks, meta={"schedule": "zb-h1"})
+    plot_timelines([titled, titled], tmp_path / "two.svg")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "two.svg").read_text())
+    titles = [text for text in texts if text.startswith("zb-h1")]
+    assert len(titles) == 2
+    assert f"bubble ratio {timeline.bubble_ratio:.3f}" in titles[0]
+    assert "P = 4, m = 3, k = 2, C = 2 (looped)" in titles[0]
+    # Two panels; 3 kinds, 8 stages, 2 segments for each micro-batch; axis ticks add a few.
+    assert texts.count("1") >= 2 * 3 * 8 * 2
+    assert {"forward", "input gradient", "weight gradient", "rank 3"} <= set(texts)
+    assert "backward" not in texts
+
+
+def test_timelines_of_different_units_do_not_share_an_axis(tmp_path):
+    timeline = simulate(build("1f1b", Shape(Placement(2), 2)))
+    measured = Timeline(timeline.shape, timeline.ranks, "s")
+    with pytest.raises(ValueError, match="different time units"):
+        plot_timelines([timeline, measured], tmp_path / "x.png")
+
+
+def test_trace_events():
+    timeline = simulate(build("1f1b", Shape(Placement(2), 1)))
+    events = to_trace(Timeline(timeline.shape, timeline.ranks, "s"))["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["rank 0", "rank 1"]
+    first = next(event for event in events if event["name"] == "1F0.0")
+    assert (first["pid"], first["ts"], first["dur"]) == (1, 1e6, 1e6)
+    assert first["args"] == {"stage": 1, "chunk": 0, "microbatch": 0, "segment": 0}
+
+
+def test_every_output_of_the_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(*SIZES, "--pipeline-schedule", "zb-h1", "--output", tmp_path / "a.csv")
+    schedule = read_csv(tmp_path / "a.csv")
+    assert schedule == build("zb-h1", Shape(Placement(4), 3, 2))
+    costs = "f=1,i=2,w=3,message=0.5"
+    own = ["--pipeline-schedule-file", tmp_path / "a.csv", "--costs", costs]
+    plot(*own, "--output", tmp_path / "a.json")
+    timeline = read_timeline(tmp_path / "a.json")
+    assert timeline.busy(0) == 3 * 2 * (1 + 2 + 3)
+    assert timeline.ranks[1][0].start == 1.5
+    plot(*own, "--output", tmp_path / "a.trace.json")
+    assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
+    plot("--timeline", tmp_path / "a.json", tmp_path / "a.json", "--output", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_costs_from_a_file_for_auto(tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps({"f": [1, 2], "i": 1.5, "message": 0.1, "activation": 2}))
+    sizes = [*SIZES, "--num-virtual-stages", 2, "--placement", "v", "--costs", tmp_path / "costs.json"]
+    plot(*sizes, "--pipeline-schedule", "auto", "--memory-limit", 16, "--output", tmp_path / "a.json")
+    spans = [span for rank in read_timeline(tmp_path / "a.json").ranks for span in rank]
+    durations = {(span.action.kind.value, span.action.segment): round(span.end - span.start, 6) for span in spans}
+    assert durations["F", 0] == 1 and durations["F", 1] == 2
+    assert durations["I", 0] == 1.5 and durations["W", 0] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--costs", "f=1,x=2", "--output", "a.png"], "unknown cost 'x'; there are f, i, w"),
+        (["--output", "a.txt"], "expected .png, .svg"),
+        (["--num-microbatches", 0, "--output", "a.png"], "at least one micro-batch"),
+        (["--pipeline-schedule-file", "nowhere.csv", "--output", "a.png"], "nowhere.csv"),
+        (["--pipeline-schedule", "auto", "--memory-limit", 0.5, "--output", "a.png"], "the limit is 0.5"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message):
+    done = tool("plot_schedule.py", *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_checker(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n")
+    good = tool("check_schedule.py", path)
+    assert good.returncode == 0
+    assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in good.stdout
+    assert "peak units in flight of each rank: 2 2" in good.stdout
+    path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.0,1B0.1\n")
+    bad = tool("check_schedule.py", path)
+    assert bad.returncode == 1
+    assert "rank 1, action 2: 1B0.0 comes before 1B0.1" in bad.stderr
+    assert "> rank 1" in bad.stderr

@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+"""Check a schedule of your own before training with --pipeline-schedule-file.
+
+    python tools/check_schedule.py my_schedule.csv
+
+Prints its sizes, bubble ratio and peak units if it can be run; else says what is wrong and where,
+and exits with status 1.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.seq1f1b.schedule import peak_units, read_csv, simulate
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule", type=Path, metavar="CSV", help="one row for each rank, cells such as 2F3.1")
+    path = parser.parse_args(argv).schedule
+    schedule = read_csv(path)
+    shape, style = schedule.shape, schedule.shape.placement.style
+    print(
+        f"{path}: valid; {shape.num_ranks} ranks, {shape.num_chunks} model chunks on each ({style}), "
+        f"{shape.num_microbatches} micro-batches, {shape.num_segments} segments"
+    )
+    print(f"bubble ratio for equal F, I and W: {simulate(schedule).bubble_ratio:.4f}")
+    print("peak units in flight of each rank:", *(peak_units(actions) for actions in schedule.ranks))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Draw the timeline of a schedule, or write it as JSON, CSV or a trace for Perfetto.
+
+    python tools/plot_schedule.py --pipeline-schedule 1f1b --pipeline-model-parallel-size 8 \\
+        --num-microbatches 8 --sequence-splits 4 --output seq1f1b.png
+
+The end of the name of --output says what is written: .png, .svg, .pdf (a figure), .trace.json (a
+trace that ui.perfetto.dev opens), .json (the timeline), .csv (the schedule, to be changed by hand
+and given to --pipeline-schedule-file). Draw measured timelines with --timeline.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from megatron.seq1f1b.report import plot_timelines, write_trace
+from megatron.seq1f1b.schedule import (
+    FAMILY_NAMES,
+    Costs,
+    Placement,
+    Shape,
+    Timeline,
+    build,
+    read_csv,
+    read_timeline,
+    simulate,
+    write_csv,
+    write_timeline,
+)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, default="1f1b", help="a named schedule")
+    source.add_argument("--pipeline-schedule-file", type=Path, metavar="CSV", help="a schedule of your own")
+    source.add_argument(
+        "--timeline",
+        type=Path,
+        nargs="+",
+        metavar="JSON",
+        help="timelines written before or by training, one panel each",
+    )
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="P", help="ranks")
+    parser.add_argument("--num-microbatches", type=int, default=8, metavar="M")
+    parser.add_argument("--sequence-splits", type=int, default=1, metavar="K", help="segments of each sequence")
+    parser.add_argument("--num-virtual-stages", type=int, default=1, metavar="C", help="model chunks on each rank")
+    parser.add_argument("--placement", choices=("looped", "v"), default="looped", help="of the model chunks")
+    parser.add_argument(
+        "--costs",
+        default="f=1,i=1,w=1",
+        metavar="COSTS",
+        help="times of forward, input gradient and weight gradient, and of a message: f=1,i=1,w=1,message=0.1; "
+        "or a JSON file with the same names, in which a value may be a list over segments, or over stages and segments",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="UNITS",
+        help="activation memory of a rank for auto; default: the peak of 1f1b",
+    )
+    parser.add_argument("--output", type=Path, required=True, help="what to write, by the end of its name")
+    return parser.parse_args(argv)
+
+
+def read_costs(shape: Shape, text: str) -> Costs:
+    if Path(text).suffix == ".json":
+        values = json.loads(Path(text).read_text(encoding="utf-8"))
+    else:
+        values = {name.strip(): float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+    return Costs.from_mapping(shape, values)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    output, name = args.output, args.output.name
+    if args.timeline:
+        timelines = [read_timeline(path) for path in args.timeline]
+    else:
+        if args.pipeline_schedule_file:
+            schedule = read_csv(args.pipeline_schedule_file)
+            costs, title = read_costs(schedule.shape, args.costs), args.pipeline_schedule_file.name
+        else:
+            placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages, args.placement)
+            shape = Shape(placement, args.num_microbatches, args.sequence_splits)
+            costs, title = read_costs(shape, args.costs), args.pipeline_schedule
+            schedule = build(args.pipeline_schedule, shape, costs, args.memory_limit)
+        if name.endswith(".csv"):
+            return write_csv(schedule, output)
+        simulated = simulate(schedule, costs)
+        timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": args.costs})]
+
+    if name.endswith((".png", ".svg", ".pdf")):
+        plot_timelines(timelines, output)
+    elif len(timelines) > 1:
+        raise ValueError(f"{name} holds one timeline, {len(timelines)} are given")
+    elif name.endswith(".trace.json"):
+        write_trace(timelines[0], output)
+    elif name.endswith(".json"):
+        write_timeline(timelines[0], output)
+    else:
+        raise ValueError(f"--output {name}: expected .png, .svg, .pdf, .trace.json, .json, or .csv for a schedule")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
