@@ -35,6 +35,7 @@ class Communicator:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
+        channels = sorted(channels)
         self._ranks = dist.get_process_group_ranks(group)
         self._group = group
         self._dtype = dtype
@@ -48,6 +49,7 @@ class Communicator:
         self._waiter = ThreadPoolExecutor(1, "sends") if self._is_gloo else None
         self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}
         self._sending: deque[tuple[dist.Work, Tensor] | Future] = deque()
+        self._connect(channels)
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...]) -> None:
         """Offer a buffer for the next message of a channel."""
@@ -59,7 +61,7 @@ class Communicator:
     def receive(self, channel: Channel) -> Tensor:
         """Wait for the oldest posted message of a channel."""
         work, buffer = self._receiving[channel].popleft()
-        work.wait(self._timeout)
+        self._wait(work)
         return buffer.to(self._device, non_blocking=True) if self._is_staged else buffer
 
     def send(self, channel: Channel, tensor: Tensor) -> None:
@@ -70,7 +72,7 @@ class Communicator:
         message = message.contiguous()
         work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
         if self._waiter is not None:
-            self._sending.append(self._waiter.submit(_wait_holding, work, message, self._timeout))
+            self._sending.append(self._waiter.submit(self._wait, work, message))
         else:
             self._sending.append((work, message))
         while self._sending and _has_left(self._sending[0]):
@@ -92,7 +94,30 @@ class Communicator:
         if isinstance(sending, Future):
             sending.result()
         else:
-            sending[0].wait(self._timeout)
+            self._wait(sending[0])
+
+    def _wait(self, work: dist.Work, message: Tensor | None = None) -> None:
+        """Wait for a send or receive; `message` is only held, so that its storage lives until then."""
+        if self._is_gloo:
+            work.wait(self._timeout)
+        else:
+            # Only the stream waits; given a timeout the host would, too. The group's own timeout watches it.
+            work.wait()
+
+    def _connect(self, channels: list[Channel]) -> None:
+        """Send one number over every channel, all ranks in the same order.
+
+        NCCL sets up a connection at its first message, and until the peer does the same the host is blocked. In the
+        order of a schedule a rank could block at a receive, and not come to the forward that its peer waits for.
+        """
+        rank = self._ranks.index(dist.get_rank())
+        for channel in channels:
+            if rank == channel.destination:
+                self.post_receive(channel, (1,))
+                self.receive(channel)
+            elif rank == channel.source:
+                self.send(channel, torch.zeros(1, dtype=self._dtype, device=self._device))
+                self.finish()
 
 
 def groups_per_communicator(
@@ -112,11 +137,6 @@ def groups_per_communicator(
             if list(ranks) == own:
                 groups[communicator] = made
     return groups
-
-
-def _wait_holding(work: dist.Work, message: Tensor, timeout: timedelta) -> None:
-    """Wait for a send; the argument keeps the message's storage alive until then."""
-    work.wait(timeout)
 
 
 def _has_left(sending: tuple[dist.Work, Tensor] | Future) -> bool:
