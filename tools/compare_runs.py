@@ -7,7 +7,7 @@ Each run is a folder with `log.txt`, Megatron's output of a run with --log-inter
 import argparse
 from pathlib import Path
 
-from megatron.seq1f1b.report.plot import plot_timelines
+from megatron.seq1f1b.report import plot_timelines
 from megatron.seq1f1b.report.training_log import TrainingLog, read_training_log
 from megatron.seq1f1b.schedule import Timeline, read_timeline
 
@@ -43,6 +43,7 @@ def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) 
     rows = [
         ("", *names),
         ("schedule", *(timeline.meta["schedule"] for timeline in timelines)),
+        ("segments", *(str(timeline.shape.num_segments) for timeline in timelines)),
         ("seconds per iteration", *(f"{log.seconds_per_iteration:.2f}" for log in logs)),
         ("  of the first run", *(f"{log.seconds_per_iteration / logs[0].seconds_per_iteration:.2f}" for log in logs)),
         ("tokens per second", *(f"{log.tokens_per_second:.0f}" for log in logs)),

@@ -116,7 +116,7 @@ class PipelineExecutor:
         actions = self._program(shape, groups.pp.rank(), forward_only)
         tracing = nullcontext()
         if self._tracer is not None and not forward_only:
-            tracing = self._tracer.step(self._name(), shape, groups.pp, device)
+            tracing = self._tracer.step(self._family, shape, groups.pp, device)
         try:
             with tracing as recorder:
                 Interpreter(
@@ -174,6 +174,3 @@ class PipelineExecutor:
             actions = program(self._family, shape, rank)
             self._programs[key] = [a for a in actions if a.kind in _FORWARD_KINDS] if forward_only else actions
         return self._programs[key]
-
-    def _name(self) -> str:
-        return f"{self._family}, k = {self._num_segments}" if self._num_segments > 1 else self._family
