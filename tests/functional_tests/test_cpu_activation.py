@@ -11,7 +11,7 @@ from functional_tests.launch import ROOT
 # In a process of its own: redirects last as long as the process.
 BEFORE_AND_AFTER = """
 from megatron.seq1f1b import cpu
-from megatron.seq1f1b.cpu.redirects import REDIRECTS, owner_of
+from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active, owner_of
 
 def bound():
     return [getattr(*owner_of(redirect.name)) for redirect in REDIRECTS]
@@ -23,12 +23,12 @@ def ours(thing):
 
 import megatron.core, megatron.training
 before = bound()
-assert not cpu.is_active()
+assert not is_active()
 assert not [thing for thing in before if ours(thing)]
 cpu.activate()
 cpu.activate()
 after = bound()
-assert cpu.is_active()
+assert is_active()
 same = [r.name for r, old, new in zip(REDIRECTS, before, after) if old is new]
 assert not same, same
 
@@ -52,6 +52,12 @@ def test_only_when_activated():
         timeout=120,
     )
     assert "as promised" in result.stdout, result.stderr[-3000:]
+
+
+def test_schedules_do_without_torch():
+    """Reading or drawing a schedule should not take the seconds that importing torch does."""
+    code = "import sys, megatron.seq1f1b.schedule; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 @pytest.fixture

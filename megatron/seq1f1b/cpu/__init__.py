@@ -1,10 +1,21 @@
 """Megatron on a machine without a GPU: CPU tensors, gloo, and nothing else changed.
 
 Nothing here is active until :func:`activate` is called. What it then redirects, and why, is
-written in one table, :data:`megatron.seq1f1b.cpu.redirects.REDIRECTS`.
+written in one table, ``REDIRECTS`` in :mod:`megatron.seq1f1b.cpu.redirects`.
 """
 
 from megatron.seq1f1b.cpu.device import wanted
-from megatron.seq1f1b.cpu.redirects import activate, is_active
 
-__all__ = ["activate", "is_active", "wanted"]
+__all__ = ["activate", "wanted"]
+
+
+def activate() -> None:
+    """Make Megatron run on CPU tensors and gloo, from now on, in this process.
+
+    Best called before ``megatron.core`` is imported, whose fused functions are compiled otherwise.
+    Calling it again does nothing.
+    """
+    # Here, since it imports torch, which takes seconds: tools that only simulate do without.
+    from megatron.seq1f1b.cpu import redirects
+
+    redirects.apply()

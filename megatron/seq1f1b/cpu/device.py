@@ -4,8 +4,6 @@ import argparse
 import os
 from collections.abc import Sequence
 
-import torch
-
 
 def wanted(argv: Sequence[str]) -> bool:
     """Whether ``argv`` (without or with the program's name) asks for training on the CPU.
@@ -20,6 +18,8 @@ def wanted(argv: Sequence[str]) -> bool:
     # Without asking torch for GPUs: CUDA reads CUDA_VISIBLE_DEVICES, which `activate` sets, once.
     if device == "cpu":
         return True
+    import torch
+
     if torch.cuda.is_available():
         return False
     if device == "cuda":

@@ -158,16 +158,12 @@ REDIRECTS = (
 
 
 def is_active() -> bool:
-    """Whether :func:`activate` was called in this process."""
+    """Whether :func:`apply` was called in this process."""
     return torch.cuda.current_device is stand_ins.current_device
 
 
-def activate() -> None:
-    """Make Megatron run on CPU tensors and gloo, from now on, in this process.
-
-    Best called before ``megatron.core`` is imported, whose fused functions are compiled otherwise.
-    Calling it again does nothing.
-    """
+def apply() -> None:
+    """Bind every name of the table to its replacement; once."""
     if is_active():
         return
     # Hides a GPU from the parts of torch that ask the driver and not `torch.cuda`.
