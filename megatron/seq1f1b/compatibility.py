@@ -114,3 +114,11 @@ def refusal(args: Namespace) -> str | None:
 def segments_are_possible(args: Namespace) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
     return not any(row.is_on(args) for row in WITH_SEGMENTS)
+
+
+def as_markdown() -> str:
+    """Both tables as one, for the README."""
+    lines = ["| flag | refused with | because it | instead |", "|---|---|---|---|"]
+    for scope, rows in (("any schedule of ours", WITH_OUR_SCHEDULES), ("segments", WITH_SEGMENTS)):
+        lines += [f"| `{row.flag}` | {scope} | {row.because} | {row.way_out} |" for row in rows]
+    return "\n".join(lines)
