@@ -97,7 +97,7 @@ def _draw(axes, timeline: Timeline, title: str, longest: float) -> None:
     _label(axes, timeline, longest)
 
     ranks = range(len(timeline.ranks))
-    axes.set_xlim(0, longest)
+    axes.set_xlim(0, longest * 1.002)  # the last edge shows
     axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
@@ -144,18 +144,25 @@ def _label(axes, timeline: Timeline, longest: float) -> None:
 
 
 def _add_legend(figure, timelines: Sequence[Timeline], height: float) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
+    def box(colour) -> Patch:
+        return Patch(facecolor=colour, edgecolor="#404040", linewidth=0.3)
+
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
-    handles = [
-        Patch(facecolor=_shade(kind, 1, 3), edgecolor="#404040", linewidth=0.3, label=_NAMES[kind])
-        for kind in _COLOURS
-        if kind in used
-    ]
+    entries = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _COLOURS if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
-        handles.append(Patch(facecolor="none", label="darker: later segment"))
+        entries["first to last segment"] = tuple(map(box, _COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):
-        handles.append(Patch(facecolor="#404040", label="bar: later model chunk"))
+        entries["bar: later model chunk"] = box("#404040")
     figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.0, 1 - 0.02 / height), ncols=6, fontsize=7, frameon=False
+        handles=list(entries.values()),
+        labels=list(entries),
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="upper left",
+        bbox_to_anchor=(0.0, 1 - 0.02 / height),
+        ncols=6,
+        fontsize=7,
+        frameon=False,
     )

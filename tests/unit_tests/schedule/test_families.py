@@ -100,7 +100,7 @@ def test_bubble_of_1f1b(shape, f, i):
 @given(shapes(styles=["looped"]), st.integers(1, 5), st.integers(1, 5))
 def test_bubble_of_interleaved_1f1b(shape, f, i):
     # (P-1)(F+B) in the time of one chunk, so C times less than with one chunk for equal work.
-    if shape.num_units % group_of(shape) or group_of(shape) > shape.num_ranks:
+    if shape.num_units % group_of(shape):
         return
     bubble = idle(build("1f1b", shape), Costs.uniform(shape, f, i, 0))
     assert bubble == (shape.num_ranks - 1) * (f + i)
@@ -116,10 +116,12 @@ def test_bubble_of_breadth_first(shape, f, i):
 
 
 @fixed
-@given(shapes(chunks=1), st.integers(1, 3))
+@given(shapes(styles=["looped"]), st.integers(1, 3))
 def test_bubble_of_zb_h1(shape, unit):
-    # (P-1)(F+I-W), as soon as there are as many units as fit in flight.
+    # (P-1)(F+I-W), as soon as there are as many units as fit in flight; full groups for several chunks.
     if shape.num_units < shape.num_ranks + shape.num_segments - 1:
+        return
+    if shape.num_chunks > 1 and shape.num_units % group_of(shape):
         return
     bubble = idle(build("zb-h1", shape), Costs.uniform(shape, unit, unit, unit))
     assert bubble == (shape.num_ranks - 1) * unit
