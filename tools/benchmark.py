@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tools/benchmark.py
 
 Every variant runs the same attention kernel, so that what differs is the schedule. The time of a step is that of the
-slowest rank, from a common barrier to its end; the idle share is what the ranks did not spend in forwards and backwards.
+slowest rank, from a common barrier to its end. For our schedules the table also shows how long the busiest rank
+computed, that time with the bubble of the schedule, and how far the step is from it.
 """
 
 import argparse
@@ -171,7 +172,7 @@ def maximum(value: float) -> float:
     return tensor.item()
 
 
-def table(args: argparse.Namespace, timed: list[Variant]) -> str:
+def table(timed: list[Variant]) -> str:
     """One line per variant: seconds, ratio to the first, and for ours how far the step is from its compute."""
     lines = [f"{'schedule':24}{'s/step':>10}{'ratio':>8}{'busiest rank':>14}{'x bubble':>10}{'step over that':>16}"]
     first = statistics.median(timed[0].seconds)
@@ -204,8 +205,8 @@ def main() -> None:
                 print(f"repeat {repeat + 1}/{args.repeats}  {variant.name}: {variant.seconds[-1]:.3f} s", flush=True)
     if is_first:
         print(
-            f"\n{dist.get_world_size()} pipeline ranks, {args.num_microbatches} micro-batches of {args.seq_length} tokens, "
-            f"{args.num_layers} layers, hidden {args.hidden_size}; medians of {args.repeats}\n\n{table(args, timed)}"
+            f"\n{dist.get_world_size()} pipeline ranks, {args.num_microbatches} micro-batches of {args.seq_length} "
+            f"tokens, {args.num_layers} layers, hidden {args.hidden_size}; medians of {args.repeats}\n\n{table(timed)}"
         )
     dist.destroy_process_group()
 

@@ -57,9 +57,9 @@ def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) 
         ("loss of the last iteration", *(f"{log.losses[-1]:.4f}" for log in logs)),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    align = [str.ljust] + [str.rjust] * len(names)
     return "\n".join(
-        row[0].ljust(widths[0]) + "".join("   " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        for row in rows
+        "   ".join(put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)) for row in rows
     )
 
 

@@ -99,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def has_our_flags(parser: argparse.ArgumentParser) -> bool:
+    """Whether somebody has called `add_arguments` on the parser."""
+    return "--sequence-splits" in parser._option_string_actions
+
+
 def _mend_help(parser: argparse.ArgumentParser) -> None:
     """Megatron 0.19 has a bare percent sign in a help text, at which --help fails."""
     formatter = parser._get_formatter()

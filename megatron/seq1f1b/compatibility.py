@@ -51,7 +51,12 @@ WITH_OUR_SCHEDULES = (
     ),
     Refusal("--overlap-moe-expert-parallel-comm", _given("overlap_moe_expert_parallel_comm"), _ORDER, _OWN_SCHEDULE),
     Refusal("--delay-wgrad-compute", _given("delay_wgrad_compute"), _ORDER, _OWN_SCHEDULE),
-    Refusal("--fine-grained-activation-offloading", _given("fine_grained_activation_offloading"), _ORDER, _OWN_SCHEDULE),
+    Refusal(
+        "--fine-grained-activation-offloading",
+        _given("fine_grained_activation_offloading"),
+        _ORDER,
+        _OWN_SCHEDULE,
+    ),
     Refusal("--moe-paged-stash", _given("moe_paged_stash"), _ORDER, _OWN_SCHEDULE),
     Refusal(
         "--variable-seq-lengths",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import cpu
@@ -17,14 +18,18 @@ if TYPE_CHECKING:  # these import Megatron, which has to wait until the CPU redi
     from .runtime import Tracer
 
 
-def install() -> None:
+def install(add_flags: bool = False) -> None:
     """Make Megatron in this process honour our flags; to be called before a script imports Megatron.
 
     Without our schedule flags Megatron's own functions are what runs. On a machine without a GPU, or with
     `--device cpu`, also moves Megatron to the CPU. Calling it again does nothing.
+
+    A script of ours adds our flags to its parser and validates them. With `add_flags`, so does every script that
+    parses its arguments with Megatron's `parse_and_validate_args`.
     """
     if cpu.wanted(sys.argv[1:]):
         cpu.activate()
+    import megatron.core.datasets.utils as datasets_utils
     import megatron.core.pipeline_parallel as pipeline_parallel
     import megatron.training.training as training
     from megatron.core.pipeline_parallel import schedules
@@ -34,6 +39,26 @@ def install() -> None:
     overlay = _Overlay(schedules.get_forward_backward_func)
     for module in (schedules, pipeline_parallel, training):
         module.get_forward_backward_func = overlay.get_forward_backward_func
+    datasets_utils.compile_helpers = partial(_compile_helpers_unless_shipped, datasets_utils.compile_helpers)
+    if add_flags:
+        from megatron.training import arguments
+
+        arguments.parse_and_validate_args = partial(_parse_and_validate, arguments.parse_and_validate_args)
+
+
+def _parse_and_validate(
+    upstream: Callable, extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any
+) -> Namespace:
+    """Megatron's `parse_and_validate_args`, for a script that does not know of our flags."""
+    from .arguments import add_arguments, has_our_flags, validate
+
+    def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
+        parser = extra_args_provider(parser) if extra_args_provider else parser
+        return parser if has_our_flags(parser) else add_arguments(parser)
+
+    parsed = upstream(with_our_flags, *args, **kwargs)
+    validate(parsed)
+    return parsed
 
 
 class _Overlay:
@@ -58,6 +83,12 @@ class _Overlay:
         function = self._upstream(*args, **kwargs)
         tracer = _tracer(config, megatron_args)
         return function if tracer is None else partial(_traced, function, tracer)
+
+
+def _compile_helpers_unless_shipped(upstream: Callable) -> None:
+    """The wheel brings the data set helpers compiled, without the Makefile that Megatron would compile them with."""
+    if find_spec("megatron.core.datasets.helpers_cpp") is None:
+        upstream()
 
 
 def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:

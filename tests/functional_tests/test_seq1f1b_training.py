@@ -1,10 +1,13 @@
 """pretrain_gpt.py with our flags trains and evaluates like Megatron's own schedule without them."""
 
-import pytest
-from functional_tests.launch import TINY_GPT
+from pathlib import Path
 
+import pytest
+
+from functional_tests.launch import ROOT, TINY_GPT
 from megatron.seq1f1b.schedule import read_timeline
 
+OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
 
@@ -79,4 +82,14 @@ def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
     job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], timeout=60)
     assert job.code not in (0, None)
     assert job.log.count("error: ") == 1
-    assert "error: --attention-dropout above 0 is not in the kernels for segments yet; add --attention-dropout 0." in job.log
+    assert "error: --attention-dropout above 0 " in job.log
+    assert "; add --attention-dropout 0." in job.log
+
+
+def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
+    """`python -m megatron.seq1f1b SCRIPT`; without the spec of pretrain_gpt.py, whose layers have our attention."""
+    script = Path(__file__).with_name("foreign_script.py")
+    job = launch(2, [script, *PIPELINE, *EVALUATE, "--sequence-splits", "4"], script=OVERLAY).check()
+    assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
+    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], script=OVERLAY)
+    assert refused.code != 0 and "add --attention-dropout 0." in refused.log

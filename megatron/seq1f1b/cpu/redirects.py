@@ -116,12 +116,6 @@ REDIRECTS = (
         wraps=True,
     ),
     Redirect(
-        "megatron.core.datasets.utils.compile_helpers",
-        upstream.build_helpers_unless_shipped,
-        "needs make, a compiler and a Makefile that the wheel lacks",
-        wraps=True,
-    ),
-    Redirect(
         "megatron.training.training.build_pretraining_data_loader",
         rng.loader_with_own_generator,
         "starting it would move the generator that dropout draws from",

@@ -1,7 +1,6 @@
 """Replacements of what ``megatron.core`` and ``megatron.training`` do only for a GPU."""
 
 import functools
-import importlib.util
 
 
 def not_compiled(function=None, **options):
@@ -41,17 +40,6 @@ FLAGS = (
 
 def forked(get_write_results_queue):
     return functools.partial(get_write_results_queue, mp_mode="fork")
-
-
-def build_helpers_unless_shipped(compile_helpers):
-    """The wheel brings the compiled data set helpers, and no Makefile to compile them again."""
-
-    @functools.wraps(compile_helpers)
-    def build():
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    return build
 
 
 def newest_architecture():

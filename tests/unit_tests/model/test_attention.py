@@ -121,6 +121,6 @@ def test_a_batch_that_was_not_cut_is_an_error():
     query = torch.randn(64, 1, 2, 8)
     layer = SegmentAttention(SimpleNamespace(kv_channels=8, softmax_scale=None))
     layer.context = context = SegmentContext()
-    with context.running(Segment(0, 0, 0, 32, 64), keeps_for_backward=True):
-        with pytest.raises(AssertionError, match="64 tokens for a segment of 32"):
-            layer(query, query, query)
+    running = context.running(Segment(0, 0, 0, 32, 64), keeps_for_backward=True)
+    with running, pytest.raises(AssertionError, match="64 tokens for a segment of 32"):
+        layer(query, query, query)

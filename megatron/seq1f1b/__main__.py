@@ -1,0 +1,28 @@
+"""Runs an unmodified Megatron training script under our schedules, with our flags added to its own.
+
+    torchrun --nproc-per-node 8 -m megatron.seq1f1b pretrain_gpt.py --sequence-splits 4 ...
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron.seq1f1b.install import install
+
+
+def main() -> None:
+    """`python -m megatron.seq1f1b SCRIPT [ARGUMENTS]`."""
+    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
+        raise SystemExit(
+            "usage: python -m megatron.seq1f1b SCRIPT [ARGUMENTS], with SCRIPT a Megatron training script such as "
+            "pretrain_gpt.py"
+        )
+    # As if the script had been called: its own name first, its folder where its imports start.
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    install(add_flags=True)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
