@@ -1,6 +1,7 @@
 """The automatic scheduler: the best of several plans for given costs and memory."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from .action import Kind
@@ -39,7 +40,7 @@ def auto(
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
 
     best, best_score = None, None
-    for schedule in (*named, *_list_schedules(shape, costs, limits, split)):
+    for schedule in (*named, *_plans(shape, costs, limits, split)):
         if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
             continue
         peaks = peak_memory(schedule, costs)
@@ -53,6 +54,13 @@ def auto(
 
 def _build(family: str, shape: Shape) -> Schedule:
     return Schedule(shape, tuple(tuple(FAMILIES[family](shape, rank)) for rank in range(shape.num_ranks)))
+
+
+def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
+    yield from _list_schedules(shape, costs, limits, split)
+    if split and costs.kept != costs.activation:
+        # Weight gradients that count in full run earlier, which is sometimes better.
+        yield from _list_schedules(shape, replace(costs, kept=costs.activation), limits, split)
 
 
 def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:

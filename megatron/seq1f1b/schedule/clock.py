@@ -12,6 +12,7 @@ So a clock is one function and one number.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product, repeat
+from math import ceil
 
 from .action import Action, Kind
 from .schedule import Shape
@@ -48,6 +49,11 @@ def straight(shape: Shape, period: int = 1, hop: int = 1) -> Callable[[int, int]
     A rank takes in a new unit every `period` ticks for each of its chunks.
     """
     return lambda unit, stage: period * shape.num_chunks * unit + hop * stage
+
+
+def smallest_group(shape: Shape) -> int:
+    """Units of the fewest whole micro-batches that occupy all ranks at once: k * ceil(P / k)."""
+    return shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
 
 
 def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Callable[[int, int], int]:

@@ -15,11 +15,12 @@ def split_backward(actions: Iterable[Action], lag: int) -> list[Action]:
     result: list[Action] = []
     pending: deque[Action] = deque()
     for action in actions:
-        if action.kind is not Kind.B:
+        kind, *unit = action
+        if kind is not Kind.B:
             result.append(action)
             continue
-        result.append(action._replace(kind=Kind.I))
-        pending.append(action._replace(kind=Kind.W))
+        result.append(Action(Kind.I, *unit))
+        pending.append(Action(Kind.W, *unit))
         if len(pending) > lag:
             result.append(pending.popleft())
     result += pending

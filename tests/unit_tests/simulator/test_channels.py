@@ -19,6 +19,7 @@ from megatron.seq1f1b.schedule import (
 from megatron.seq1f1b.simulator import HangError, execute
 
 fixed = settings(derandomize=True, deadline=None, max_examples=120)
+few = settings(fixed, max_examples=12)
 
 
 @st.composite
@@ -31,6 +32,14 @@ def shapes(draw):
 @given(st.sampled_from(list(FAMILIES)), shapes())
 def test_no_family_hangs_on_strict_channels_and_messages_for_free_cost_nothing(family, shape):
     schedule = build(family, shape)
+    assert execute(lower(schedule)) == simulate(schedule)
+
+
+@few
+@given(shapes())
+def test_auto_does_not_hang_either(shape):
+    schedule = build("auto", shape)
+    validate(schedule)
     assert execute(lower(schedule)) == simulate(schedule)
 
 

@@ -1,9 +1,7 @@
 """The modular pipeline with layered gradient accumulation."""
 
-from math import ceil
-
 from ..action import Action
-from ..clock import by_clock, grouped
+from ..clock import by_clock, grouped, smallest_group
 from ..schedule import Shape
 
 
@@ -15,6 +13,5 @@ def breadth_first(shape: Shape, rank: int) -> list[Action]:
     (REDUCE and GATHER of the lowered schedule).
     """
     # Groups so long that a chunk has ended on all ranks before the next one starts on any.
-    group = shape.num_units + shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
-    tick = grouped(shape, group)
+    tick = grouped(shape, group=shape.num_units + smallest_group(shape))
     return by_clock(shape, rank, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)

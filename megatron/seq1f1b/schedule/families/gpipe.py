@@ -1,9 +1,7 @@
 """GPipe and, with several segments, TeraPipe."""
 
-from math import ceil
-
 from ..action import Action
-from ..clock import by_clock, grouped, straight
+from ..clock import by_clock, grouped, smallest_group, straight
 from ..schedule import Shape
 
 
@@ -12,9 +10,5 @@ def gpipe(shape: Shape, rank: int) -> list[Action]:
 
     Several looped chunks take turns after k * ceil(P / k) units, as in interleaved 1F1B.
     """
-    if shape.placement.turns:
-        tick = straight(shape)
-    else:
-        group = shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
-        tick = grouped(shape, group)
+    tick = straight(shape) if shape.placement.turns else grouped(shape, smallest_group(shape))
     return by_clock(shape, rank, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
