@@ -1,0 +1,23 @@
+"""The quick start of the README, shortened."""
+
+import os
+import re
+import subprocess
+
+from functional_tests.launch import ROOT
+
+
+def test_quick_start_trains_twice_and_compares(tmp_path):
+    settings = {"OUTPUT": str(tmp_path), "TRAIN_ITERS": "3", "SEQ_LENGTH": "512", "VOCAB_SIZE": "1000"}
+    run = subprocess.run(
+        ["bash", ROOT / "scripts" / "quickstart.sh"],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert run.stdout.count("iteration     3/3") == 2
+    (difference,) = re.findall(r"Losses of the first 3 iterations differ by at most (\S+)\.", run.stdout)
+    assert float(difference) < 1e-4
+    assert (tmp_path / "timelines.png").stat().st_size > 10_000
