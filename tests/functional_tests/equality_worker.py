@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.seq1f1b.partition import even  # noqa: E402
 from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
 
-SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS, LAYERS = 56, 2, 64, 32, 4, 4
+SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS = 56, 2, 64, 32, 4
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -39,6 +39,7 @@ class Model:
     """What the model is made of."""
 
     dtype: torch.dtype = torch.float64
+    layers: int = 4
     kv_heads: int = HEADS
     positions: str = "rope"
     tied: bool = False
@@ -87,7 +88,7 @@ def build(model: Model, layout: Layout, weights: dict[str, torch.Tensor] | None)
     if model.recompute == "full":
         recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=model.layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         num_query_groups=model.kv_heads,
@@ -306,6 +307,25 @@ def tensor_suite(pipeline: int):
         yield Model(kv_heads=2, positions="learned_absolute", tied=True), layout, few_cases()
 
 
+def order_cases(families):
+    """Sizes that orders of actions stumble over: fewer micro-batches than ranks, no multiple of them, odd segments."""
+    return [
+        Case(family, k, m, "uneven", "random")
+        for family, k, m in itertools.product(families, (1, 2, 3, 5), (1, 2, 5))
+    ]
+
+
+def families_suite():
+    yield Model(), Layout(pipeline=2), order_cases(("gpipe", "breadth-first"))
+    yield Model(layers=4), Layout(pipeline=2, chunks=2), order_cases(("1f1b",)) + few_cases(("gpipe", "breadth-first"))
+
+
+def chunks_suite(pipeline: int, chunks: int):
+    model, layout = Model(layers=pipeline * chunks), Layout(pipeline=pipeline, chunks=chunks)
+    yield model, layout, order_cases(("1f1b",)) + few_cases(("gpipe", "breadth-first"))
+    yield replace(model, tied=True, positions="learned_absolute", recompute="full"), layout, few_cases()
+
+
 def data_suite(pipeline: int):
     for model in (Model(), models()[1]):
         yield model, Layout(pipeline=pipeline), few_cases()
@@ -315,6 +335,9 @@ SUITES = {
     "pp1": lambda: pipeline_suite(1),
     "pp2": lambda: pipeline_suite(2),
     "pp4": lambda: pipeline_suite(4),
+    "pp2-families": families_suite,
+    "pp2-chunks3": lambda: chunks_suite(2, 3),
+    "pp4-chunks2": lambda: chunks_suite(4, 2),
     "tp2": lambda: tensor_suite(1),
     "pp2-tp2": lambda: tensor_suite(2),
     "dp2": lambda: data_suite(1),

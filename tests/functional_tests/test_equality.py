@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("equality_worker.py")
-RANKS = {"pp1": 1, "pp2": 2, "pp4": 4, "tp2": 2, "pp2-tp2": 4, "dp2": 2, "pp2-dp2": 4}
+RANKS = {
+    "pp1": 1,
+    "pp2": 2,
+    "pp4": 4,
+    "pp2-families": 2,
+    "pp2-chunks3": 2,
+    "pp4-chunks2": 4,
+    "tp2": 2,
+    "pp2-tp2": 4,
+    "dp2": 2,
+    "pp2-dp2": 4,
+}
 
 
 @pytest.mark.parametrize("suite", RANKS)
