@@ -326,6 +326,14 @@ def chunks_suite(pipeline: int, chunks: int):
     yield replace(model, tied=True, positions="learned_absolute", recompute="full"), layout, few_cases()
 
 
+def split_suite():
+    families = ("zb-h1",)
+    yield Model(), Layout(pipeline=2), order_cases(families)
+    for model in models():
+        yield model, Layout(pipeline=2), few_cases(families)
+    yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
+
+
 def data_suite(pipeline: int):
     for model in (Model(), models()[1]):
         yield model, Layout(pipeline=pipeline), few_cases()
@@ -338,6 +346,7 @@ SUITES = {
     "pp2-families": families_suite,
     "pp2-chunks3": lambda: chunks_suite(2, 3),
     "pp4-chunks2": lambda: chunks_suite(4, 2),
+    "pp2-split": split_suite,
     "tp2": lambda: tensor_suite(1),
     "pp2-tp2": lambda: tensor_suite(2),
     "dp2": lambda: data_suite(1),

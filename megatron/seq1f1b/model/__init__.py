@@ -1,6 +1,15 @@
-"""A Megatron model on one segment: attention with a KV cache, positions that start where the segment starts."""
+"""A Megatron model on one segment: attention with a KV cache, positions that start where the segment
+starts, weight gradients apart from input gradients."""
 
-from .attach import attach, use_segment_attention
+from .attach import attach, use_segment_attention, weight_gradients_left_in
 from .segment import Segment, SegmentContext
+from .weight_gradient import WeightGradientStore
 
-__all__ = ["Segment", "SegmentContext", "attach", "use_segment_attention"]
+__all__ = [
+    "Segment",
+    "SegmentContext",
+    "WeightGradientStore",
+    "attach",
+    "use_segment_attention",
+    "weight_gradients_left_in",
+]

@@ -1,14 +1,17 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 
 from .attention import SegmentAttention
 from .segment import SegmentContext
+from .weight_gradient import WeightGradientStore, deferring
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -35,6 +38,22 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
         if not hasattr(rotary, "segment_context"):
             rotary.register_forward_pre_hook(_start_at_segment, with_kwargs=True)
         rotary.segment_context = context
+
+
+@contextmanager
+def weight_gradients_left_in(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the backward of Megatron's local linear layers, the output layer too, leaves weight gradients in `store`.
+
+    All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients.
+    """
+    linears = _modules(list(chunks), (ColumnParallelLinear, RowParallelLinear))
+    for linear in linears:
+        linear._forward_impl = deferring(linear._forward_impl, store)
+    try:
+        yield
+    finally:
+        for linear in linears:
+            del linear._forward_impl
 
 
 def _start_at_segment(rotary: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

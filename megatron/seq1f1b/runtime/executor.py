@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from ..model import Segment, SegmentContext, attach
+from ..model import Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
 from ..schedule import Action, Channel, Kind, Placement, Shape, program
 from .communication import Communicator
 from .data import SegmentIterator
@@ -47,6 +47,7 @@ class PipelineExecutor:
         self._timeout = timeout
         self._tracer = tracer
         self._context = SegmentContext()
+        self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._programs: dict[tuple[Shape, int, bool], list[Action]] = {}
 
@@ -114,17 +115,20 @@ class PipelineExecutor:
         sync = GradientSync(config, chunks)
         communicator = self._communicator(groups.pp, placement, config.pipeline_dtype, device)
         actions = self._program(shape, groups.pp.rank(), forward_only)
+        is_split = any(action.kind is Kind.W for action in actions)
+        splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
         tracing = nullcontext()
         if self._tracer is not None and not forward_only:
             tracing = self._tracer.step(self._family, shape, groups.pp, device)
         try:
-            with tracing as recorder:
+            with splitting, tracing as recorder:
                 Interpreter(
                     step,
                     placement,
                     groups.pp.rank(),
                     communicator,
                     self._context,
+                    self._weight_gradients,
                     losses,
                     sync,
                     self._sequence_length_is,
@@ -133,6 +137,7 @@ class PipelineExecutor:
         finally:
             sync.close()
             self._context.clear()
+            self._weight_gradients.clear()
 
         if config.finalize_model_grads_func is not None and not forward_only:
             num_tokens = losses.total_num_tokens(device) if config.calculate_per_token_loss else None

@@ -1,11 +1,13 @@
 """When the gradients of a model chunk are reduced over data-parallel ranks.
 
 Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`.
-So `no_sync` is left for exactly one backward per chunk: its last one in the step.
+So `no_sync` is left for exactly one backward per chunk: its last one in the step. Where backwards are split, it is left
+for the last input-gradient half, which completes biases and norms, and for the last weight-gradient half; every
+parameter must be ready as often in each step as in the first.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,15 +20,20 @@ class GradientSync:
         self._chunks = chunks
         self._start_reduction = _per_chunk(config.grad_sync_func, len(chunks))
         self._start_gather = _per_chunk(config.param_sync_func, len(chunks))
-        enter = _per_chunk(config.no_sync_func, len(chunks)) or [nullcontext] * len(chunks)
-        self._no_sync = [make() for make in enter]
-        for context in self._no_sync:
-            context.__enter__()
+        self._make_no_sync = _per_chunk(config.no_sync_func, len(chunks)) or [nullcontext] * len(chunks)
+        self._no_sync: list[Any] = [None] * len(chunks)
+        for chunk in range(len(chunks)):
+            self._enter_no_sync(chunk)
 
-    def before_last_backward(self, chunk: int) -> None:
-        """Let the hooks of this backward reduce, unless Megatron asked to be called for it."""
-        if not self._start_reduction:
-            self._leave_no_sync(chunk)
+    @contextmanager
+    def last_backward(self, chunk: int) -> Iterator[None]:
+        """Inside, the hooks of parameters may reduce, unless Megatron asked to be called for it."""
+        if self._start_reduction:
+            yield
+            return
+        self._leave_no_sync(chunk)
+        yield
+        self._enter_no_sync(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
         """Start the reduction of the whole chunk where Megatron asked for that (`--align-grad-reduce`)."""
@@ -40,9 +47,13 @@ class GradientSync:
             self._start_gather[chunk](self._chunks[chunk].parameters())
 
     def close(self) -> None:
-        """Leave every `no_sync` that is still entered, after a step that failed."""
+        """Leave every `no_sync`, at the end of a step or after it failed."""
         for chunk in range(len(self._chunks)):
             self._leave_no_sync(chunk)
+
+    def _enter_no_sync(self, chunk: int) -> None:
+        self._no_sync[chunk] = self._make_no_sync[chunk]()
+        self._no_sync[chunk].__enter__()
 
     def _leave_no_sync(self, chunk: int) -> None:
         context, self._no_sync[chunk] = self._no_sync[chunk], None

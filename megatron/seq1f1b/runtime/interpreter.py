@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from ..model import Segment, SegmentContext
+from ..model import Segment, SegmentContext, WeightGradientStore
 from ..schedule import Action, Kind, Placement, channel_of
 from .communication import Communicator
 from .data import SegmentIterator
@@ -57,6 +57,7 @@ class Interpreter:
         rank: int,
         communicator: Communicator,
         context: SegmentContext,
+        weight_gradients: WeightGradientStore,
         losses: LossLedger,
         sync: GradientSync,
         sequence_length_is: Callable[[int], AbstractContextManager],
@@ -67,11 +68,14 @@ class Interpreter:
         self._rank = rank
         self._communicator = communicator
         self._context = context
+        self._weight_gradients = weight_gradients
         self._losses = losses
         self._sync = sync
         self._sequence_length_is = sequence_length_is
         self._recorder = recorder
         self._started_chunks: set[int] = set()
+        # The last actions of each chunk that give input gradients, and that give weight gradients.
+        self._last: set[tuple[Kind, Action]] = set()
         # Keyed by the F of a unit: what went into it and came out, until its backward.
         self._kept: dict[Action, tuple[Tensor | None, Tensor]] = {}
         # Keyed by the SEND that carries it, or would if the neighbouring stage were on another rank.
@@ -79,6 +83,8 @@ class Interpreter:
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.I: self._backward,
+            Kind.W: self._weight_gradient,
             Kind.RECV_F: self._post_receive,
             Kind.RECV_B: self._post_receive,
             Kind.SEND_F: self._send,
@@ -89,10 +95,10 @@ class Interpreter:
 
     def run(self, program: Sequence[Action]) -> None:
         """Run the actions in order. A failure names the action and what stands around it."""
-        last_backward = {action.stage: action for action in program if action.kind in (Kind.B, Kind.W)}
+        for half in (Kind.I, Kind.W):
+            last = {action.stage: action for action in program if action.kind in (Kind.B, half)}
+            self._last.update((half, action) for action in last.values())
         for position, action in enumerate(program):
-            if last_backward.get(action.stage) is action:
-                self._sync.before_last_backward(self._placement.chunk_of(action.stage))
             try:
                 self._handlers[action.kind](action)
             except Exception as error:
@@ -101,6 +107,7 @@ class Interpreter:
                 raise
         self._communicator.finish()
         self._context.assert_empty()
+        self._weight_gradients.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
     def _forward(self, action: Action) -> None:
@@ -140,9 +147,28 @@ class Interpreter:
         else:
             gradient = self._input_of(action)
         with self._running(action, segment):
-            gradient = backward_step(arrived, output, gradient, step.config)
+            with self._syncing(Kind.I, action), self._weight_gradients.collecting(action[1:]):
+                gradient = backward_step(arrived, output, gradient, step.config)
+            if action.kind is Kind.B:
+                self._compute_weight_gradients(action)
         if action.stage > 0:
             self._outgoing[action._replace(kind=Kind.SEND_B)] = gradient
+
+    def _weight_gradient(self, action: Action) -> None:
+        segment = self._step.segments[action.microbatch][action.segment]
+        with self._running(action, segment):
+            self._compute_weight_gradients(action)
+
+    def _compute_weight_gradients(self, action: Action) -> None:
+        """Nothing is left to compute where no backward of the schedule is split: then B had both halves."""
+        with self._syncing(Kind.W, action):
+            self._weight_gradients.compute(action[1:])
+
+    def _syncing(self, half: Kind, action: Action) -> AbstractContextManager:
+        """Around one half of a backward, the input-gradient one (I) or the weight-gradient one (W)."""
+        if (half, action) not in self._last:
+            return nullcontext()
+        return self._sync.last_backward(self._placement.chunk_of(action.stage))
 
     def _input_of(self, action: Action) -> Tensor | None:
         """The activations or output gradient that an action starts from; waits for the message if there is one."""

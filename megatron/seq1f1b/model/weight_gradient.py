@@ -1,0 +1,196 @@
+"""Weight gradients of linear layers, computed apart from the backward that gives the input gradients.
+
+The backward of a linear layer has two halves that need nothing of each other: the input gradient, for which the
+previous stage waits, and the weight gradient, for which nobody does before the end of the step. Zero-bubble schedules
+(arXiv 2401.10241, section 2) run the second where a rank would be idle.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.parallel_state import get_global_memory_buffer
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, layers
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_autocast_forward = torch.amp.custom_fwd(device_type="cuda")
+_autocast_backward = torch.amp.custom_bwd(device_type="cuda")
+
+
+class _Work(NamedTuple):
+    """What a weight gradient is made of: input [n, b, i] and output gradient [n', b, o] of a weight [o, i].
+
+    With `gather_group` the n tokens of the input are this rank's part of the n' (sequence parallelism). `accumulate`:
+    add it to the weight's `main_grad` in one kernel.
+    """
+
+    weight: torch.nn.Parameter
+    input: Tensor
+    grad_output: Tensor
+    gather_group: dist.ProcessGroup | None
+    accumulate: bool
+
+
+class WeightGradientStore:
+    """The weight gradients that are still to be computed, by the unit whose backward left them.
+
+    Holds inputs and output gradients of the unit's linear layers: b·n·(i + o)·e bytes for n tokens, b sequences, i and
+    o features, e bytes an element.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Hashable, deque[_Work]] = {}
+        self._collecting: deque[_Work] | None = None
+
+    @contextmanager
+    def collecting(self, unit: Hashable) -> Iterator[None]:
+        """What is left inside belongs to `unit`."""
+        self._collecting = self._left.setdefault(unit, deque())
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def leave(self, work: _Work) -> None:
+        """Keep the work for the unit that goes backward now."""
+        assert self._collecting is not None, "a split backward ran outside of a schedule"
+        self._collecting.append(work)
+
+    def compute(self, unit: Hashable) -> None:
+        """Compute what was left for `unit`, freeing it one by one.
+
+        The gradients take the way of all others, through autograd to the parameters' hooks, so that whoever gathers
+        gradients there (Megatron's DistributedDataParallel) need not know about the split.
+        """
+        left = self._left.pop(unit)
+        while left:
+            weight = left[0].weight
+            _WeightGradient.apply(weight, left.popleft()).backward()
+
+    def clear(self) -> None:
+        """Forget everything, after a step that failed."""
+        self._left.clear()
+
+    def assert_empty(self) -> None:
+        """No weight gradient is forgotten, no activation outlives a step."""
+        assert not self._left, f"the weight gradients of {len(self._left)} units outlived the step"
+
+
+def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
+    """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient left in `store`.
+
+    Only the product with the weight is split; the bias, cheap as it is, gets its gradient with the input. Where there
+    is nothing to split (frozen weights, weights that are computed, inputs without a gradient) `linear` runs as it is.
+    """
+
+    def split(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: dist.ProcessGroup | None = None,
+        gtp_remat_size: int = 1,
+        **kwargs,
+    ) -> Tensor:
+        is_split = input.requires_grad and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
+        if not is_split or gtp_remat_size > 1:
+            return linear(
+                input=input,
+                weight=weight,
+                bias=bias,
+                gradient_accumulation_fusion=gradient_accumulation_fusion,
+                allreduce_dgrad=allreduce_dgrad,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                gtp_remat_size=gtp_remat_size,
+                **kwargs,
+            )
+        group = tp_group if sequence_parallel else None
+
+        def leave(input: Tensor, grad_output: Tensor) -> None:
+            store.leave(_Work(weight, input, grad_output, group, gradient_accumulation_fusion))
+
+        if allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        output = _InputGradient.apply(input, weight.detach(), group, leave)
+        return output if bias is None else output + bias
+
+    return split
+
+
+class _InputGradient(torch.autograd.Function):
+    """input · weightᵀ; its backward gives the gradient of the input, and what that of the weight needs to `leave`.
+
+    Autograd gets a detached weight: one whose gradient does not come now would still have its hooks called.
+    """
+
+    @staticmethod
+    @_autocast_forward
+    def forward(ctx, input: Tensor, weight: Tensor, gather_group: dist.ProcessGroup | None, leave: Callable) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.gather_group, ctx.leave = gather_group, leave
+        return torch.matmul(_gathered(input, gather_group), weight.t())
+
+    @staticmethod
+    @once_differentiable
+    @_autocast_backward
+    def backward(ctx, grad_output: Tensor):
+        input, weight = ctx.saved_tensors
+        ctx.leave(input, grad_output)
+        grad_input = grad_output.matmul(weight)
+        if ctx.gather_group is not None:
+            whole, grad_input = grad_input, torch.empty_like(input)
+            dist.reduce_scatter_tensor(grad_input, whole.contiguous(), group=ctx.gather_group)
+        return grad_input, None, None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """A scalar whose backward is the weight gradient of `work`."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.nn.Parameter, work: _Work) -> Tensor:
+        ctx.work = work
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        weight, input, grad_output, gather_group, accumulate = ctx.work
+        del ctx.work
+        input = _gathered(input, gather_group).flatten(0, -2)
+        grad_output = grad_output.flatten(0, -2)
+        if accumulate and hasattr(weight, "main_grad"):
+            return _accumulate(weight, input, grad_output), None
+        return grad_output.t().matmul(input), None
+
+
+def _accumulate(weight: torch.nn.Parameter, input: Tensor, grad_output: Tensor) -> Tensor | None:
+    """Add to `main_grad` by Apex's kernel; returns what autograd hands to the hooks of the weight in its place.
+
+    DistributedDataParallel is told by `grad_added_to_main_grad` not to add that. Where another layer gives the same
+    weight a gradient the ordinary way (`zero_out_wgrad`: tied embeddings) it is added after all, so it has to be zero.
+    """
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    in_fp32 = weight.main_grad.dtype is torch.float32
+    kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
+    kernel(input.contiguous(), grad_output.contiguous(), weight.main_grad)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def _gathered(input: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The tokens of all ranks of `group`, in a buffer that the next call reuses; `input` itself without a group."""
+    if group is None:
+        return input
+    shape = [input.shape[0] * group.size(), *input.shape[1:]]
+    whole = get_global_memory_buffer().get_tensor(shape, input.dtype, "mpu")
+    dist.all_gather_into_tensor(whole, input.contiguous(), group=group)
+    return whole
