@@ -55,6 +55,9 @@ class Layout:
     chunks: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
+    overlap: bool = False
+    align: bool = False
+    distributed_optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,15 +78,26 @@ class Case:
         return (SEQUENCE - sum(shrinking[1:]), *shrinking[1:])
 
 
-def build(model: Model, layout: Layout, weights: dict[str, torch.Tensor] | None) -> list[torch.nn.Module]:
-    """The model chunks of this rank; with `weights`, those of the reference by name."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        layout.tensor,
-        layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
-    )
+def use_ranks(layout: Layout) -> None:
+    """Give the ranks their parts; keeps the process groups if they are the right ones, as each costs threads."""
+    sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None
+    if parallel_state.model_parallel_is_initialized():
+        now = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        )
+        if now == sizes:
+            return
+        parallel_state.destroy_model_parallel()
+    tensor, pipeline, chunks = sizes
+    parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=chunks)
     model_parallel_cuda_manual_seed(1)
+
+
+def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
+    """The model chunks of this rank; every parameter has the same values in every layout."""
+    use_ranks(layout)
     recompute = {"recompute_granularity": model.recompute} if model.recompute else {}
     if model.recompute == "full":
         recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -125,9 +139,24 @@ def build(model: Model, layout: Layout, weights: dict[str, torch.Tensor] | None)
         )
     with torch.no_grad():
         for name, param in named(chunks):
-            param.copy_(initial(name, param) if weights is None else weights[name])
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
-    return [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+            param.copy_(initial(name, param))
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False,
+        overlap_grad_reduce=layout.overlap,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        bucket_size=4000 if layout.overlap else None,  # several for a chunk
+    )
+    wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    # As Megatron's training loop does: bare for one chunk, a list for several.
+    if layout.overlap:
+        config.no_sync_func = _bare_if_one([chunk.no_sync for chunk in wrapped])
+    if layout.align:
+        config.grad_sync_func = _bare_if_one([chunk.start_grad_sync for chunk in wrapped])
+    return wrapped
+
+
+def _bare_if_one(hooks: list):
+    return hooks[0] if len(hooks) == 1 else hooks
 
 
 def named(chunks):
@@ -198,33 +227,60 @@ def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool 
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
+    if not forward_only:
+        gather_sharded_gradients(chunks)
     return reports, {name: param.main_grad.clone() for name, param in named(chunks)}
+
+
+def gather_sharded_gradients(chunks) -> None:
+    """With the distributed optimizer a rank has its shard of each bucket reduced; the other shards come from theirs."""
+    for bucket in (bucket for chunk in chunks for group in chunk.bucket_groups for bucket in group.buckets):
+        if chunks[0].ddp_config.use_distributed_optimizer:
+            group = parallel_state.get_data_parallel_group()
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
 
 
-def compare(model: Model, layout: Layout, cases: list[Case]) -> tuple[int, float]:
-    """Check all cases of one model in one layout; number of gradients compared and the largest relative error."""
-    reference = build(model, replace(layout, pipeline=1, chunks=1), None)
-    weights = {name: param.detach().clone() for name, param in named(reference)}
-    replicas = dist.get_world_size() // (layout.pipeline * layout.tensor)
-    expectations = {}
-    for case in cases:
-        batch = (case.m, case.mask, case.lengths if case.mask == "segment" else None)
-        if batch not in expectations:
-            whole = replace(case, m=case.m * replicas)
-            expectations[batch] = (
-                run(forward_backward_no_pipelining, reference, whole, 0, 1),
-                run(forward_backward_no_pipelining, reference, whole, 0, 1, forward_only=True)[0],
-            )
-    chunks = build(model, layout, weights)
-    first = parallel_state.get_data_parallel_rank()
+class References:
+    """Losses and gradients of Megatron's own runs of the unsegmented model on one pipeline stage."""
+
+    def __init__(self) -> None:
+        self._found = {}
+
+    def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
+        """(reports of training, gradients, reports of evaluation) for each case."""
+        ranks = Layout(tensor=layout.tensor, sequence_parallel=layout.sequence_parallel)
+        keys = [(model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None) for case in cases]
+        chunks = None
+        for key, case in zip(keys, cases, strict=True):
+            if key not in self._found:
+                chunks = chunks or build(model, ranks)
+                whole = replace(case, m=case.m * replicas_of(layout))
+                self._found[key] = (
+                    *run(forward_backward_no_pipelining, chunks, whole, 0, 1),
+                    run(forward_backward_no_pipelining, chunks, whole, 0, 1, forward_only=True)[0],
+                )
+        return [self._found[key] for key in keys]
+
+
+def replicas_of(layout: Layout) -> int:
+    return dist.get_world_size() // (layout.pipeline * layout.tensor)
+
+
+def compare(references: References, model: Model, layout: Layout, cases: list[Case]) -> tuple[int, float]:
+    """Check all cases of one model in one layout; number of gradients compared and the largest relative error.
+
+    The cases are consecutive steps of one model.
+    """
+    expectations = references.of(model, layout, cases)
+    chunks = build(model, layout)
+    first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     worst, checked = 0.0, 0
-    for case in cases:
-        batch = (case.m, case.mask, case.lengths if case.mask == "segment" else None)
-        (expected_reports, expected_grads), expected_evaluation = expectations[batch]
+    for case, (expected_reports, expected_grads, expected_evaluation) in zip(cases, expectations, strict=True):
         executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths)
         evaluations = [run(executor, chunks, case, first, replicas, forward_only=True)[0]]
         reports, grads = run(executor, chunks, case, first, replicas)
@@ -257,8 +313,9 @@ def main() -> None:
     parser.add_argument("--suite", choices=SUITES, required=True)
     dist.init_process_group("gloo")
     suite = parser.parse_args().suite
+    references = References()
     for model, layout, cases in SUITES[suite]():
-        checked, worst = compare(model, layout, cases)
+        checked, worst = compare(references, model, layout, cases)
         if dist.get_rank() == 0:
             print(f"equal: {layout} {model}: {len(cases)} cases, {checked} gradients, worst {worst:.1e}", flush=True)
 
@@ -329,9 +386,23 @@ def chunks_suite(pipeline: int, chunks: int):
 def split_suite():
     families = ("zb-h1",)
     yield Model(), Layout(pipeline=2), order_cases(families)
-    for model in models():
+    for model in models()[1:]:
         yield model, Layout(pipeline=2), few_cases(families)
     yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
+
+
+def split_tensor_suite():
+    for model, sequence_parallel in ((Model(), True), (models()[1], False), (models()[1], True)):
+        yield model, Layout(pipeline=2, tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))
+
+
+def overlap_suite():
+    """The cases of a model are consecutive steps, of which DDP takes the first to learn what to wait for."""
+    for chunks, family in ((1, "1f1b"), (1, "zb-h1"), (2, "1f1b"), (2, "zb-h1"), (2, "breadth-first")):
+        layout = Layout(pipeline=2, chunks=chunks, overlap=True)
+        for variant in ({}, {"distributed_optimizer": True}, {"align": True}):
+            cases = [Case(family, k, m, "even", "random") for k, m in ((1, 2), (2, 2), (3, 1))]
+            yield Model(tied=True, positions="learned_absolute"), replace(layout, **variant), cases
 
 
 def data_suite(pipeline: int):
@@ -347,6 +418,9 @@ SUITES = {
     "pp2-chunks3": lambda: chunks_suite(2, 3),
     "pp4-chunks2": lambda: chunks_suite(4, 2),
     "pp2-split": split_suite,
+    "pp4-split": lambda: [(Model(), Layout(pipeline=4), order_cases(("zb-h1",)))],
+    "pp2-tp2-split": split_tensor_suite,
+    "pp2-dp2-overlap": overlap_suite,
     "tp2": lambda: tensor_suite(1),
     "pp2-tp2": lambda: tensor_suite(2),
     "dp2": lambda: data_suite(1),

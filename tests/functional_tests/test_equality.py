@@ -12,10 +12,14 @@ RANKS = {
     "pp2-families": 2,
     "pp2-chunks3": 2,
     "pp4-chunks2": 4,
+    "pp2-split": 2,
+    "pp4-split": 4,
+    "pp2-tp2-split": 4,
     "tp2": 2,
     "pp2-tp2": 4,
     "dp2": 2,
     "pp2-dp2": 4,
+    "pp2-dp2-overlap": 4,
 }
 
 
