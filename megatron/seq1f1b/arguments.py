@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .compatibility import refusal, segments_are_possible
-from .partition import STRATEGIES, ModelShape, SplitError, cut_sequence
-from .schedule import FAMILIES
+from .partition import STRATEGIES, ModelShape, cut_sequence
+from .schedule import FAMILY_NAMES, Kind, Placement, Schedule, Shape, read_csv
 
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
+
+# The families whose backwards come in two halves.
+_SPLIT_FAMILIES = ("auto", "zb-h1")
 
 # On failure the launcher ends all ranks as soon as one is gone; the others leave rank 0 the time to say why.
 _SECONDS_FOR_RANK_0 = 20
@@ -20,18 +23,22 @@ _SECONDS_FOR_RANK_0 = 20
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What our flags ask for. `schedule` is None if Megatron's own schedule is to run untouched.
+    """What our flags ask for. `schedule` is None if Megatron's own schedule is to run untouched, a path to read it.
 
     Segments are multiples of `segment_multiple` tokens.
     """
 
-    schedule: str | None
+    schedule: str | Path | None
     num_segments: int
     split_strategy: str
     segment_multiple: int
     model: ModelShape
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
+
+    def read_schedule(self) -> str | Schedule | None:
+        """The name of a family, or the schedule in the file; raises OSError and ValueError."""
+        return read_csv(self.schedule) if isinstance(self.schedule, Path) else self.schedule
 
     def cut(self, sequence_length: int) -> tuple[int, ...]:
         """Lengths of the segments of a sequence; raises SplitError."""
@@ -49,10 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--pipeline-schedule",
-        choices=sorted(FAMILIES),
-        help="Order in which pipeline ranks run forwards and backwards. '1f1b' is one forward, one backward; together "
-        "with --sequence-splits it is Seq1F1B (arXiv 2406.03488). Default: '1f1b' if --sequence-splits is given, else "
-        "Megatron's own schedule.",
+        choices=sorted(FAMILY_NAMES),
+        help="Order in which pipeline ranks run forwards and backwards. '1f1b' is one forward, one backward, with "
+        "several model chunks interleaved; together with --sequence-splits it is Seq1F1B (arXiv 2406.03488). 'gpipe' "
+        "runs all forwards first. 'breadth-first' runs all of a model chunk before the next. 'zb-h1' computes weight "
+        "gradients apart, where a rank would be idle. 'auto' searches for a better order still. Default: '1f1b' if "
+        "--sequence-splits is given, else Megatron's own schedule.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-file",
+        type=Path,
+        metavar="FILE.csv",
+        help="Run the schedule in this file instead of a named one: a row for each pipeline rank, an action such as "
+        "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell; see docs/schedules.md.",
     )
     group.add_argument(
         "--sequence-splits",
@@ -121,12 +137,7 @@ def validate(args: argparse.Namespace) -> None:
 
     What cannot be honoured ends the program: one sentence on rank 0, a non-zero exit on all ranks.
     """
-    message = refusal(args) if _schedule_name(args) else None
-    if message is None:
-        try:
-            pipeline_config(args).cut(args.seq_length)
-        except SplitError as error:
-            message = str(error)
+    message = _problem(args)
     if message is not None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {message}.", file=sys.stderr, flush=True)
@@ -135,10 +146,53 @@ def validate(args: argparse.Namespace) -> None:
         raise SystemExit(2)
 
 
+def _problem(args: argparse.Namespace) -> str | None:
+    config = pipeline_config(args)
+    try:
+        schedule = config.read_schedule()
+        config.cut(args.seq_length)
+    except (OSError, ValueError) as error:
+        return str(error).rstrip(".")
+    if schedule is None:
+        return None
+    if isinstance(schedule, Schedule):
+        message = _misfit(schedule.shape, args)
+        if message is not None:
+            return message
+    return refusal(args, config.num_segments > 1, _splits_backwards(schedule))
+
+
+def _misfit(shape: Shape, args: argparse.Namespace) -> str | None:
+    """How the schedule of a file differs from what the other flags ask for."""
+    if args.rampup_batch_size:
+        return "--rampup-batch-size changes the number of micro-batches, which --pipeline-schedule-file fixes; drop one"
+    asked = Shape(
+        Placement(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1),
+        args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        args.sequence_splits or 1,
+    )
+    if shape == asked:
+        return None
+    return f"--pipeline-schedule-file is for {_words(shape)}, but the other flags ask for {_words(asked)}"
+
+
+def _words(shape: Shape) -> str:
+    return (
+        f"{shape.num_ranks} ranks with {shape.num_chunks} model chunks each ({shape.placement.style}), "
+        f"{shape.num_microbatches} micro-batches and {shape.num_segments} segments"
+    )
+
+
+def _splits_backwards(schedule: str | Schedule) -> bool:
+    if isinstance(schedule, Schedule):
+        return any(action.kind is Kind.W for actions in schedule.ranks for action in actions)
+    return schedule in _SPLIT_FAMILIES
+
+
 def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
     """The configuration that Megatron's parsed arguments stand for."""
     return PipelineConfig(
-        schedule=_schedule_name(args),
+        schedule=args.pipeline_schedule_file or _family(args),
         num_segments=1 if args.sequence_splits is None else args.sequence_splits,
         split_strategy=args.sequence_split_strategy,
         segment_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
@@ -164,7 +218,7 @@ def wants_segment_attention(args: argparse.Namespace) -> bool:
     return is_local and segments_are_possible(args)
 
 
-def _schedule_name(args: argparse.Namespace) -> str | None:
+def _family(args: argparse.Namespace) -> str | None:
     if args.pipeline_schedule is None and args.sequence_splits is not None:
         return "1f1b"
     return args.pipeline_schedule

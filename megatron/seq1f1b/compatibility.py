@@ -109,10 +109,21 @@ WITH_SEGMENTS = (
     ),
 )
 
+WITH_SPLIT_BACKWARDS = (
+    Refusal(
+        "--transformer-impl transformer_engine",
+        _is("transformer_engine", "transformer_impl"),
+        "computes weight gradients together with input gradients",
+        "use --transformer-impl local, or a schedule without W such as 1f1b",
+    ),
+)
 
-def refusal(args: Namespace) -> str | None:
+
+def refusal(args: Namespace, has_segments: bool, splits_backwards: bool) -> str | None:
     """One sentence, without its full stop, on the first flag that cannot be honoured; None if all can."""
-    rows = WITH_OUR_SCHEDULES + (WITH_SEGMENTS if (args.sequence_splits or 1) > 1 else ())
+    rows = WITH_OUR_SCHEDULES
+    rows += WITH_SEGMENTS if has_segments else ()
+    rows += WITH_SPLIT_BACKWARDS if splits_backwards else ()
     return next((f"{row.flag} {row.because}; {row.way_out}" for row in rows if row.is_on(args)), None)
 
 
@@ -122,8 +133,12 @@ def segments_are_possible(args: Namespace) -> bool:
 
 
 def as_markdown() -> str:
-    """Both tables as one, for the README."""
+    """All tables as one, for the README."""
     lines = ["| flag | refused with | because it | instead |", "|---|---|---|---|"]
-    for scope, rows in (("any schedule of ours", WITH_OUR_SCHEDULES), ("segments", WITH_SEGMENTS)):
+    for scope, rows in (
+        ("any schedule of ours", WITH_OUR_SCHEDULES),
+        ("segments", WITH_SEGMENTS),
+        ("`zb-h1`, `auto`, files with W", WITH_SPLIT_BACKWARDS),
+    ):
         lines += [f"| `{row.flag}` | {scope} | {row.because} | {row.way_out} |" for row in rows]
     return "\n".join(lines)

@@ -95,7 +95,7 @@ def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
     from .runtime import PipelineExecutor
 
     return PipelineExecutor(
-        family=config.schedule,
+        schedule=config.read_schedule(),
         num_segments=config.num_segments,
         cut=config.cut,
         sequence_length_is=partial(_sequence_length_is, megatron_args),

@@ -384,10 +384,10 @@ def chunks_suite(pipeline: int, chunks: int):
 
 
 def split_suite():
-    families = ("zb-h1",)
+    families = ("zb-h1", "auto")
     yield Model(), Layout(pipeline=2), order_cases(families)
     for model in models()[1:]:
-        yield model, Layout(pipeline=2), few_cases(families)
+        yield model, Layout(pipeline=2), few_cases(("zb-h1",))
     yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
 
 
@@ -418,7 +418,7 @@ SUITES = {
     "pp2-chunks3": lambda: chunks_suite(2, 3),
     "pp4-chunks2": lambda: chunks_suite(4, 2),
     "pp2-split": split_suite,
-    "pp4-split": lambda: [(Model(), Layout(pipeline=4), order_cases(("zb-h1",)))],
+    "pp4-split": lambda: [(Model(), Layout(pipeline=4), order_cases(("zb-h1", "auto")))],
     "pp2-tp2-split": split_tensor_suite,
     "pp2-dp2-overlap": overlap_suite,
     "tp2": lambda: tensor_suite(1),

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.seq1f1b import compatibility
 from megatron.seq1f1b.arguments import add_arguments, pipeline_config, validate, wants_segment_attention
+from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement, Shape, build, write_csv
 
 MEGATRON = dict(
     num_layers=32,
@@ -21,6 +22,13 @@ MEGATRON = dict(
     bf16=False,
     fp16=False,
     attention_dropout=0.0,
+    transformer_impl="local",
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=None,
+    global_batch_size=12,
+    micro_batch_size=2,
+    data_parallel_size=2,
+    rampup_batch_size=None,
 )
 
 
@@ -85,12 +93,66 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron,
     assert sentence in output and output.startswith("error: ") and output.count("\n") == 1
 
 
+def test_weight_gradients_apart_need_the_local_layers():
+    validate(parsed("--pipeline-schedule", "1f1b", transformer_impl="transformer_engine"))
+    with pytest.raises(SystemExit):
+        validate(parsed("--pipeline-schedule", "zb-h1", transformer_impl="transformer_engine"))
+
+
+def test_every_family_can_be_asked_for():
+    for family in FAMILY_NAMES:
+        assert pipeline_config(parsed("--pipeline-schedule", family)).read_schedule() == family
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Of two ranks, three micro-batches, two segments."""
+    path = tmp_path / "mine.csv"
+    write_csv(build("zb-h1", Shape(Placement(2), 3, 2)), path)
+    return path
+
+
+def test_a_file_takes_the_place_of_a_family(file):
+    args = parsed("--pipeline-schedule-file", str(file), "--pipeline-schedule", "gpipe", "--sequence-splits", "2")
+    validate(args)
+    assert pipeline_config(args).read_schedule() == build("zb-h1", Shape(Placement(2), 3, 2))
+
+
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        {"pipeline_model_parallel_size": 4},
+        {"virtual_pipeline_model_parallel_size": 2},
+        {"global_batch_size": 16},
+        {"sequence_splits": None},
+        {"rampup_batch_size": [4, 4, 100]},
+        {"transformer_impl": "transformer_engine"},
+    ],
+    ids=str,
+)
+def test_a_file_of_other_sizes_than_the_flags_ends_with_one_sentence(capsys, file, megatron):
+    args = parsed("--pipeline-schedule-file", str(file), "--sequence-splits", "2")
+    vars(args).update(megatron)
+    with pytest.raises(SystemExit):
+        validate(args)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_or_cannot_run_says_so(capsys, tmp_path):
+    for path, text, message in (("no.csv", None, "no.csv"), ("bad.csv", "0F0,0B0,0F0\n", "is repeated")):
+        if text:
+            (tmp_path / path).write_text(text)
+        with pytest.raises(SystemExit):
+            validate(parsed("--pipeline-schedule-file", str(tmp_path / path)))
+        assert message in capsys.readouterr().err
+
+
 def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
     validate(parsed("--pipeline-schedule", "1f1b", num_experts=8, attention_dropout=0.1, context_parallel_size=2))
 
 
 def test_every_refusal_names_its_flag_and_a_way_out():
-    for row in compatibility.WITH_OUR_SCHEDULES + compatibility.WITH_SEGMENTS:
+    for row in compatibility.WITH_OUR_SCHEDULES + compatibility.WITH_SEGMENTS + compatibility.WITH_SPLIT_BACKWARDS:
         assert row.flag and row.because and row.way_out
         assert not row.way_out.endswith(".")
 

@@ -7,40 +7,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection, get_tensor_shapes
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from ..model import Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
-from ..schedule import Action, Channel, Kind, Placement, Shape, program
+from ..schedule import Channel, Kind, Placement, Schedule, Shape
+from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Step
 from .loss import LossLedger
+from .plan import Plan
 from .tracer import Tracer
-
-# What is left of a program in an evaluation; the order on every channel stays as it was.
-_FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 
 
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
+    `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
     `cut(sequence_length)` gives the lengths of the segments. `sequence_length_is(length)` is entered around the user's
     forward step, for code that derives shapes from a global sequence length. No state of a step survives it.
     """
 
     def __init__(
         self,
-        family: str,
+        schedule: str | Schedule,
         num_segments: int,
         cut: Callable[[int], Sequence[int]],
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
     ) -> None:
-        self._family = family
+        self._plan = Plan(schedule)
         self._num_segments = num_segments
         self._cut = cut
         self._sequence_length_is = sequence_length_is
@@ -49,7 +50,7 @@ class PipelineExecutor:
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
-        self._programs: dict[tuple[Shape, int, bool], list[Action]] = {}
+        self._agreed: set[str] = set()
 
     def __call__(
         self,
@@ -75,18 +76,25 @@ class PipelineExecutor:
         """
         if decoder_seq_length not in (None, seq_length):
             raise ValueError("--decoder-seq-length differs from --seq-length, which our schedules do not support")
-        if p2p_communicator is not None or adjust_tensor_shapes_fn is not None:
+        if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
             raise ValueError(
-                "p2p_communicator and adjust_tensor_shapes_fn change the messages between stages, which our schedules "
-                "lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
+                "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, "
+                "which our schedules lay out themselves; run this model without --pipeline-schedule and "
+                "--sequence-splits"
             )
+        if p2p_communicator is not None and pg_collection is None:
+            raise ValueError("a p2p_communicator needs its pg_collection")
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         config = get_model_config(chunks[0])
         groups = pg_collection or _build_default_pg_collection()
         device = next(chunks[0].parameters()).device
-        placement = Placement(groups.pp.size(), len(chunks))
+        pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
+        placement = Placement(pipeline.size(), len(chunks))
         shape = Shape(placement, num_microbatches, self._num_segments)
+        segments = self._segments(num_microbatches, seq_length)
+        self._agree(shape, segments[0], micro_batch_size, forward_only)
+        actions = self._plan.program(shape, pipeline.rank(), forward_only)
         if self._num_segments > 1:  # an uncut sequence needs nothing, so the model then keeps its own attention
             attach(chunks, self._context)
 
@@ -96,7 +104,7 @@ class PipelineExecutor:
             forward_step_func=forward_step_func,
             chunks=chunks,
             batches=[iterator and SegmentIterator(iterator) for iterator in iterators],
-            segments=self._segments(num_microbatches, seq_length),
+            segments=segments,
             config=config,
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
@@ -111,21 +119,21 @@ class PipelineExecutor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
-        losses = LossLedger(getattr(config, "calculate_per_token_loss", False))
+        per_token_loss = getattr(config, "calculate_per_token_loss", False)
+        losses = LossLedger(per_token_loss)
         sync = GradientSync(config, chunks)
-        communicator = self._communicator(groups.pp, placement, config.pipeline_dtype, device)
-        actions = self._program(shape, groups.pp.rank(), forward_only)
+        communicator = self._communicator(pipeline, placement, config.pipeline_dtype, device)
         is_split = any(action.kind is Kind.W for action in actions)
         splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
         tracing = nullcontext()
         if self._tracer is not None and not forward_only:
-            tracing = self._tracer.step(self._family, shape, groups.pp, device)
+            tracing = self._tracer.step(self._plan.name, shape, pipeline, device)
         try:
             with splitting, tracing as recorder:
                 Interpreter(
                     step,
                     placement,
-                    groups.pp.rank(),
+                    pipeline.rank(),
                     communicator,
                     self._context,
                     self._weight_gradients,
@@ -140,7 +148,7 @@ class PipelineExecutor:
             self._weight_gradients.clear()
 
         if config.finalize_model_grads_func is not None and not forward_only:
-            num_tokens = losses.total_num_tokens(device) if config.calculate_per_token_loss else None
+            num_tokens = losses.total_num_tokens(device) if per_token_loss else None
             config.finalize_model_grads_func(
                 chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
             )
@@ -172,10 +180,14 @@ class PipelineExecutor:
             self._communicators[key] = Communicator(group, channels, dtype, device, self._timeout)
         return self._communicators[key]
 
-    def _program(self, shape: Shape, rank: int, forward_only: bool) -> list[Action]:
-        """The lowered actions of this rank, built when a step has a new shape."""
-        key = shape, rank, forward_only
-        if key not in self._programs:
-            actions = program(self._family, shape, rank)
-            self._programs[key] = [a for a in actions if a.kind in _FORWARD_KINDS] if forward_only else actions
-        return self._programs[key]
+    def _agree(self, shape: Shape, segments: Sequence[Segment], micro_batch_size: int, forward_only: bool) -> None:
+        """Compare this step with that of the other ranks, the first time that it is asked for."""
+        lengths = [segment.length for segment in segments]
+        plan = (
+            f"{self._plan.name}, {'evaluation' if forward_only else 'training'} on {shape.num_ranks} ranks with "
+            f"{shape.num_chunks} model chunks, {shape.num_microbatches} micro-batches of {micro_batch_size} sequences, "
+            f"segments of {lengths} tokens"
+        )
+        if plan not in self._agreed:
+            check_agreement(plan)
+            self._agreed.add(plan)

@@ -1,0 +1,208 @@
+"""What a program that calls our executor as Megatron's `forward_backward_func` can rely on; started on two ranks.
+
+The model is one linear layer a stage and knows nothing of Megatron: no process groups but those handed over.
+"""
+
+import argparse
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.seq1f1b import cpu
+
+cpu.activate()
+
+from megatron.core import ModelParallelConfig  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_without_interleaving,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
+from megatron.seq1f1b.schedule import Placement, Shape, build  # noqa: E402
+
+SEQUENCE, BATCH, HIDDEN, MICROBATCHES = 8, 2, 4, 3
+
+
+class Stage(torch.nn.Module):
+    def __init__(self, config: ModelParallelConfig, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.config, self.model_type = config, None
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.input = None
+
+    def set_input_tensor(self, tensors: list) -> None:
+        self.input = tensors[0]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.linear(tokens if self.input is None else self.input).tanh()
+
+
+def stage(pipeline: dist.ProcessGroup) -> Stage:
+    config = ModelParallelConfig(pipeline_model_parallel_size=pipeline.size(), pipeline_dtype=torch.float32)
+    config.hidden_size = HIDDEN
+    return Stage(config, pipeline.rank())
+
+
+def groups(pipeline: dist.ProcessGroup, alone: dist.ProcessGroup) -> ProcessGroupCollection:
+    return ProcessGroupCollection(pp=pipeline, tp=alone, cp=alone, dp_cp=alone, embd=None, pos_embd=None)
+
+
+def batches(count: int):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+
+
+def forward_step(data_iterator, model):
+    output = model(next(data_iterator))
+
+    def loss_func(output):
+        loss = output.square().mean()
+        return loss, {"loss": loss.detach()}
+
+    return output, loss_func
+
+
+def forward_step_of_integers(data_iterator, model):
+    return model(next(data_iterator)), lambda output: (5, {"loss": 7})
+
+
+def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs):
+    model.zero_grad()
+    return function(
+        forward_step_func=step,
+        data_iterator=batches(microbatches),
+        model=model,
+        num_microbatches=microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        **kwargs,
+    )
+
+
+def executor(schedule="1f1b", k=1, timeout=60.0) -> PipelineExecutor:
+    return PipelineExecutor(schedule, k, lambda length: [length // k] * k, timeout=timedelta(seconds=timeout))
+
+
+def raises(kind: type[Exception], function, *args, **kwargs) -> str:
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def equal_gradients(model: Stage, expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.allclose(param.grad, expected[name]) for name, param in model.named_parameters())
+
+
+def gradients(model: Stage) -> dict[str, torch.Tensor]:
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def check_groups_of_the_caller(world, alone) -> None:
+    """With and without Megatron's communicator: losses and gradients of Megatron's own 1F1B."""
+    model = stage(world)
+    communicator, collection = P2PCommunicator(world, model.config), groups(world, alone)
+    own = forward_backward_pipelining_without_interleaving
+    expected = run(own, model, p2p_communicator=communicator, pg_collection=collection)
+    expected_gradients = gradients(model)
+    for given in ({}, {"p2p_communicator": communicator}):
+        assert run(executor(), model, pg_collection=collection, **given) == expected
+        assert equal_gradients(model, expected_gradients)
+    assert "pg_collection" in raises(ValueError, run, executor(), model, p2p_communicator=communicator)
+    other = type("Other", (P2PCommunicator,), {})(world, model.config)
+    message = raises(ValueError, run, executor(), model, p2p_communicator=other, pg_collection=collection)
+    assert "p2p_communicator" in message
+
+
+def check_one_stage(world, alone) -> None:
+    model = stage(alone)
+    expected = run(forward_backward_no_pipelining, model, pg_collection=groups(alone, alone))
+    expected_gradients = gradients(model)
+    assert run(executor(), model, pg_collection=groups(alone, alone)) == expected
+    assert equal_gradients(model, expected_gradients)
+
+
+def check_integers_as_losses_and_reports(world, alone) -> None:
+    for pipeline in (world, alone):
+        model, collection = stage(pipeline), groups(pipeline, alone)
+        reports = run(executor(), model, forward_step_of_integers, pg_collection=collection, forward_only=True)
+        is_last = pipeline.rank() == pipeline.size() - 1
+        assert reports == ([{"loss": 7}] * MICROBATCHES if is_last else [])
+
+
+def check_what_is_not_a_loss(world, alone) -> None:
+    def step(data_iterator, model):
+        return model(next(data_iterator)), lambda output, non_loss_data=False: output.shape if non_loss_data else None
+
+    collected = {"forward_only": True, "collect_non_loss_data": True}
+    reports = run(executor(), stage(world), step, pg_collection=groups(world, alone), **collected)
+    assert reports == ([(SEQUENCE, BATCH, HIDDEN)] * MICROBATCHES if world.rank() == 1 else [])
+
+
+def check_a_whole_schedule(world, alone) -> None:
+    """Trains on steps of its own shape only, evaluates on any."""
+    model, collection = stage(world), groups(world, alone)
+    expected = run(executor(), model, pg_collection=collection)
+    expected_gradients = gradients(model)
+    given = executor(build("auto", Shape(Placement(2), MICROBATCHES)))
+    assert run(given, model, pg_collection=collection) == expected
+    assert equal_gradients(model, expected_gradients)
+    with torch.no_grad():
+        assert len(run(given, model, microbatches=2, pg_collection=collection, forward_only=True)) in (0, 2)
+    assert "num_microbatches=3" in raises(ValueError, run, given, model, microbatches=2, pg_collection=collection)
+
+
+def check_ranks_that_disagree(world, alone) -> None:
+    """All ranks hear of it, and before the first message."""
+    for differing in ({"schedule": ("1f1b", "gpipe")[world.rank()]}, {"k": 1 + world.rank()}):
+        message = raises(ValueError, run, executor(**differing), stage(world), pg_collection=groups(world, alone))
+        assert "rank 1 has" in message and "rank 0 has" not in message, message
+
+
+def failing_step(world):
+    """Raises on rank 1 in its second call."""
+    calls = []
+
+    def step(data_iterator, model):
+        calls.append(None)
+        if world.rank() == 1 and len(calls) == 2:
+            raise KeyError("no more data")
+        return forward_step(data_iterator, model)
+
+    return step
+
+
+def check_failure_of_one_rank(world, alone) -> None:
+    """The other ranks hear of it within the timeout even if the process of the failed one lives on. Has to be last."""
+    start = time.monotonic()
+    kind, step = (KeyError if world.rank() == 1 else RuntimeError), failing_step(world)
+    message = raises(kind, run, executor(timeout=5), stage(world), step, pg_collection=groups(world, alone))
+    assert time.monotonic() - start < 15
+    place = "rank 1 failed at 1F1.0, among" if world.rank() == 1 else "rank 0 failed at 0B"
+    assert place in message, message
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fail", action="store_true", help="rank 1 fails, with nobody to catch it")
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    alone, _ = dist.new_subgroups(1)
+    if parser.parse_args().fail:
+        run(executor(timeout=600), stage(world), failing_step(world), microbatches=8, pg_collection=groups(world, alone))
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            check(world, alone)
+            print(f"passed: {name} on rank {world.rank()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

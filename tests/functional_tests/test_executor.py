@@ -1,0 +1,20 @@
+"""Our executor in the hands of programs other than megatron.training (see executor_worker.py)."""
+
+import re
+import time
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("executor_worker.py")
+
+
+def test_what_callers_rely_on(launch):
+    log = launch(2, script=WORKER).check().log
+    for check in re.findall(r"def (check_\w+)", WORKER.read_text()):
+        assert log.count(f"passed: {check} ") == 2
+
+
+def test_a_rank_that_fails_ends_its_job_at_once_with_the_place_in_the_schedule(launch):
+    start = time.monotonic()
+    job = launch(2, ["--fail"], script=WORKER, timeout=100)
+    assert job.code != 0 and time.monotonic() - start < 50
+    assert "pipeline rank 1 failed at 1F1.0, among" in job.log
