@@ -1,0 +1,137 @@
+"""The two halves of the backward of a linear layer: the same gradients, at the time that was asked for."""
+
+import weakref
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, deferring
+
+TOKENS, BATCH, IN, OUT = 5, 2, 4, 3
+
+
+def plain(input, weight, bias, **kwargs):
+    return torch.nn.functional.linear(input, weight, bias)
+
+
+class Layer:
+    """A linear layer with its weight gradient in a store, called as Megatron's modules call theirs."""
+
+    def __init__(self, fusion: bool = False, has_bias: bool = True) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.weight = torch.nn.Parameter(torch.randn(OUT, IN, generator=generator))
+        self.bias = torch.nn.Parameter(torch.randn(OUT, generator=generator)) if has_bias else None
+        self.store = WeightGradientStore()
+        self._fusion = fusion
+        self._linear = deferring(plain, self.store)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return self._linear(
+            input=input,
+            weight=self.weight,
+            bias=self.bias,
+            gradient_accumulation_fusion=self._fusion,
+            allreduce_dgrad=False,
+            sequence_parallel=False,
+            grad_output_buffer=None,
+            wgrad_deferral_limit=None,
+            tp_group=None,
+        )
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS, BATCH, IN, generator=generator).requires_grad_()
+
+
+def expected(layer: Layer, *inputs: torch.Tensor) -> torch.Tensor:
+    weight = layer.weight.detach().requires_grad_()
+    return torch.autograd.grad(sum(plain(x, weight, layer.bias).square().sum() for x in inputs), weight)[0]
+
+
+def go_backward(layer: Layer, unit: int, input: torch.Tensor) -> None:
+    loss = layer(input).square().sum()
+    with layer.store.collecting(unit):
+        loss.backward()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_input_gradient_comes_first_and_the_weight_gradient_when_asked_for(has_bias):
+    layer, input = Layer(has_bias=has_bias), tokens()
+    want = torch.autograd.grad(plain(input, layer.weight, layer.bias).square().sum(), input)[0]
+    go_backward(layer, 0, input)
+    torch.testing.assert_close(input.grad, want)
+    assert layer.weight.grad is None and (layer.bias is None or layer.bias.grad is not None)
+    layer.store.compute(0)
+    torch.testing.assert_close(layer.weight.grad, expected(layer, input))
+
+
+def test_units_are_computed_in_any_order_each_for_itself():
+    layer, inputs = Layer(), [tokens(seed) for seed in range(3)]
+    for unit, input in enumerate(inputs):
+        go_backward(layer, unit, input)
+    for done in ([2], [2, 0], [2, 0, 1]):
+        layer.store.compute(done[-1])
+        torch.testing.assert_close(layer.weight.grad, expected(layer, *(inputs[unit] for unit in done)))
+    layer.store.assert_empty()
+
+
+def test_hooks_of_the_weight_run_with_the_weight_gradient_and_not_before():
+    layer, heard = Layer(), []
+    accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
+    accumulator.register_hook(lambda *_: heard.append(layer.weight.grad.clone()))
+    go_backward(layer, 0, input := tokens())
+    assert heard == []
+    layer.store.compute(0)
+    torch.testing.assert_close(heard, [expected(layer, input)])
+
+
+def test_what_a_weight_gradient_is_made_of_is_freed_with_it():
+    layer = Layer()
+    input = tokens().exp()  # owned by the graph
+    alive = weakref.ref(input)
+    go_backward(layer, 0, input)
+    del input
+    assert alive() is not None
+    with pytest.raises(AssertionError, match="1 units"):
+        layer.store.assert_empty()
+    layer.store.compute(0)
+    assert alive() is None
+
+
+def test_without_anything_to_split_the_layer_is_left_alone():
+    frozen = Layer()
+    frozen.weight.requires_grad_(False)
+    go_backward(frozen, 0, tokens())
+    first = Layer()  # its input has no gradient, so nobody waits for one
+    go_backward(first, 0, input := tokens().detach())
+    torch.testing.assert_close(first.weight.grad, expected(first, input))
+    with torch.no_grad():
+        assert not first(tokens()).requires_grad
+
+
+def test_a_backward_outside_of_a_schedule_is_an_error():
+    with pytest.raises(AssertionError, match="outside"):
+        Layer()(tokens()).sum().backward()
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+def test_the_fused_kernel_adds_to_main_grad_and_says_so(monkeypatch, zero_out):
+    class Kernels:
+        """As Apex's, with a layout that only 2D operands have."""
+
+        @staticmethod
+        def wgrad_gemm_accum_fp32(input, grad_output, main_grad):
+            main_grad.addmm_(grad_output.t(), input)
+
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernels, raising=False)
+    layer, input = Layer(fusion=True), tokens()
+    layer.weight.main_grad = torch.ones(OUT, IN)
+    layer.weight.grad_added_to_main_grad = False
+    layer.weight.zero_out_wgrad = zero_out
+    go_backward(layer, 0, input)
+    layer.store.compute(0)
+    torch.testing.assert_close(layer.weight.main_grad, 1 + expected(layer, input))
+    assert layer.weight.grad_added_to_main_grad
+    assert not zero_out or not layer.weight.grad.any()
