@@ -5,11 +5,19 @@ from pathlib import Path
 import pytest
 
 from functional_tests.launch import ROOT, TINY_GPT
-from megatron.seq1f1b.schedule import read_timeline
+from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
+
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+CHUNKS = (*PIPELINE, *OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1")
+
+
+@pytest.fixture(scope="module")
+def chunks_of_megatron(launch):
+    return launch(4, [*CHUNKS, "--attention-backend", "local"]).check()
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +31,7 @@ def megatrons_own(launch):
         ["--pipeline-schedule", "1f1b"],
         ["--sequence-splits", "4"],
         ["--pipe-sp-splits", "3", "--pipe-sp-strategy", "uniform_comp"],
+        ["--pipeline-schedule", "zb-h1", "--sequence-splits", "4"],
     ],
     ids=" ".join,
 )
@@ -38,7 +47,7 @@ def test_losses_are_those_of_megatrons_own_1f1b(launch, megatrons_own, flags):
     "layout",
     [
         ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-        ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"],
+        OVERLAP,
     ],
     ids=["TP 2 with SP", "DP 2 with overlap"],
 )
@@ -47,6 +56,22 @@ def test_beside_other_parallelism(launch, layout):
     own = launch(4, [*PIPELINE, *layout, "--attention-backend", "local"]).check()
     ours = launch(4, [*PIPELINE, *layout, "--sequence-splits", "3"]).check()
     assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "breadth-first"])
+def test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile(launch, chunks_of_megatron, schedule):
+    ours = launch(4, [*CHUNKS, "--pipeline-schedule", schedule, "--sequence-splits", "2"]).check()
+    assert ours.losses() == pytest.approx(chunks_of_megatron.losses(), abs=1e-5)
+
+
+def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
+    write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
+    flags = ["--pipeline-schedule-file", tmp_path / "mine.csv", "--sequence-splits", "2"]
+    job = launch(2, [*PIPELINE, *EVALUATE, *flags]).check()
+    assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
+    assert job.losses("lm loss value") == pytest.approx(megatrons_own.losses("lm loss value"), abs=1e-5)
+    refused = launch(2, [*PIPELINE, *flags, "--global-batch-size", "4"])
+    assert refused.code != 0 and "4 micro-batches and 2 segments, but the other flags ask for" in refused.log
 
 
 def test_bf16_falls_like_megatrons_own(launch):
