@@ -197,7 +197,7 @@ def main() -> None:
     world = dist.group.WORLD
     alone, _ = dist.new_subgroups(1)
     if parser.parse_args().fail:
-        run(executor(timeout=600), stage(world), failing_step(world), microbatches=8, pg_collection=groups(world, alone))
+        run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
     for name, check in list(globals().items()):
         if name.startswith("check_"):
             check(world, alone)

@@ -1,0 +1,80 @@
+"""Megatron's hooks are called once per chunk, and `no_sync` is left for nothing but the last backward."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.seq1f1b.runtime.gradient_sync import GradientSync
+
+
+class Chunk:
+    def __init__(self) -> None:
+        self.may_reduce = True
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.called = []
+
+    @contextmanager
+    def no_sync(self):
+        self.may_reduce = False
+        yield
+        self.may_reduce = True
+
+    def parameters(self):
+        return [self.weight]
+
+    def hook(self, parameters) -> None:
+        assert self.may_reduce
+        self.called.append(list(parameters))
+
+
+def sync_of(chunks, **hooks) -> GradientSync:
+    """Megatron gives hooks bare for one chunk, as a list for several."""
+    none = dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func"))
+    given = {name: made[0] if len(chunks) == 1 else made for name, made in hooks.items()}
+    return GradientSync(SimpleNamespace(**{**none, **given}), chunks)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_hooks_may_reduce_in_the_last_backward_of_their_own_chunk_only(num_chunks):
+    chunks = [Chunk() for _ in range(num_chunks)]
+    sync = sync_of(chunks, no_sync_func=[chunk.no_sync for chunk in chunks])
+    assert not any(chunk.may_reduce for chunk in chunks)
+    for last in range(num_chunks):
+        for _ in ("input-gradient half", "weight-gradient half"):
+            with sync.last_backward(last):
+                assert [chunk.may_reduce for chunk in chunks] == [index == last for index in range(num_chunks)]
+            assert not chunks[last].may_reduce
+    sync.close()
+    assert all(chunk.may_reduce for chunk in chunks)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_aligned_reduction_is_started_by_one_call_per_chunk(num_chunks):
+    chunks = [Chunk() for _ in range(num_chunks)]
+    hooks = [chunk.hook for chunk in chunks]
+    sync = sync_of(chunks, no_sync_func=[chunk.no_sync for chunk in chunks], grad_sync_func=hooks)
+    for index, chunk in enumerate(chunks):
+        with sync.last_backward(index):
+            assert not chunk.may_reduce
+        sync.after_last_backward(index)
+    assert [chunk.called for chunk in chunks] == [[[chunk.weight]] for chunk in chunks]
+
+
+def test_parameters_are_gathered_where_megatron_asks_for_it():
+    chunks = [Chunk(), Chunk()]
+    sync = sync_of(chunks, param_sync_func=[chunk.hook for chunk in chunks])
+    sync.before_first_forward(1)
+    assert [len(chunk.called) for chunk in chunks] == [0, 1]
+    sync_of(chunks).before_first_forward(0)
+    assert chunks[0].called == []
+
+
+def test_a_failed_step_leaves_no_chunk_unable_to_reduce():
+    chunk = Chunk()
+    sync = sync_of([chunk], no_sync_func=[chunk.no_sync])
+    with pytest.raises(KeyError), sync.last_backward(0):
+        raise KeyError
+    sync.close()
+    assert chunk.may_reduce
