@@ -1,11 +1,18 @@
-"""Where a sequence is cut: the lengths of its segments. Pure Python."""
+"""Where a sequence is cut: the lengths of its segments. Pure Python.
 
+Start with cut (the strategies) and cost (what a segment costs on a stage).
+"""
+
+from .balanced import balanced, segment_costs
 from .cost import StageCost, Time, analytic_costs, slowest
 from .cut import STRATEGIES, cut_sequence
 from .errors import SplitError
 from .even import even
+from .joint import Part, terapipe_joint
+from .lengths_file import check_lengths, read_lengths
 from .model_shape import Experts, LatentAttention, ModelShape
 from .rates import A100, CPU_CORE, Rates
+from .terapipe import terapipe
 from .uniform_comp import uniform_comp
 
 __all__ = [
@@ -15,13 +22,20 @@ __all__ = [
     "Experts",
     "LatentAttention",
     "ModelShape",
+    "Part",
     "Rates",
     "SplitError",
     "StageCost",
     "Time",
     "analytic_costs",
+    "balanced",
+    "check_lengths",
     "cut_sequence",
     "even",
+    "read_lengths",
+    "segment_costs",
     "slowest",
+    "terapipe",
+    "terapipe_joint",
     "uniform_comp",
 ]
