@@ -11,6 +11,7 @@ from .even import even
 from .joint import Part, terapipe_joint
 from .lengths_file import check_lengths, read_lengths
 from .model_shape import Experts, LatentAttention, ModelShape
+from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
 from .rates import A100, CPU_CORE, Rates
 from .terapipe import terapipe
 from .uniform_comp import uniform_comp
@@ -20,9 +21,12 @@ __all__ = [
     "CPU_CORE",
     "STRATEGIES",
     "Experts",
+    "FitError",
     "LatentAttention",
+    "Measurement",
     "ModelShape",
     "Part",
+    "Profile",
     "Rates",
     "SplitError",
     "StageCost",
@@ -30,12 +34,15 @@ __all__ = [
     "analytic_costs",
     "balanced",
     "check_lengths",
+    "check_profile",
     "cut_sequence",
     "even",
     "read_lengths",
+    "read_profile",
     "segment_costs",
     "slowest",
     "terapipe",
     "terapipe_joint",
     "uniform_comp",
+    "write_profile",
 ]

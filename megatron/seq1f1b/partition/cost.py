@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from .errors import SplitError
 from .flops import head_flops, layer_flops
@@ -10,6 +11,15 @@ from .rates import Rates
 
 # Seconds, or any other unit, for a segment of the tokens [start, end).
 Time = Callable[[int, int], float]
+
+
+class StageTime(Protocol):
+    """A Time that can be compared as a whole."""
+
+    def __call__(self, start: int, end: int) -> float: ...
+
+    def covers(self, other: Any) -> bool:
+        """Whether no segment takes longer by `other`, of the same class."""
 
 
 
@@ -55,7 +65,7 @@ class StageCost:
 
     forward: Time
     backward: Time
-    total: Time
+    total: StageTime
 
 
 def analytic_costs(
@@ -94,7 +104,7 @@ def analytic_costs(
 
 def slowest(costs: Sequence[StageCost]) -> Time:
     """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
-    times: list[AnalyticTime] = []
+    times: list[StageTime] = []
     for cost in costs:  # stages that never take longer than another are left out, since this is called very often
         if not any(time.covers(cost.total) for time in times):
             times = [time for time in times if not cost.total.covers(time)] + [cost.total]
