@@ -5,7 +5,7 @@ Start with cut (the strategies) and cost (what a segment costs on a stage).
 
 from .balanced import balanced, segment_costs
 from .cost import StageCost, Time, analytic_costs, slowest
-from .cut import STRATEGIES, cut_sequence
+from .cut import STRATEGIES, STRATEGIES_BY_COST, cut_sequence
 from .errors import SplitError
 from .even import even
 from .joint import Part, terapipe_joint
@@ -20,6 +20,7 @@ __all__ = [
     "A100",
     "CPU_CORE",
     "STRATEGIES",
+    "STRATEGIES_BY_COST",
     "Experts",
     "FitError",
     "LatentAttention",

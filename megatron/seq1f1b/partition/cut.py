@@ -69,6 +69,9 @@ STRATEGIES: dict[str, Callable[[Cut], tuple[int, ...]]] = {
     "profile": _balanced,
 }
 
+# Those that look at `costs`.
+STRATEGIES_BY_COST = ("balanced", "terapipe", "profile")
+
 
 def cut_sequence(
     strategy: str,
