@@ -8,9 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.partition import (
-    Measurement,
-    ModelShape,
-    Profile,
     SplitError,
     check_profile,
     cut_sequence,
@@ -21,25 +18,7 @@ from megatron.seq1f1b.partition import (
 )
 from megatron.seq1f1b.partition.fitted_time import FittedTime, Point, fit, relative_errors
 from megatron.seq1f1b.partition.least_squares import least_squares
-
-MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
-LENGTHS = (512, 1024, 2048, 4096)
-PREFIXES = (0, 1024, 4096, 12288)
-
-
-def forward(length, prefix):
-    return 1e-4 + 1e-6 * length + 1e-9 * length * (prefix + length / 2)
-
-
-def profile(noise=lambda length, prefix: 1.0):
-    layer = [
-        Measurement(n, p, forward(n, p) * noise(n, p), 2.2 * forward(n, p) * noise(n, p))
-        for n in LENGTHS
-        for p in PREFIXES
-    ]
-    embedding = [Measurement(n, 0, 1e-7 * n, 2e-7 * n) for n in LENGTHS]
-    head = [Measurement(n, 0, 3e-6 * n, 6e-6 * n) for n in LENGTHS]
-    return Profile("a device", MODEL, 1, 1, {"layer": layer, "embedding": embedding, "head": head})
+from partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
 
 
 @given(st.lists(st.floats(-10, 10), min_size=4, max_size=4))
