@@ -8,7 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .compatibility import refusal, segments_are_possible
-from .partition import STRATEGIES, ModelShape, cut_sequence
+from .model_arguments import layers_per_stage, model_shape
+from .partition import (
+    A100,
+    CPU_CORE,
+    STRATEGIES,
+    STRATEGIES_BY_COST,
+    ModelShape,
+    Rates,
+    StageCost,
+    analytic_costs,
+    check_lengths,
+    check_profile,
+    cut_sequence,
+    read_lengths,
+    read_profile,
+    slowest,
+    terapipe,
+)
 from .schedule import FAMILY_NAMES, Kind, Placement, Schedule, Shape, read_csv
 
 # The authors of Seq1F1B call equal lengths "average".
@@ -25,14 +42,22 @@ _SECONDS_FOR_RANK_0 = 20
 class PipelineConfig:
     """What our flags ask for. `schedule` is None if Megatron's own schedule is to run untouched, a path to read it.
 
-    Segments are multiples of `segment_multiple` tokens.
+    Segments are multiples of `segment_multiple` tokens. `layers_per_stage` counts transformer layers in the order of
+    depth; `split_file` takes the place of a strategy, `split_profile` that of `rates`.
     """
 
     schedule: str | Path | None
     num_segments: int
     split_strategy: str
+    split_file: Path | None
+    split_profile: Path | None
     segment_multiple: int
     model: ModelShape
+    layers_per_stage: tuple[int, ...]
+    recomputes_layers: bool
+    tensor_parallel_size: int
+    num_microbatches: int
+    rates: Rates
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
 
@@ -41,10 +66,43 @@ class PipelineConfig:
         return read_csv(self.schedule) if isinstance(self.schedule, Path) else self.schedule
 
     def cut(self, sequence_length: int) -> tuple[int, ...]:
-        """Lengths of the segments of a sequence; raises SplitError."""
+        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences."""
+        if self.split_file is not None:
+            lengths = read_lengths(self.split_file)
+            check_lengths(lengths, self.split_file, sequence_length, self.num_segments, self.segment_multiple)
+            return lengths
+        is_without_profile = self.split_strategy == "profile" and self.split_profile is None
+        has_costs = self.split_strategy in STRATEGIES_BY_COST and not is_without_profile
         return cut_sequence(
-            self.split_strategy, sequence_length, self.num_segments, self.segment_multiple, self.model
+            self.split_strategy,
+            sequence_length,
+            self.num_segments,
+            self.segment_multiple,
+            self.model,
+            self.costs() if has_costs else None,
+            self.rates.full_speed_rows,
+            self.num_microbatches,
         )
+
+    def best_num_segments(self, sequence_length: int) -> int:
+        """The number of segments of the fastest split by TeraPipe's dynamic programme; raises SplitError."""
+        return len(
+            terapipe(
+                sequence_length,
+                slowest(self.costs()),
+                num_stages=len(self.layers_per_stage),
+                multiple_of=self.segment_multiple,
+                num_microbatches=self.num_microbatches,
+            )
+        )
+
+    def costs(self) -> tuple[StageCost, ...]:
+        """The cost of a segment on every stage, measured if there is a profile; raises SplitError."""
+        if self.split_profile is None:
+            return analytic_costs(self.model, self.layers_per_stage, self.rates, self.recomputes_layers)
+        profile = read_profile(self.split_profile)
+        check_profile(profile, self.split_profile, self.model, self.tensor_parallel_size)
+        return profile.costs(self.layers_per_stage)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,9 +143,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         type=lambda name: _STRATEGY_ALIASES.get(name, name),
         choices=sorted(STRATEGIES),
         default="even",
-        help="Where sequences are cut. 'even': segments of equal length. 'uniform_comp': segments of equal work, the "
-        "computation-wise partition of the Seq1F1B authors; later segments attend to more tokens and are made "
-        "shorter, which pays off from about 16k tokens. Default: 'even' (also accepted as 'average').",
+        help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
+        "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
+        "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
+        "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
+        "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
+        "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
+        "Default: 'even' (also accepted as 'average').",
+    )
+    group.add_argument(
+        "--sequence-split-profile",
+        type=Path,
+        metavar="JSON",
+        help="Times of segments measured on your hardware by tools/profile_segments.py, for --sequence-split-strategy "
+        "profile, balanced and terapipe.",
+    )
+    group.add_argument(
+        "--sequence-split-file",
+        type=Path,
+        metavar="FILE",
+        help="The lengths of the segments in tokens, first to last, as a JSON list or as text such as '4096 2048 "
+        "2048', instead of a strategy. They must add up to --seq-length; --sequence-splits may be left out.",
     )
     group.add_argument(
         "--device",
@@ -139,7 +215,7 @@ def validate(args: argparse.Namespace) -> None:
     """
     message = _problem(args)
     if message is not None:
-        if int(os.environ.get("RANK", "0")) == 0:
+        if _is_rank_0():
             print(f"error: {message}.", file=sys.stderr, flush=True)
         else:
             time.sleep(_SECONDS_FOR_RANK_0)
@@ -147,19 +223,21 @@ def validate(args: argparse.Namespace) -> None:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    config = pipeline_config(args)
+    """Why the flags cannot be honoured, or None."""
     try:
+        _set_number_of_splits(args)
+        config = pipeline_config(args)
         schedule = config.read_schedule()
-        config.cut(args.seq_length)
+        if schedule is None:
+            return None
+        lengths = config.cut(args.seq_length)
     except (OSError, ValueError) as error:
         return str(error).rstrip(".")
-    if schedule is None:
-        return None
-    if isinstance(schedule, Schedule):
-        message = _misfit(schedule.shape, args)
-        if message is not None:
-            return message
-    return refusal(args, config.num_segments > 1, _splits_backwards(schedule))
+    message = _misfit(schedule.shape, args) if isinstance(schedule, Schedule) else None
+    message = message or refusal(args, config.num_segments > 1, _splits_backwards(schedule))
+    if message is None:
+        _warn_of_short_segments(args, lengths)
+    return message
 
 
 def _misfit(shape: Shape, args: argparse.Namespace) -> str | None:
@@ -195,15 +273,15 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
         schedule=args.pipeline_schedule_file or _family(args),
         num_segments=1 if args.sequence_splits is None else args.sequence_splits,
         split_strategy=args.sequence_split_strategy,
+        split_file=args.sequence_split_file,
+        split_profile=args.sequence_split_profile,
         segment_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        model=ModelShape(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            ffn_hidden_size=args.ffn_hidden_size,
-            num_heads=args.num_attention_heads,
-            head_dim=args.kv_channels,
-            vocab_size=args.padded_vocab_size,
-        ),
+        model=model_shape(args),
+        layers_per_stage=layers_per_stage(args),
+        recomputes_layers=getattr(args, "recompute_granularity", None) == "full",
+        tensor_parallel_size=args.tensor_model_parallel_size,
+        num_microbatches=_num_microbatches(args),
+        rates=CPU_CORE if _on_cpu(args) else A100,
         trace_directory=args.pipeline_trace,
         trace_iterations=tuple(args.pipeline_trace_iterations),
     )
@@ -222,3 +300,39 @@ def _family(args: argparse.Namespace) -> str | None:
     if args.pipeline_schedule is None and args.sequence_splits is not None:
         return "1f1b"
     return args.pipeline_schedule
+
+
+def _set_number_of_splits(args: argparse.Namespace) -> None:
+    """A file gives the number of segments, and TeraPipe's programme finds it, where --sequence-splits does not."""
+    if args.sequence_splits is not None:
+        return
+    if args.sequence_split_file is not None:
+        args.sequence_splits = len(read_lengths(args.sequence_split_file))
+    elif args.sequence_split_strategy == "terapipe":
+        args.sequence_splits = pipeline_config(args).best_num_segments(args.seq_length)
+
+
+def _warn_of_short_segments(args: argparse.Namespace, lengths: tuple[int, ...]) -> None:
+    if len(lengths) > 1 and min(lengths) < CPU_CORE.full_speed_rows and _on_cpu(args) and _is_rank_0():
+        print(
+            f"warning: the shortest segment has {min(lengths)} tokens; on a CPU attention is up to 2.3 times slower "
+            f"for segments of less than {CPU_CORE.full_speed_rows}. Fewer --sequence-splits or a longer --seq-length "
+            "avoid that.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _num_microbatches(args: argparse.Namespace) -> int:
+    sizes = [getattr(args, name, None) for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")]
+    return max(1, sizes[0] // (sizes[1] * sizes[2])) if all(sizes) else 1
+
+
+def _on_cpu(args: argparse.Namespace) -> bool:
+    import torch
+
+    return args.device == "cpu" or args.device == "auto" and not torch.cuda.is_available()
+
+
+def _is_rank_0() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ class _Overlay:
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
+        if self._executor is not None:
+            return self._executor
         from megatron.training import get_args
 
         from .arguments import pipeline_config
@@ -77,8 +79,7 @@ class _Overlay:
         megatron_args = get_args()
         config = pipeline_config(megatron_args)
         if config.schedule is not None:
-            if self._executor is None:
-                self._executor = _executor(config, megatron_args)
+            self._executor = _executor(config, megatron_args)
             return self._executor
         function = self._upstream(*args, **kwargs)
         tracer = _tracer(config, megatron_args)
@@ -97,7 +98,7 @@ def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
     return PipelineExecutor(
         schedule=config.read_schedule(),
         num_segments=config.num_segments,
-        cut=config.cut,
+        cut=cache(config.cut),  # asked for in every step
         sequence_length_is=partial(_sequence_length_is, megatron_args),
         timeout=timedelta(minutes=megatron_args.distributed_timeout_minutes),
         tracer=_tracer(config, megatron_args),

@@ -29,6 +29,10 @@ MEGATRON = dict(
     micro_batch_size=2,
     data_parallel_size=2,
     rampup_batch_size=None,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=None,
+    moe_shared_expert_intermediate_size=None,
+    moe_layer_freq=1,
 )
 
 
@@ -165,3 +169,46 @@ def test_local_layers_get_segment_attention_unless_it_was_declined():
     assert not wants_segment_attention(parsed(transformer_impl="transformer_engine", attention_backend=backend))
     dropout = parsed(transformer_impl="local", attention_backend=backend, attention_dropout=0.1)
     assert not wants_segment_attention(dropout)
+
+
+def test_balanced_looks_at_the_slowest_stage():
+    flags = ("--sequence-splits", "4", "--sequence-split-strategy", "balanced", "--device", "cuda")
+    whole = pipeline_config(parsed(*flags)).cut(32768)
+    pipeline = pipeline_config(parsed(*flags, pipeline_model_parallel_size=8, padded_vocab_size=262144)).cut(32768)
+    # The head, which costs every token alike, is a large part of the last of eight stages.
+    assert whole[0] > pipeline[0] > 8192 > pipeline[-1] > whole[-1]
+
+
+def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, capsys):
+    args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
+    validate(args)
+    config = pipeline_config(args)
+    assert config.schedule == "1f1b" and args.sequence_splits == config.num_segments > 4
+    assert len(config.cut(16384)) == config.num_segments
+
+    path = tmp_path / "lengths.txt"
+    path.write_text("8192 4096 4096")
+    args = parsed("--sequence-split-file", str(path))
+    validate(args)
+    assert (pipeline_config(args).schedule, pipeline_config(args).cut(16384)) == ("1f1b", (8192, 4096, 4096))
+    with pytest.raises(SystemExit):
+        validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
+    assert "holds 3 segments, not --sequence-splits 4" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        validate(parsed("--sequence-split-file", str(path), num_experts=8))
+    assert "--num-experts" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
+
+
+def test_the_profile_strategy_needs_a_profile(capsys):
+    with pytest.raises(SystemExit):
+        validate(parsed("--sequence-splits", "4", "--sequence-split-strategy", "profile"))
+    assert "tools/profile_segments.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device, rank, warned", [("cpu", "0", True), ("cpu", "1", False), ("cuda", "0", False)])
+def test_short_segments_on_a_cpu_are_warned_of_once(capsys, monkeypatch, device, rank, warned):
+    monkeypatch.setenv("RANK", rank)
+    validate(parsed("--sequence-splits", "4", "--device", device, seq_length=2048))
+    assert ("512 tokens; on a CPU attention is" in capsys.readouterr().err) == warned
+    validate(parsed("--sequence-splits", "4", "--device", device, seq_length=4096))
+    assert capsys.readouterr().err == ""

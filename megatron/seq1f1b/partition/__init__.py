@@ -1,9 +1,49 @@
-"""Where a sequence is cut: the lengths of its segments. Pure Python."""
+"""Where a sequence is cut: the lengths of its segments. Pure Python.
 
-from .cut import STRATEGIES, cut_sequence
+Start with cut (the strategies) and cost (what a segment costs on a stage).
+"""
+
+from .balanced import balanced, segment_costs
+from .cost import StageCost, Time, analytic_costs, slowest
+from .cut import STRATEGIES, STRATEGIES_BY_COST, cut_sequence
 from .errors import SplitError
 from .even import even
-from .model_shape import ModelShape
+from .joint import Part, terapipe_joint
+from .lengths_file import check_lengths, read_lengths
+from .model_shape import Experts, LatentAttention, ModelShape
+from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
+from .rates import A100, CPU_CORE, Rates
+from .terapipe import terapipe
 from .uniform_comp import uniform_comp
 
-__all__ = ["STRATEGIES", "ModelShape", "SplitError", "cut_sequence", "even", "uniform_comp"]
+__all__ = [
+    "A100",
+    "CPU_CORE",
+    "STRATEGIES",
+    "STRATEGIES_BY_COST",
+    "Experts",
+    "FitError",
+    "LatentAttention",
+    "Measurement",
+    "ModelShape",
+    "Part",
+    "Profile",
+    "Rates",
+    "SplitError",
+    "StageCost",
+    "Time",
+    "analytic_costs",
+    "balanced",
+    "check_lengths",
+    "check_profile",
+    "cut_sequence",
+    "even",
+    "read_lengths",
+    "read_profile",
+    "segment_costs",
+    "slowest",
+    "terapipe",
+    "terapipe_joint",
+    "uniform_comp",
+    "write_profile",
+]

@@ -1,27 +1,104 @@
 """The named strategies, and the one function that everybody calls."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .balanced import balanced, segment_costs
+from .cost import StageCost, analytic_costs, slowest
 from .errors import SplitError
 from .even import even
 from .model_shape import ModelShape
+from .rates import A100
+from .terapipe import terapipe
 from .uniform_comp import uniform_comp
 
-STRATEGIES = {
-    "even": lambda sequence_length, num_segments, multiple_of, model: even(sequence_length, num_segments, multiple_of),
-    "uniform_comp": lambda sequence_length, num_segments, multiple_of, model: uniform_comp(
-        sequence_length, num_segments, model, multiple_of
-    ),
+
+@dataclass(frozen=True)
+class Cut:
+    """What is to be cut, and what a strategy may look at.
+
+    `costs` are those of a segment on each stage. Kernels are at full speed for `full_speed_rows` tokens and more;
+    `num_microbatches` sequences follow one another in a step.
+    """
+
+    sequence_length: int
+    num_segments: int
+    multiple_of: int
+    model: ModelShape
+    costs: Sequence[StageCost]
+    full_speed_rows: int
+    num_microbatches: int
+
+
+def _even(cut: Cut) -> tuple[int, ...]:
+    return even(cut.sequence_length, cut.num_segments, cut.multiple_of)
+
+
+def _uniform_comp(cut: Cut) -> tuple[int, ...]:
+    return uniform_comp(cut.sequence_length, cut.num_segments, cut.model, cut.multiple_of)
+
+
+def _balanced(cut: Cut) -> tuple[int, ...]:
+    cost = slowest(cut.costs)
+    # Where the kernels are slower for short segments, the cost jumps as a segment shrinks, and equal costs may not
+    # exist; it can then be better to keep every segment long enough, or worse.
+    options = [
+        balanced(cut.sequence_length, cut.num_segments, cost, cut.multiple_of, min_length)
+        for min_length in (1, cut.full_speed_rows)
+    ]
+    return min(options, key=lambda lengths: max(segment_costs(lengths, cost)))
+
+
+def _terapipe(cut: Cut) -> tuple[int, ...]:
+    return terapipe(
+        cut.sequence_length,
+        slowest(cut.costs),
+        num_stages=len(cut.costs),
+        num_segments=cut.num_segments,
+        multiple_of=cut.multiple_of,
+        num_microbatches=cut.num_microbatches,
+    )
+
+
+# `profile` is `balanced` on measured costs; whoever asks for it brings them.
+STRATEGIES: dict[str, Callable[[Cut], tuple[int, ...]]] = {
+    "even": _even,
+    "uniform_comp": _uniform_comp,
+    "balanced": _balanced,
+    "terapipe": _terapipe,
+    "profile": _balanced,
 }
+
+# Those that look at `costs`.
+STRATEGIES_BY_COST = ("balanced", "terapipe", "profile")
 
 
 def cut_sequence(
-    strategy: str, sequence_length: int, num_segments: int, multiple_of: int, model: ModelShape
+    strategy: str,
+    sequence_length: int,
+    num_segments: int,
+    multiple_of: int,
+    model: ModelShape,
+    costs: Sequence[StageCost] | None = None,
+    full_speed_rows: int = 1,
+    num_microbatches: int = 1,
 ) -> tuple[int, ...]:
     """Lengths in tokens of the `num_segments` segments of a sequence, first to last.
 
-    Raises SplitError for an unknown strategy, for fewer than one segment, and for a cut that would leave one empty.
+    Without `costs` the model is taken for one stage on an A100. Raises SplitError for an unknown strategy, for fewer
+    than one segment, for `profile` without costs, and for a cut that would leave a segment empty.
     """
     if strategy not in STRATEGIES:
         raise SplitError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
     if num_segments < 1:
         raise SplitError(f"--sequence-splits {num_segments} must be at least 1")
-    return STRATEGIES[strategy](sequence_length, num_segments, multiple_of, model)
+    if costs is None:
+        if strategy == "profile":
+            raise SplitError(
+                "--sequence-split-strategy profile needs --sequence-split-profile; measure one with "
+                "tools/profile_segments.py, or use --sequence-split-strategy balanced"
+            )
+        costs = analytic_costs(model, [model.num_layers], A100)
+    return STRATEGIES[strategy](
+        Cut(sequence_length, num_segments, multiple_of, model, costs, full_speed_rows, num_microbatches)
+    )

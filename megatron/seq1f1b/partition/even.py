@@ -1,6 +1,6 @@
 """Segments of equal length."""
 
-from .errors import SplitError
+from .grid import check_length
 
 
 def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple[int, ...]:
@@ -11,16 +11,6 @@ def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple
 
     Raises SplitError if the sequence is too short for that many segments, or is itself no multiple.
     """
-    if sequence_length % multiple_of:
-        raise SplitError(
-            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, the size that segments are "
-            f"rounded to under --sequence-parallel; choose a multiple of {multiple_of}"
-        )
-    pieces = sequence_length // multiple_of
-    if num_segments > pieces:
-        raise SplitError(
-            f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only "
-            f"{pieces} pieces of {multiple_of} token(s); use at most {pieces} segments"
-        )
-    base, longer = divmod(pieces, num_segments)
+    check_length(sequence_length, num_segments, multiple_of)
+    base, longer = divmod(sequence_length // multiple_of, num_segments)
     return tuple(multiple_of * (base + (i < longer)) for i in range(num_segments))

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.partition import STRATEGIES, ModelShape, SplitError, cut_sequence, even, uniform_comp
+from megatron.seq1f1b.partition import (
+    A100,
+    STRATEGIES,
+    ModelShape,
+    SplitError,
+    analytic_costs,
+    check_lengths,
+    cut_sequence,
+    even,
+    read_lengths,
+    uniform_comp,
+)
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
@@ -40,7 +51,7 @@ def test_even_refuses_more_segments_than_pieces():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sequence_that_is_no_multiple_is_refused(strategy):
     with pytest.raises(SplitError, match="--seq-length 1001 is not a multiple of 8"):
-        cut_sequence(strategy, 1001, 4, 8, GPT_7B)
+        cut_sequence(strategy, 1001, 4, 8, GPT_7B, analytic_costs(GPT_7B, [32], A100))
 
 
 def test_unknown_strategy_and_no_segment_are_refused():
@@ -48,6 +59,40 @@ def test_unknown_strategy_and_no_segment_are_refused():
         cut_sequence("random", 1024, 4, 1, GPT_7B)
     with pytest.raises(SplitError, match="at least 1"):
         cut_sequence("even", 1024, 0, 1, GPT_7B)
+
+
+@pytest.mark.parametrize("text", ["[4096, 2048, 2048]", "4096 2048 2048", "4096,\n2048,  # the middle\n2048\n"])
+def test_lengths_from_a_file(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    lengths = read_lengths(path)
+    assert lengths == (4096, 2048, 2048)
+    check_lengths(lengths, path, 8192, None, 8)
+    check_lengths(lengths, path, 8192, 3, 1)
+    with pytest.raises(SplitError, match="add up to 8192, not to --seq-length 4096"):
+        check_lengths(lengths, path, 4096, None, 1)
+    with pytest.raises(SplitError, match="3 segments, not --sequence-splits 4"):
+        check_lengths(lengths, path, 8192, 4, 1)
+    with pytest.raises(SplitError, match="4096 tokens, which is not a multiple of 3"):
+        check_lengths(lengths, path, 8192, None, 3)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing", "1024 -5", "1024 0", '{"lengths": [1]}', "[1024, true]", "1e3 24"])
+def test_a_file_without_lengths_is_refused(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    with pytest.raises(SplitError, match="--sequence-split-file .* positive integers .*; correct the file"):
+        read_lengths(path)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(SplitError, match="--sequence-split-file .*missing cannot be read"):
+        read_lengths(tmp_path / "missing")
+
+
+def test_profile_without_measured_costs_is_refused():
+    with pytest.raises(SplitError, match="needs --sequence-split-profile"):
+        cut_sequence("profile", 8192, 4, 1, GPT_7B)
 
 
 @given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))

@@ -1,0 +1,125 @@
+"""What a segment costs on a stage of the pipeline: the time of its forward and of its backward."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from .errors import SplitError
+from .flops import head_flops, layer_flops
+from .model_shape import ModelShape
+from .rates import Rates
+
+# Seconds, or any other unit, for a segment of the tokens [start, end).
+Time = Callable[[int, int], float]
+
+
+class StageTime(Protocol):
+    """A Time that can be compared as a whole."""
+
+    def __call__(self, start: int, end: int) -> float: ...
+
+    def covers(self, other: Any) -> bool:
+        """Whether no segment takes longer by `other`, of the same class."""
+
+
+
+@dataclass(frozen=True)
+class AnalyticTime:
+    """Time by FLOPs over rates: a constant, a part per token, and one per pair of a query and a key."""
+
+    fixed: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    slowdown: Callable[[int], float] | None = None
+
+    def __call__(self, start: int, end: int) -> float:
+        length = end - start
+        # Every query sees the keys before the segment, and on average half of its own.
+        attention = self.per_pair * length * (start + end + 1) / 2
+        if self.slowdown is not None:
+            attention *= self.slowdown(length)
+        return self.fixed + self.per_token * length + attention
+
+    def __add__(self, other: "AnalyticTime") -> "AnalyticTime":
+        return replace(
+            self,
+            fixed=self.fixed + other.fixed,
+            per_token=self.per_token + other.per_token,
+            per_pair=self.per_pair + other.per_pair,
+            slowdown=self.slowdown or other.slowdown,
+        )
+
+    def covers(self, other: "AnalyticTime") -> bool:
+        """Whether no segment takes longer by `other`."""
+        return (
+            self.fixed >= other.fixed
+            and self.per_token >= other.per_token
+            and self.per_pair >= other.per_pair
+            and self.slowdown == other.slowdown
+        )
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Times of a segment on one stage; `total` is that of both directions."""
+
+    forward: Time
+    backward: Time
+    total: StageTime
+
+
+def analytic_costs(
+    model: ModelShape, layers_per_stage: Sequence[int], rates: Rates, recomputes_layers: bool = False
+) -> tuple[StageCost, ...]:
+    """The cost of a segment on every stage, in seconds for one sequence.
+
+    The first stage also holds the embedding, the last the projection to the vocabulary. With `recomputes_layers` (full
+    activation recomputation) the backward of a layer includes its forward. Raises SplitError if the stages do not hold
+    all layers of the model.
+    """
+    if sum(layers_per_stage) != model.num_layers:
+        raise SplitError(
+            f"--num-layers {model.num_layers} are not the {sum(layers_per_stage)} layers of the pipeline stages "
+            f"{list(layers_per_stage)}; make the stages add up to --num-layers"
+        )
+    costs, first = [], 0
+    for stage, num_layers in enumerate(layers_per_stage):
+        forward, backward = AnalyticTime(), AnalyticTime()
+        for layer in range(first, first + num_layers):
+            layer_forward, layer_backward = _layer(model, layer, rates)
+            forward += layer_forward
+            backward += layer_backward + layer_forward if recomputes_layers else layer_backward
+        if stage == 0:
+            # Forward reads a row and writes it; backward adds the gradient to a row.
+            forward += AnalyticTime(per_token=2 * model.hidden_size / rates.memory)
+            backward += AnalyticTime(per_token=3 * model.hidden_size / rates.memory)
+        if stage == len(layers_per_stage) - 1:
+            head = head_flops(model) / rates.matmul
+            forward += AnalyticTime(per_token=head)
+            backward += AnalyticTime(per_token=rates.matmul_backward_flops * head)
+        costs.append(StageCost(forward, backward, forward + backward))
+        first += num_layers
+    return tuple(costs)
+
+
+def slowest(costs: Sequence[StageCost]) -> Time:
+    """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
+    times: list[StageTime] = []
+    for cost in costs:  # stages that never take longer than another are left out, since this is called very often
+        if not any(time.covers(cost.total) for time in times):
+            times = [time for time in times if not cost.total.covers(time)] + [cost.total]
+    if len(times) == 1:
+        return times[0]
+    return lambda start, end: max([time(start, end) for time in times])
+
+
+def _layer(model: ModelShape, layer: int, rates: Rates) -> tuple[AnalyticTime, AnalyticTime]:
+    per_token, per_pair = layer_flops(model, layer)
+    forward = AnalyticTime(rates.overhead, per_token / rates.matmul, per_pair / rates.attention, rates.slowdown)
+    backward = AnalyticTime(
+        rates.overhead,
+        rates.matmul_backward_flops * per_token / rates.matmul,
+        rates.attention_backward_flops * per_pair / rates.attention_backward,
+        rates.slowdown,
+    )
+    return forward, backward

@@ -1,0 +1,41 @@
+"""The positions at which a sequence may be cut."""
+
+from math import gcd
+
+from .errors import SplitError
+
+KERNEL_TILE = 128
+# Rounding moves the cost of a segment by at most at most one part in this.
+_TILES_PER_SEGMENT = 64
+
+
+def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:
+    """Raises SplitError if `num_segments` segments, each a multiple of `multiple_of`, cannot make up the sequence."""
+    if sequence_length % multiple_of:
+        raise SplitError(
+            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, the size that segments are "
+            f"rounded to under --sequence-parallel; choose a multiple of {multiple_of}"
+        )
+    pieces = sequence_length // multiple_of
+    if num_segments > pieces:
+        raise SplitError(
+            f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only "
+            f"{pieces} pieces of {multiple_of} token(s); use at most {pieces} segments"
+        )
+
+
+def tile(sequence_length: int, num_segments: int, multiple_of: int) -> int:
+    """The length in tokens that segments are rounded to: a multiple of `multiple_of`, and of the kernels' tile of 128
+    where segments are long enough to spare the rounding."""
+    size = multiple_of * KERNEL_TILE // gcd(multiple_of, KERNEL_TILE)
+    while size > multiple_of and sequence_length < _TILES_PER_SEGMENT * num_segments * size:
+        size = size // 2 if size % (2 * multiple_of) == 0 else multiple_of
+    return size
+
+
+def positions(sequence_length: int, step: int) -> list[int]:
+    """0, and every position a multiple of `step` before the end.
+
+    What is no multiple is added to the first segment, whose tokens are the cheapest.
+    """
+    return [0, *range(sequence_length - (sequence_length // step - 1) * step, sequence_length + 1, step)]

@@ -1,0 +1,139 @@
+"""Times of segments measured on the user's model and hardware, and their file.
+
+The JSON, as tools/profile_segments.py writes it:
+
+    {"device": "...", "model": {sizes of a ModelShape}, "micro_batch_size": 1, "tensor_parallel_size": 1,
+     "parts": {"layer":     [{"length": 1024, "prefix": 2048, "forward": 0.011, "backward": 0.025}, ...],
+               "embedding": [...], "head": [...]}}
+
+Times are in seconds, for a micro-batch. Every part is measured at the same lengths without a prefix; the layer, which
+is one transformer layer, also after prefixes. `head` is the final norm, the projection to the vocabulary and the loss.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+from .cost import StageCost
+from .errors import SplitError
+from .fitted_time import FittedTime, Point, fit, relative_errors
+from .model_shape import ModelShape
+
+PARTS = ("layer", "embedding", "head")
+
+
+class Measurement(NamedTuple):
+    """Seconds of the forward and the backward of a segment of `length` tokens after `prefix` tokens."""
+
+    length: int
+    prefix: int
+    forward: float
+    backward: float
+
+
+class FitError(NamedTuple):
+    """Relative errors of the fitted times of a layer after a prefix, over all measurements of both directions."""
+
+    mean: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measurements of each of `PARTS`, and what they are of. `model.num_layers` does not matter."""
+
+    device: str
+    model: ModelShape
+    micro_batch_size: int
+    tensor_parallel_size: int
+    parts: Mapping[str, Sequence[Measurement]]
+
+    def costs(self, layers_per_stage: Sequence[int]) -> tuple[StageCost, ...]:
+        """The cost of a segment on every stage in seconds; embedding on the first, head on the last.
+
+        Raises ValueError if the measurements do not suffice.
+        """
+        directions = {name: self._fitted(name) for name in PARTS}
+        if len({time.lengths for pair in directions.values() for time in pair}) > 1:
+            raise ValueError("layer, embedding and head are not measured at the same lengths")
+        costs = []
+        for stage, num_layers in enumerate(layers_per_stage):
+            times = [time.times(num_layers) for time in directions["layer"]]
+            if stage == 0:
+                times = [a + b for a, b in zip(times, directions["embedding"], strict=True)]
+            if stage == len(layers_per_stage) - 1:
+                times = [a + b for a, b in zip(times, directions["head"], strict=True)]
+            forward, backward = times
+            costs.append(StageCost(forward, backward, forward + backward))
+        return tuple(costs)
+
+    def fit_error(self) -> FitError:
+        """How well equation 9 of TeraPipe describes this device; the paper finds less than 2 %."""
+        errors = [
+            error
+            for direction, fitted in enumerate(self._fitted("layer"))
+            for error in relative_errors(fitted, self._points("layer", direction, least_prefix=1))
+        ]
+        return FitError(mean(errors), max(errors)) if errors else FitError(0.0, 0.0)
+
+    def _fitted(self, part: str) -> tuple[FittedTime, FittedTime]:
+        return fit(self._points(part, 0)), fit(self._points(part, 1))
+
+    def _points(self, part: str, direction: int, least_prefix: int = 0) -> list[Point]:
+        return [
+            Point(length, prefix, times[direction])
+            for length, prefix, *times in self.parts[part]
+            if prefix >= least_prefix
+        ]
+
+
+def write_profile(profile: Profile, path: str | Path) -> None:
+    data = {
+        "device": profile.device,
+        "model": asdict(profile.model),
+        "micro_batch_size": profile.micro_batch_size,
+        "tensor_parallel_size": profile.tensor_parallel_size,
+        "parts": {name: [row._asdict() for row in rows] for name, rows in profile.parts.items()},
+    }
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Raises SplitError if the file cannot be read, or its measurements do not suffice for a fit."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        model = data["model"]
+        if model.get("latent") or model.get("experts"):
+            raise ValueError("layers with experts or latent attention are not measured yet")
+        profile = Profile(
+            data["device"],
+            ModelShape(**{**model, "expert_layers": ()}),
+            data["micro_batch_size"],
+            data["tensor_parallel_size"],
+            {name: tuple(Measurement(**row) for row in data["parts"][name]) for name in PARTS},
+        )
+        if any(min(row.forward, row.backward, row.length) <= 0 for rows in profile.parts.values() for row in rows):
+            raise ValueError("a length or a time is not positive")
+        profile.costs([1])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise SplitError(
+            f"--sequence-split-profile {path} is no usable profile ({type(error).__name__}: {error}); measure one with "
+            "tools/profile_segments.py"
+        ) from error
+    return profile
+
+
+def check_profile(profile: Profile, path: str | Path, model: ModelShape, tensor_parallel_size: int) -> None:
+    """Raises SplitError if `profile` is of another model, apart from the number of layers, or of other sizes."""
+    measured = asdict(profile.model) | {"tensor_parallel_size": profile.tensor_parallel_size}
+    wanted = asdict(model) | {"tensor_parallel_size": tensor_parallel_size}
+    different = [name for name in wanted if name != "num_layers" and measured[name] != wanted[name]]
+    if different:
+        what = ", ".join(f"{name} {measured[name]} instead of {wanted[name]}" for name in different)
+        raise SplitError(
+            f"--sequence-split-profile {path} was measured on another model ({what}); measure this one with "
+            "tools/profile_segments.py"
+        )

@@ -1,0 +1,71 @@
+"""Splits of a sequence as a figure: where each strategy cuts, and what its segments then cost."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+_LIGHT, _DARK = (0.81, 0.88, 0.96), (0.16, 0.38, 0.64)  # first and last segment
+_LINES = ("#8c8c8c", "#c2588a", "#3f7fc1", "#e0822d", "#4fa35c", "#7a5fb5")
+_MARKS = "osD^vP"
+_MOST_LABELS = 16  # of segments with their length or a mark
+
+
+def plot_splits(
+    splits: Sequence[tuple[str, Sequence[int], Sequence[float], str]], title: str, path: str | Path
+) -> None:
+    """Writes a .png, .svg or .pdf file.
+
+    A split is its name, the lengths of its segments in tokens, their costs in seconds and its bubble in words. Left, a
+    bar of segments for each split, dark is late; right, the cost of each segment over the mean of its split, where a
+    perfect split is a flat line at 1. Needs matplotlib.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(11.5, 1.1 + max(2.6, 0.42 * len(splits))), layout="constrained")
+    bars, lines = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    total = sum(splits[0][1])
+    for row, (_, lengths, _, bubble) in enumerate(splits):
+        start = 0
+        for index, length in enumerate(lengths):
+            shade = index / max(1, len(lengths) - 1)
+            colour = [a + shade * (b - a) for a, b in zip(_LIGHT, _DARK, strict=True)]
+            gap = min(0.6, _MOST_LABELS / len(lengths))
+            bars.barh(row, length, left=start, height=0.72, color=colour, edgecolor="white", linewidth=gap)
+            if length > total / 18:
+                ink = "white" if shade > 0.65 else "black"
+                bars.text(start + length / 2, row, str(length), ha="center", va="center", color=ink, fontsize=7.5)
+            start += length
+        bars.text(total * 1.02, row, bubble, va="center", fontsize=8.5)
+    bars.text(total * 1.02, -0.75, "bubble", fontsize=8.5, va="center")
+    bars.set_yticks(range(len(splits)), [f"{name}\nk = {len(lengths)}" for name, lengths, _, _ in splits], fontsize=8.5)
+    bars.set_ylim(len(splits) - 0.5, -0.95)
+    bars.set_xlabel("tokens")
+    bars.set_title("Segments, first to last", fontsize=10)
+
+    for index, (name, lengths, costs, _) in enumerate(splits):
+        mean = sum(costs) / len(costs)
+        places = [sum(lengths[:i]) + length / 2 for i, length in enumerate(lengths)]
+        mark = _MARKS[index % len(_MARKS)] if len(lengths) <= _MOST_LABELS else ""
+        lines.plot(
+            places,
+            [cost / mean for cost in costs],
+            color=_LINES[index % len(_LINES)],
+            marker=mark,
+            markersize=4,
+            linewidth=1.4,
+            label=f"{name} ({max(costs) / mean:.3f})",
+        )
+    lines.axhline(1, color="black", linewidth=0.6, zorder=0)
+    lines.set_xlabel("tokens; a mark is the middle of a segment")
+    lines.set_ylabel("cost / mean, slowest stage")
+    lines.set_title("Cost of each segment (highest over mean)", fontsize=10)
+    lines.legend(fontsize=8, frameon=False)
+    for axes in (bars, lines):
+        axes.set_xlim(0, total)
+        axes.set_xticks([total * i / 4 for i in range(5)])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x else "0"))
+        axes.spines[["top", "right"]].set_visible(False)
+    bars.spines["left"].set_visible(False)
+    bars.tick_params(left=False)
+    figure.suptitle(title, fontsize=10.5)
+    figure.savefig(path, dpi=160)

@@ -1,0 +1,120 @@
+"""TeraPipe's dynamic programmes: optimal, and fast."""
+
+import time
+from itertools import combinations, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.seq1f1b.partition import (
+    A100,
+    CPU_CORE,
+    ModelShape,
+    SplitError,
+    analytic_costs,
+    segment_costs,
+    slowest,
+    terapipe,
+    terapipe_joint,
+)
+
+GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
+
+
+def splits(length, num_segments):
+    for cuts in combinations(range(1, length), num_segments - 1):
+        yield tuple(b - a for a, b in zip((0, *cuts), (*cuts, length), strict=True))
+
+
+def latency(lengths, cost, num_stages, num_microbatches=1):
+    times = segment_costs(lengths, cost)
+    return num_microbatches * sum(times) + (num_stages - 1) * max(times)
+
+
+# Any times at all, also ones that fall as a segment grows.
+any_times = st.lists(st.integers(1, 30), min_size=36, max_size=36).map(
+    lambda values: lambda start, end: float(values[end * (end - 1) // 2 + start])
+)
+analytic_times = st.builds(
+    lambda fixed, token, pair: lambda start, end: fixed + token * (end - start) + pair * (end - start) * (start + end),
+    st.floats(0.01, 10),
+    st.floats(0.01, 10),
+    st.floats(0, 10),
+)
+
+
+@given(
+    cost=any_times | analytic_times,
+    length=st.integers(1, 8),
+    num_stages=st.integers(1, 12),
+    num_microbatches=st.integers(1, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_optimal_as_found_by_brute_force(cost, length, num_stages, num_microbatches):
+    best_of_all = float("inf")
+    for num_segments in range(1, length + 1):
+        best = min(latency(lengths, cost, num_stages, num_microbatches) for lengths in splits(length, num_segments))
+        found = terapipe(length, cost, num_stages, num_segments, num_microbatches=num_microbatches, step=1)
+        assert len(found) == num_segments and sum(found) == length
+        assert latency(found, cost, num_stages, num_microbatches) == pytest.approx(best, rel=1e-5)
+        best_of_all = min(best_of_all, best)
+    found = terapipe(length, cost, num_stages, num_microbatches=num_microbatches, step=1)
+    assert sum(found) == length
+    assert latency(found, cost, num_stages, num_microbatches) == pytest.approx(best_of_all, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_segments", [None, 4, 16])
+@pytest.mark.parametrize("rates", [A100, CPU_CORE], ids=["a100", "cpu"])
+def test_128k_tokens_at_a_step_of_128_in_less_than_5_seconds(num_segments, rates):
+    cost = slowest(analytic_costs(GPT_7B, [4] * 8, rates))
+    start = time.process_time()
+    lengths = terapipe(131072, cost, 8, num_segments, step=128)
+    assert time.process_time() - start < 5
+    assert sum(lengths) == 131072 and all(length % 128 == 0 for length in lengths)
+
+
+def test_more_stages_and_fewer_microbatches_ask_for_more_segments():
+    cost = slowest(analytic_costs(GPT_7B, [8] * 4, A100))
+    counts = [len(terapipe(16384, cost, num_stages, step=128)) for num_stages in (2, 8, 64)]
+    assert counts == sorted(set(counts))
+    assert len(terapipe(16384, cost, 8, num_microbatches=32, step=128)) < counts[1]
+
+
+def test_multiples_and_what_is_left_over():
+    cost = slowest(analytic_costs(GPT_7B, [8] * 4, A100))
+    lengths = terapipe(16384 + 24, cost, 4, 4, multiple_of=8)
+    assert sum(lengths) == 16408 and all(length % 8 == 0 for length in lengths)
+    assert all(length % 64 == 0 for length in lengths[1:]), "the first segment takes what is left over"
+
+
+def test_too_many_segments_for_the_step_are_refused():
+    with pytest.raises(SplitError, match="9 are more segments than the 8 pieces of 128 tokens"):
+        terapipe(1024, lambda start, end: 1.0, 2, 9, step=128)
+
+
+@pytest.mark.parametrize("fixed", [0.1, 3.0])
+@pytest.mark.parametrize("per_row", [0.0, 2.0])
+@pytest.mark.parametrize("num_stages", [1, 2, 6])
+def test_batch_and_tokens_together_are_optimal_as_found_by_brute_force(fixed, per_row, num_stages):
+    """4 sequences of 4 tokens: every composition of the batch, and every split of every part."""
+
+    def cost_of(num_sequences):
+        return lambda start, end: fixed + (end - start) * (per_row + num_sequences * (1 + start / 4))
+
+    costs = [cost_of(num_sequences) for num_sequences in range(1, 5)]
+    every_split = [lengths for k in range(1, 5) for lengths in splits(4, k)]
+
+    def total_latency(parts):
+        times = [time for size, lengths in parts for time in segment_costs(lengths, costs[size - 1])]
+        return sum(times) + (num_stages - 1) * max(times)
+
+    best = min(
+        total_latency(zip(composition, chosen, strict=True))
+        for k in range(1, 5)
+        for composition in splits(4, k)
+        for chosen in product(every_split, repeat=k)
+    )
+    parts = terapipe_joint(4, costs, num_stages, step=1)
+    assert sum(part.num_sequences for part in parts) == 4
+    assert total_latency(parts) == pytest.approx(best, rel=1e-5)

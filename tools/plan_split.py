@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Compare where a sequence can be cut: lengths, cost per segment, imbalance, predicted step and bubble.
+
+    python tools/plan_split.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+        --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
+
+The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and typical rates, or as
+measured (--sequence-split-profile, written by tools/profile_segments.py). Imbalance is the highest cost over the mean
+one. Step and bubble are those of the 1F1B schedule simulated with the costs of every stage and segment, messages left
+out. 'terapipe, free' is the dynamic programme without --sequence-splits.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.seq1f1b.partition import (
+    A100,
+    CPU_CORE,
+    STRATEGIES,
+    SplitError,
+    StageCost,
+    analytic_costs,
+    check_lengths,
+    check_profile,
+    cut_sequence,
+    read_lengths,
+    read_profile,
+    segment_costs,
+    slowest,
+    terapipe,
+)
+from megatron.seq1f1b.schedule import FAMILIES, Costs, Placement, Shape, Timeline, build, simulate
+from model_flags import add_model_flags, model_shape
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A split, the cost of its segments on the slowest stage in seconds, and the simulated step."""
+
+    name: str
+    lengths: tuple[int, ...]
+    costs: tuple[float, ...]
+    step: Timeline
+
+    @property
+    def imbalance(self) -> float:
+        return max(self.costs) * len(self.costs) / sum(self.costs)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser, num_layers=32, hidden_size=4096, num_attention_heads=32, vocab_size=32768)
+    parser.add_argument("--seq-length", type=int, default=65536, help="default: 65536")
+    parser.add_argument("--sequence-splits", type=int, default=8, metavar="K", help="segments; default: 8")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=8, metavar="P", help="ranks; default: 8")
+    parser.add_argument("--num-virtual-stages", type=int, default=1, metavar="C", help="model chunks on each rank")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="T")
+    parser.add_argument("--sequence-parallel", action="store_true", help="segments are then multiples of T")
+    parser.add_argument("--num-microbatches", type=int, default=8, metavar="M", help="default: 8")
+    parser.add_argument("--pipeline-schedule", choices=sorted(FAMILIES), default="1f1b", help="default: 1f1b")
+    parser.add_argument("--recompute", action="store_true", help="full recomputation of the activations of layers")
+    parser.add_argument("--device", choices=("a100", "cpu"), default="a100", help="rates; default: a100")
+    parser.add_argument("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs instead of rates")
+    parser.add_argument("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
+    parser.add_argument("--output", type=Path, help="a picture: .png, .svg or .pdf (needs matplotlib)")
+    return parser.parse_args(argv)
+
+
+def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
+    """Costs in seconds on every stage; layers are spread evenly, the first stages taking one more where they must."""
+    num_stages = args.pipeline_model_parallel_size * args.num_virtual_stages
+    base, more = divmod(args.num_layers, num_stages)
+    layers_per_stage = [base + (stage < more) for stage in range(num_stages)]
+    model, tensor_parallel_size = model_shape(args), args.tensor_model_parallel_size
+    if args.sequence_split_profile is not None:
+        profile = read_profile(args.sequence_split_profile)
+        check_profile(profile, args.sequence_split_profile, model, tensor_parallel_size)
+        error = profile.fit_error()
+        print(
+            f"Measured on {profile.device}; fit off by {100 * error.mean:.1f} % on average, "
+            f"{100 * error.highest:.1f} % at most.\n"
+        )
+        return profile.costs(layers_per_stage)
+    rates = CPU_CORE if args.device == "cpu" else A100
+    share = replace(
+        rates,
+        matmul=rates.matmul * tensor_parallel_size,
+        attention=rates.attention * tensor_parallel_size,
+        attention_backward=rates.attention_backward * tensor_parallel_size,
+    )
+    return analytic_costs(model, layers_per_stage, share, args.recompute)
+
+
+def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, tuple[int, ...]]:
+    """The lengths by every strategy that can cut the sequence; says why where one cannot."""
+    multiple_of = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    full_speed_rows = (CPU_CORE if args.device == "cpu" else A100).full_speed_rows
+    found: dict[str, tuple[int, ...]] = {}
+    for strategy in STRATEGIES:
+        if strategy == "profile":  # with measured costs, `balanced` is this
+            continue
+        try:
+            found[strategy] = cut_sequence(
+                strategy,
+                args.seq_length,
+                args.sequence_splits,
+                multiple_of,
+                model_shape(args),
+                costs,
+                full_speed_rows,
+                args.num_microbatches,
+            )
+        except SplitError as error:
+            print(f"{strategy}: {error}.", file=sys.stderr)
+    if args.sequence_split_profile is not None:
+        found["profile"] = found.pop("balanced")
+    found["terapipe, free"] = terapipe(
+        args.seq_length,
+        slowest(costs),
+        len(costs),
+        multiple_of=multiple_of,
+        num_microbatches=args.num_microbatches,
+    )
+    if args.sequence_split_file is not None:
+        lengths = read_lengths(args.sequence_split_file)
+        check_lengths(lengths, args.sequence_split_file, args.seq_length, None, multiple_of)
+        found[args.sequence_split_file.name] = lengths
+    return found
+
+
+def plan(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: tuple[StageCost, ...]) -> Plan:
+    placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
+    shape = Shape(placement, args.num_microbatches, len(lengths))
+    forward = tuple(tuple(segment_costs(lengths, cost.forward)) for cost in costs)
+    half_backward = tuple(tuple(t / 2 for t in segment_costs(lengths, cost.backward)) for cost in costs)
+    none = ((0.0,) * len(lengths),) * len(costs)
+    table = Costs(forward, half_backward, half_backward, none, none, none, none)
+    timeline = simulate(build(args.pipeline_schedule, shape), table)
+    return Plan(name, lengths, tuple(segment_costs(lengths, slowest(costs))), timeline)
+
+
+def table(plans: list[Plan]) -> str:
+    """One line per strategy; lengths and costs of many segments are cut short."""
+
+    def short(values: tuple[float, ...], form: str) -> str:
+        words = [format(value, form) for value in values]
+        return " ".join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
+
+    width = max(len(plan.name) for plan in plans) + 2
+    head = f"{'strategy':{width}}{'k':>4}{'max/mean':>10}{'step s':>10}{'bubble %':>10}  lengths in tokens"
+    lines = [head]
+    for each in plans:
+        lines.append(
+            f"{each.name:{width}}{len(each.lengths):4}{each.imbalance:10.3f}{each.step.makespan:10.3f}"
+            f"{100 * each.step.bubble_ratio:10.1f}  {short(each.lengths, 'd')}"
+        )
+    lines += ["", f"{'strategy':{width}}    cost of each segment on the slowest stage, ms"]
+    lines += [f"{each.name:{width}}    {short(tuple(1e3 * cost for cost in each.costs), '.1f')}" for each in plans]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        costs = stage_costs(args)
+        plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
+    except SplitError as error:
+        print(f"error: {error}.", file=sys.stderr)
+        return 2
+    print(table(plans))
+    if args.output is not None:
+        from megatron.seq1f1b.report.splits import plot_splits
+
+        title = (
+            f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, "
+            f"{args.pipeline_model_parallel_size} ranks, {args.num_microbatches} micro-batches"
+        )
+        rows = [
+            (each.name, each.lengths, each.costs, f"{100 * each.step.bubble_ratio:.1f} %") for each in plans
+        ]
+        plot_splits(rows, title, args.output)
+        print(f"\n{args.output} written.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Measure what segments of a sequence cost on this machine, for --sequence-split-strategy profile.
+
+    python tools/profile_segments.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+        --seq-length 32768 --bf16 --output profile.json
+
+Forward and backward of one transformer layer are timed over a grid of segment lengths and prefixes, those of the
+embedding and of the head (final norm, vocabulary, loss) over the lengths: on the GPU if there is one, else on the CPU
+with as many threads as OMP_NUM_THREADS says (1 by default, as in training). The number of layers does not matter. A
+model that is cut over tensor-parallel ranks has to be measured in its size per rank, and is not covered yet.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from megatron.seq1f1b import cpu  # noqa: E402
+
+if not torch.cuda.is_available():
+    cpu.activate()
+
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
+from megatron.seq1f1b.model.kv_cache import KVCache  # noqa: E402
+from megatron.seq1f1b.partition import Measurement, ModelShape, Profile, write_profile  # noqa: E402
+from model_flags import add_model_flags, model_shape  # noqa: E402
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser, num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=512)
+    parser.add_argument("--seq-length", type=int, default=8192, help="of the sequences to be cut; default: 8192")
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="default: fp32, or bf16 on a GPU")
+    parser.add_argument("--repeats", type=int, default=3, help="the median counts; default: 3")
+    parser.add_argument("--output", default="profile.json", help="default: profile.json")
+    return parser.parse_args()
+
+
+class Bench:
+    """A model of one layer, with inputs of any length."""
+
+    def __init__(self, args: argparse.Namespace, shape: ModelShape) -> None:
+        self.batch, self.repeats = args.micro_batch_size, args.repeats
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if args.bf16 or self.device.type == "cuda" else torch.float32
+        self.shape = shape
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=shape.hidden_size,
+            ffn_hidden_size=shape.ffn_hidden_size,
+            num_attention_heads=shape.num_heads,
+            num_query_groups=shape.num_kv_heads,
+            kv_channels=shape.head_dim,
+            gated_linear_unit=shape.is_gated,
+            activation_func=torch.nn.functional.silu if shape.is_gated else torch.nn.functional.gelu,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=self.dtype,
+            bf16=self.dtype is torch.bfloat16,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            add_bias_linear=False,
+        )
+        # One position more than --seq-length, for the segment that follows the measured one.
+        self.model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            shape.vocab_size,
+            args.seq_length + 1,
+            position_embedding_type="rope",
+        ).to(self.device)
+        self.context = SegmentContext()
+        attach([self.model], self.context)
+
+    def layer(self, length: int, prefix: int) -> Measurement:
+        """One transformer layer on `length` tokens after `prefix`, as in a sequence that goes on after them."""
+        end = prefix + length
+        segment = Segment(0, 1, prefix, end, end + 1)
+        following = Segment(0, 2, end, end + 1, end + 1)
+        block, rotary = self.model.decoder.layers[0], self.model.rotary_pos_emb
+
+        def run(part: Segment) -> Callable[[], torch.Tensor]:
+            hidden = self._random(part.length)
+            with self.context.running(part, True):
+                positions = rotary(part.length)
+            return lambda: block(hidden, attention_mask=None, rotary_pos_emb=positions)[0]
+
+        measured, after = run(segment), run(following)
+
+        def prepare() -> None:
+            """Earlier keys and values: random, since what memory happens to hold can be slow to multiply."""
+            self.context.clear()
+            attention = block.self_attention.core_attention
+            keys = self._random(end, self.shape.num_kv_heads or self.shape.num_heads, self.shape.head_dim)
+            with self.context.running(segment, True):
+                self.context.cache(attention, lambda: KVCache(end + 1, keys, keys)).write(0, end, keys, keys)
+
+        def follow() -> None:
+            """The next segment goes backward first, and leaves gradients for this one."""
+            with self.context.running(following, True):
+                after().sum().backward()
+
+        return self._time(length, prefix, segment, measured, prepare, follow)
+
+    def embedding(self, length: int) -> Measurement:
+        tokens = torch.randint(self.shape.vocab_size, (self.batch, length), device=self.device)
+        return self._time(length, 0, None, lambda: self.model.embedding(tokens, None))
+
+    def head(self, length: int) -> Measurement:
+        hidden = self._random(length)
+        labels = torch.randint(self.shape.vocab_size, (self.batch, length), device=self.device)
+
+        def run() -> torch.Tensor:
+            logits, _ = self.model.output_layer(self.model.decoder.final_layernorm(hidden))
+            return self.model.compute_language_model_loss(labels, logits)
+
+        return self._time(length, 0, None, run)
+
+    def _random(self, length: int, *sizes: int) -> torch.Tensor:
+        sizes = sizes or (self.shape.hidden_size,)
+        return torch.randn(length, self.batch, *sizes, device=self.device, dtype=self.dtype, requires_grad=True)
+
+    def _time(
+        self,
+        length: int,
+        prefix: int,
+        segment: Segment | None,
+        forward: Callable[[], torch.Tensor],
+        prepare: Callable[[], None] = lambda: None,
+        follow: Callable[[], None] = lambda: None,
+    ) -> Measurement:
+        """Medians over the repeats; the first run warms up."""
+        times: list[tuple[float, float]] = []
+        for _ in range(self.repeats + 1):
+            prepare()
+            self.context.segment = segment
+            seconds_forward, output = self._clock(forward)
+            self.context.segment = None
+            follow()
+            gradient = torch.randn_like(output)
+            self.context.segment = segment
+            seconds_backward, _ = self._clock(lambda output=output, gradient=gradient: output.backward(gradient))
+            self.context.segment = None
+            times.append((seconds_forward, seconds_backward))
+        self.context.clear()
+        forwards, backwards = zip(*times[1:], strict=True)
+        return Measurement(length, prefix, statistics.median(forwards), statistics.median(backwards))
+
+    def _clock(self, work: Callable[[], torch.Tensor | None]) -> tuple[float, torch.Tensor | None]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, result
+
+
+def grid(sequence_length: int) -> tuple[list[int], list[int]]:
+    """Lengths and prefixes: down from the half of the sequence by factors of two, and of three halves of those."""
+    shortest = max(1, min(256, sequence_length // 8))
+    lengths = {sequence_length // 2 ** (i // 2) * (4 - i % 2) // 4 for i in range(1, 40)}
+    lengths = sorted(length for length in lengths if length >= shortest)
+    return lengths, [0, sequence_length // 8, sequence_length // 2, sequence_length * 7 // 8]
+
+
+def main() -> None:
+    args = parse()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    shape = model_shape(args)
+    bench = Bench(args, shape)
+    lengths, prefixes = grid(args.seq_length)
+    parts = {"layer": [], "embedding": [], "head": []}
+    print(f"{'part':10}{'tokens':>8}{'prefix':>8}{'forward ms':>12}{'backward ms':>13}")
+    for length in lengths:
+        measurements = [
+            ("layer", bench.layer(length, prefix)) for prefix in prefixes if prefix + length <= args.seq_length
+        ]
+        measurements += [("embedding", bench.embedding(length)), ("head", bench.head(length))]
+        for part, row in measurements:
+            parts[part].append(row)
+            print(f"{part:10}{length:8}{row.prefix:8}{1e3 * row.forward:12.3f}{1e3 * row.backward:13.3f}", flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} thread(s)"
+    profile = Profile(f"{device}, {bench.dtype}", shape, args.micro_batch_size, 1, parts)
+    error = profile.fit_error()
+    write_profile(profile, args.output)
+    print(
+        f"\n{args.output} written. The fit is off by {100 * error.mean:.1f} % on average and by "
+        f"{100 * error.highest:.1f} % at most (layers after a prefix; TeraPipe's equation 9)."
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
