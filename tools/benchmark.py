@@ -32,7 +32,16 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.seq1f1b.model import use_segment_attention  # noqa: E402
-from megatron.seq1f1b.partition import STRATEGIES, ModelShape, cut_sequence  # noqa: E402
+from megatron.seq1f1b.partition import (  # noqa: E402
+    A100,
+    CPU_CORE,
+    STRATEGIES,
+    ModelShape,
+    analytic_costs,
+    check_profile,
+    cut_sequence,
+    read_profile,
+)
 from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
 from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
 
@@ -73,7 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=512, help="small, so that the stages cost the same")
     parser.add_argument("--num-microbatches", type=int, default=2)
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[4], metavar="K")
-    parser.add_argument("--sequence-split-strategy", choices=sorted(STRATEGIES), default="uniform_comp")
+    parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["uniform_comp"])
+    parser.add_argument("--sequence-split-profile", metavar="JSON", help="measured costs, for the strategy profile")
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
@@ -121,17 +131,33 @@ def variants(args: argparse.Namespace) -> list[Variant]:
         args.vocab_size,
     )
     found = [Variant("Megatron's own 1F1B", get_forward_backward_func())]
-    for k in (1, *args.sequence_splits):
+    splits = [(k, strategy) for k in args.sequence_splits for strategy in args.sequence_split_strategy]
+    for k, strategy in [(1, "even"), *splits]:
+        lengths = split(args, shape, strategy, k)
         recorder = KeepsRecorder()
-        executor = PipelineExecutor(
-            "1f1b",
-            k,
-            lambda length, k=k: cut_sequence(args.sequence_split_strategy, length, k, 1, shape),
-            tracer=recorder,
-        )
+        executor = PipelineExecutor("1f1b", k, lambda _, lengths=lengths: lengths, tracer=recorder)
         ideal = 1 + (dist.get_world_size() - 1) / (args.num_microbatches * k)
-        found.append(Variant("1f1b" if k == 1 else f"1f1b, k = {k}", executor, recorder, ideal))
+        found.append(Variant("1f1b" if k == 1 else f"k = {k}, {strategy}", executor, recorder, ideal))
     return found
+
+
+def split(args: argparse.Namespace, shape: ModelShape, strategy: str, num_segments: int) -> tuple[int, ...]:
+    """Lengths of the segments, printed on the first rank."""
+    rates = A100 if torch.cuda.is_available() else CPU_CORE
+    stages = [args.num_layers // dist.get_world_size()] * dist.get_world_size()
+    costs = analytic_costs(shape, stages, rates)
+    if args.sequence_split_profile is not None:
+        profile = read_profile(args.sequence_split_profile)
+        check_profile(profile, args.sequence_split_profile, shape, 1)
+        costs = profile.costs(stages) if strategy == "profile" else costs
+    elif strategy == "profile":
+        costs = None
+    lengths = cut_sequence(
+        strategy, args.seq_length, num_segments, 1, shape, costs, rates.full_speed_rows, args.num_microbatches
+    )
+    if dist.get_rank() == 0:
+        print(f"k = {num_segments}, {strategy}: {' '.join(map(str, lengths))}", flush=True)
+    return lengths
 
 
 def run_step(args: argparse.Namespace, model: list[torch.nn.Module], variant: Variant) -> float:
