@@ -5,7 +5,8 @@ import pytest
 import plan_split
 from partition_profile import write_example
 
-SMALL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024", "--seq-length", "16384"]
+MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
+SMALL = [*MODEL, "--seq-length", "16384"]
 PIPELINE = ["--sequence-splits", "4", "--pipeline-model-parallel-size", "4", "--num-microbatches", "4"]
 
 
