@@ -397,7 +397,7 @@ def split_tensor_suite():
 
 
 def overlap_suite():
-    """The cases of a model are consecutive steps; in the first DDP learns what to wait for, be it one unit or several."""
+    """The cases of a model are consecutive steps, of one unit or several; in the first DDP learns what to wait for."""
     for chunks, family in ((1, "1f1b"), (1, "zb-h1"), (2, "1f1b"), (2, "zb-h1"), (2, "breadth-first")):
         layout = Layout(pipeline=2, chunks=chunks, overlap=True)
         for variant in ({}, {"distributed_optimizer": True}, {"align": True}):
