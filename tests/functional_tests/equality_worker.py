@@ -79,7 +79,10 @@ class Case:
 
 
 def use_ranks(layout: Layout) -> None:
-    """Give the ranks their parts; keeps the process groups if they are the right ones, as each costs threads."""
+    """Give the ranks their parts; keeps the process groups if they are the right ones, ends them if not.
+
+    Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
+    """
     sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None
     if parallel_state.model_parallel_is_initialized():
         now = (
@@ -89,6 +92,8 @@ def use_ranks(layout: Layout) -> None:
         )
         if now == sizes:
             return
+        for group in filter(None, parallel_state._global_process_group_list):
+            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
     tensor, pipeline, chunks = sizes
     parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=chunks)
