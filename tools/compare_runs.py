@@ -6,12 +6,14 @@ Each run is a folder with `log.txt`, Megatron's output of a run with --log-inter
 
 import argparse
 from pathlib import Path
+from statistics import mean
 
 from megatron.seq1f1b.report import plot_timelines
 from megatron.seq1f1b.report.training_log import TrainingLog, read_training_log
 from megatron.seq1f1b.schedule import Timeline, read_timeline
 
 COMPARED_ITERATIONS = 10
+LATEST = 10  # one batch is easier to predict than another
 
 
 def main() -> None:
@@ -55,6 +57,7 @@ def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) 
     rows += [
         ("loss of the first iteration", *(f"{log.losses[0]:.4f}" for log in logs)),
         ("loss of the last iteration", *(f"{log.losses[-1]:.4f}" for log in logs)),
+        (f"  mean of the last {LATEST}", *(f"{mean(log.losses[-LATEST:]):.4f}" for log in logs)),
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     align = [str.ljust] + [str.rjust] * len(names)
