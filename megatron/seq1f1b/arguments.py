@@ -246,7 +246,7 @@ def _misfit(shape: Shape, args: argparse.Namespace) -> str | None:
         return "--rampup-batch-size changes the number of micro-batches, which --pipeline-schedule-file fixes; drop one"
     asked = Shape(
         Placement(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1),
-        args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        _num_microbatches(args),
         args.sequence_splits or 1,
     )
     if shape == asked:
