@@ -1,4 +1,4 @@
-"""What our schedules do not honour yet: one table, checked at start-up and shown in the README."""
+"""What of Megatron our schedules honour and what they refuse: one table, checked at start-up, shown in the README."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -12,6 +12,13 @@ class Refusal(NamedTuple):
     is_on: Callable[[Namespace], bool]
     because: str
     way_out: str
+
+
+class Honoured(NamedTuple):
+    """A Megatron feature that works as without our flags, and what is to be known about it."""
+
+    flag: str
+    remark: str = ""
 
 
 def _given(name: str) -> Callable[[Namespace], bool]:
@@ -40,6 +47,21 @@ _ORDER = "follows the order of Megatron's own schedules"
 _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
 _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
+
+HONOURED = (
+    Honoured("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
+    Honoured("`--num-layers-per-virtual-pipeline-stage` and its kin", "looped chunks, as Megatron lays them out"),
+    Honoured("`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`"),
+    Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
+    Honoured("`--recompute-granularity` `selective`, `full`"),
+    Honoured("`--group-query-attention`", "KV heads are never expanded"),
+    Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
+    Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
+    Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
+    Honoured("`--hidden-dropout`"),
+    Honoured("`--bf16`, `--fp16`"),
+    Honoured("evaluation, checkpoints, `--log-*`, timers, `--rampup-batch-size`"),
+)
 
 WITH_OUR_SCHEDULES = (
     Refusal("--cuda-graph-impl", _other_than("none", "cuda_graph_impl"), _ORDER, "use --cuda-graph-impl none"),
@@ -133,12 +155,13 @@ def segments_are_possible(args: Namespace) -> bool:
 
 
 def as_markdown() -> str:
-    """All tables as one, for the README."""
-    lines = ["| flag | refused with | because it | instead |", "|---|---|---|---|"]
+    """The whole table, for the README."""
+    lines = ["| feature of Megatron | | |", "|---|---|---|"]
+    lines += [f"| {row.flag} | honoured | {row.remark} |" for row in HONOURED]
     for scope, rows in (
-        ("any schedule of ours", WITH_OUR_SCHEDULES),
-        ("segments", WITH_SEGMENTS),
-        ("`zb-h1`, `auto`, files with W", WITH_SPLIT_BACKWARDS),
+        ("with any schedule of ours", WITH_OUR_SCHEDULES),
+        ("with segments", WITH_SEGMENTS),
+        ("with `zb-h1`, `auto`, files with W", WITH_SPLIT_BACKWARDS),
     ):
-        lines += [f"| `{row.flag}` | {scope} | {row.because} | {row.way_out} |" for row in rows]
+        lines += [f"| `{row.flag}` | refused {scope} | {row.because}; {row.way_out} |" for row in rows]
     return "\n".join(lines)

@@ -8,8 +8,8 @@ from megatron.seq1f1b.compatibility import as_markdown
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-def test_the_table_of_refusals_is_the_one_that_the_code_uses():
-    shown = re.search(r"<!-- refusals: .*?-->\n(.*?)\n<!-- end of refusals -->", README.read_text(), re.DOTALL)
+def test_the_table_of_features_is_the_one_that_the_code_uses():
+    shown = re.search(r"<!-- features: .*?-->\n(.*?)\n<!-- end of features -->", README.read_text(), re.DOTALL)
     assert shown[1] == as_markdown()
 
 
