@@ -18,11 +18,11 @@ from .segment import Segment, SegmentContext
 
 
 class SegmentAttention(torch.nn.Module):
-    """Drop-in for `core_attention`: query [n, b, h, d], key and value [n, b, g, d] to context [n, b, h·d].
+    """Drop-in for `core_attention`: query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e] to context [n, b, h·e].
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
-    is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·(2·d·e + 4) bytes per token for e
-    bytes an element; keys and values live in the KVCache of the micro-batch.
+    is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·((d + e)·w + 4) bytes per token for
+    w bytes an element; keys and values live in the KVCache of the micro-batch.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -45,14 +45,14 @@ class SegmentAttention(torch.nn.Module):
         # (reset masks, windows, packed documents) is refused at start-up.
         assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
         segment = self.context.segment if self.context is not None else None
-        kernel = kernel_for(query)
+        kernel = kernel_for(query, value)
         if segment is None or segment.is_whole_sequence:
-            return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale)
+            return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, 0.0)
         assert query.shape[0] == segment.length, (
             f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value))
-        output = _OneSegment.apply(query, key, value, self, segment, cache, kernel)
+        output = _OneSegment.apply(query, key, value, self, segment, cache, kernel, 0.0)
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
         return output
@@ -62,18 +62,18 @@ class _WholeSequence(torch.autograd.Function):
     """Causal attention of a sequence that is not cut."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float) -> Tensor:
-        output, logsumexp = kernel.forward(query, key, value, 0, scale)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.kernel, ctx.scale = kernel, scale
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float, dropout: float) -> Tensor:
+        output, saved = kernel.forward(query, key, value, 0, scale, dropout)
+        ctx.save_for_backward(query, key, value, output, *saved)
+        ctx.kernel, ctx.scale, ctx.dropout = kernel, scale, dropout
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad_output, query, key, value, output, logsumexp, 0, ctx.scale)
-        return grads.query, grads.key, grads.value, None, None
+        query, key, value, output, *saved = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad_output, query, key, value, output, tuple(saved), 0, ctx.scale, ctx.dropout)
+        return grads.query, grads.key, grads.value, None, None, None
 
 
 class _OneSegment(torch.autograd.Function):
@@ -92,24 +92,32 @@ class _OneSegment(torch.autograd.Function):
         segment: Segment,
         cache: KVCache,
         kernel: Kernel,
+        dropout: float,
     ) -> Tensor:
         cache.write(segment.start, segment.end, key, value)
-        output, logsumexp = kernel.forward(query, *cache.read(segment.end), segment.start, layer.softmax_scale)
-        ctx.save_for_backward(query, output, logsumexp)
-        ctx.layer, ctx.segment, ctx.cache, ctx.kernel = layer, segment, cache, kernel
+        output, saved = kernel.forward(query, *cache.read(segment.end), segment.start, layer.softmax_scale, dropout)
+        ctx.save_for_backward(query, output, *saved)
+        ctx.layer, ctx.segment, ctx.cache, ctx.kernel, ctx.dropout = layer, segment, cache, kernel, dropout
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        query, output, logsumexp = ctx.saved_tensors
+        query, output, *saved = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
         grads = ctx.kernel.backward(
-            grad_output, query, *cache.read(segment.end), output, logsumexp, segment.start, layer.softmax_scale
+            grad_output,
+            query,
+            *cache.read(segment.end),
+            output,
+            tuple(saved),
+            segment.start,
+            layer.softmax_scale,
+            ctx.dropout,
         )
         grad_key, grad_value = cache.exchange_gradients(
             segment.start, segment.end, (grads.key, grads.value), grads.prefix
         )
         if segment.is_first:
             layer.context.release(layer, segment.microbatch)
-        return grads.query, grad_key, grad_value, None, None, None, None
+        return grads.query, grad_key, grad_value, None, None, None, None, None

@@ -8,18 +8,19 @@ import torch
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
-SHAPES = [(96, 1, 4, 4, 16), (75, 2, 8, 2, 8), (64, 1, 4, 1, 40)]
+# Tokens, sequences, query heads, KV heads, head size of queries and keys, of values.
+SHAPES = [(96, 1, 4, 4, 16, 16), (75, 2, 8, 2, 8, 8), (64, 1, 4, 1, 40, 40), (50, 2, 4, 4, 24, 16)]
 CUTS = {1: None, 2: (0.6,), 3: (0.5, 0.8), 4: (0.25, 0.5, 0.75), 7: (0.1, 0.2, 0.3, 0.31, 0.5, 0.97)}
 
 
 def plain_attention(query, key, value):
-    """softmax(Q·Kᵀ/√d + causal)·V with explicit scores; [s, b, h, d] to [s, b, h·d]."""
-    length, batch, heads, size = query.shape
+    """softmax(Q·Kᵀ/√d + causal)·V with explicit scores; [s, b, h, d] to [s, b, h·e]."""
+    length, _, heads, size = query.shape
     key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) / size**0.5
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     weights = scores.masked_fill(~causal, float("-inf")).softmax(dim=-1)
-    return torch.einsum("bhst,tbhd->sbhd", weights, value).reshape(length, batch, heads * size)
+    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
 
 
 def bounds_of(length, k):
@@ -50,11 +51,12 @@ def run_segments(query, key, value, grad, bounds):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("k", CUTS)
 def test_segments_equal_plain_attention(dtype, tolerance, shape, k):
-    length, batch, heads, groups, size = shape
+    length, batch, heads, groups, size, value_size = shape
     torch.manual_seed(k)
     query = torch.randn(length, batch, heads, size, dtype=dtype)
-    key, value = (torch.randn(length, batch, groups, size, dtype=dtype) for _ in range(2))
-    grad = torch.randn(length, batch, heads * size, dtype=dtype)
+    key = torch.randn(length, batch, groups, size, dtype=dtype)
+    value = torch.randn(length, batch, groups, value_size, dtype=dtype)
+    grad = torch.randn(length, batch, heads * value_size, dtype=dtype)
 
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     expected = plain_attention(*exact)

@@ -13,9 +13,9 @@ def test_calls_fit_the_flash_operators(start, groups):
     query = torch.empty(length, batch, heads, size, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(start + length, batch, groups, size, dtype=torch.bfloat16, device="meta") for _ in "kv")
     kernel = CudaFlash()
-    output, logsumexp = kernel.forward(query, key, value, start, 0.125)
+    output, saved = kernel.forward(query, key, value, start, 0.125, 0.1)
     assert output.shape == (length, batch, heads * size)
-    grads = kernel.backward(torch.empty_like(output), query, key, value, output, logsumexp, start, 0.125)
+    grads = kernel.backward(torch.empty_like(output), query, key, value, output, saved, start, 0.125, 0.1)
     assert grads.query.shape == query.shape
     assert grads.key.shape == grads.value.shape == (length, batch, groups, size)
     if start:
