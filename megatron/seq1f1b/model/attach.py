@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.attention import SelfAttention
 
 from .attention import SegmentAttention
+from .kernels import KernelChoice
 from .segment import SegmentContext
 from .weight_gradient import WeightGradientStore, deferring
 
@@ -20,9 +21,13 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     Also right for Megatron's own schedules: without a running segment it is plain causal attention.
     """
     chunks = list(model)
-    for layer in _modules(chunks, SelfAttention):
-        if not isinstance(layer.core_attention, SegmentAttention):
-            layer.core_attention = SegmentAttention(layer.config)
+    layers = _modules(chunks, SelfAttention)
+    own = [layer for layer in layers if not isinstance(layer.core_attention, SegmentAttention)]
+    if own:
+        config = own[0].config
+        kernels = KernelChoice(config.attention_backend.name, config.flash_attention_version)
+        for layer in own:
+            layer.core_attention = SegmentAttention(layer.config, kernels).train(layer.training)
     return chunks
 
 

@@ -5,14 +5,16 @@ projection. Without a running segment, or where the segment is the whole sequenc
 same kernel, so that comparing two schedules compares schedules and not kernels.
 """
 
+from contextlib import nullcontext
 from math import sqrt
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import Kernel, kernel_for
+from .kernels import Kernel, KernelChoice
 from .kv_cache import KVCache
 from .segment import Segment, SegmentContext
 
@@ -25,9 +27,12 @@ class SegmentAttention(torch.nn.Module):
     w bytes an element; keys and values live in the KVCache of the micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, kernels: KernelChoice | None = None) -> None:
         super().__init__()
         self.softmax_scale = config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout
+        self.has_own_random_state = not config.sequence_parallel
+        self.kernels = kernels or KernelChoice()
         self.context: SegmentContext | None = None
 
     def forward(
@@ -45,17 +50,24 @@ class SegmentAttention(torch.nn.Module):
         # (reset masks, windows, packed documents) is refused at start-up.
         assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
         segment = self.context.segment if self.context is not None else None
-        kernel = kernel_for(query, value)
+        dropout = self.dropout if self.training else 0.0
+        kernel = self.kernels.kernel(query, value, dropout)
         if segment is None or segment.is_whole_sequence:
-            return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, 0.0)
+            with self._random_numbers(dropout):
+                return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, dropout)
         assert query.shape[0] == segment.length, (
             f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value))
-        output = _OneSegment.apply(query, key, value, self, segment, cache, kernel, 0.0)
+        with self._random_numbers(dropout):
+            output = _OneSegment.apply(query, key, value, self, segment, cache, kernel, dropout)
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
         return output
+
+    def _random_numbers(self, dropout: float):
+        """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
+        return get_cuda_rng_tracker().fork() if dropout and self.has_own_random_state else nullcontext()
 
 
 class _WholeSequence(torch.autograd.Function):
