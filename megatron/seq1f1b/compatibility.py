@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
@@ -37,8 +38,19 @@ def _is(value: str, name: str) -> Callable[[Namespace], bool]:
     return lambda args: getattr(args, name, None) == value
 
 
-def _fp32_on_a_gpu(args: Namespace) -> bool:
-    return args.distributed_backend == "nccl" and not (args.bf16 or args.fp16)
+def _fused_attention(args: Namespace) -> bool:
+    return getattr(getattr(args, "attention_backend", None), "name", None) == "fused"
+
+
+def _flash_attention_is_missing(args: Namespace) -> bool:
+    modules = {2: "flash_attn.flash_attn_interface", 4: "flash_attn.cute"}
+    module = modules.get(getattr(args, "flash_attention_version", None))
+    if module is None or args.distributed_backend != "nccl":
+        return False
+    try:
+        return find_spec(module) is None
+    except ImportError:  # of the package around it
+        return True
 
 
 _OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
@@ -59,7 +71,13 @@ HONOURED = (
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
     Honoured("`--hidden-dropout`"),
-    Honoured("`--bf16`, `--fp16`"),
+    Honoured("`--attention-dropout`", "fused on GPUs in 16 bits; plain matrix products, slower, elsewhere"),
+    Honoured(
+        "`--attention-backend` `auto`, `flash`, `unfused`, `local`",
+        "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",
+    ),
+    Honoured("`--flash-attention-version` 2, 4", "the kernels of the packages flash-attn and flash-attn-4 instead"),
+    Honoured("`--bf16`, `--fp16`, fp32", "fp32 attention on GPUs is not fused, so slower"),
     Honoured("evaluation, checkpoints, `--log-*`, timers, `--rampup-batch-size`"),
 )
 
@@ -105,12 +123,6 @@ WITH_SEGMENTS = (
     Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
     Refusal("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
     Refusal("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
-    Refusal(
-        "--attention-dropout above 0",
-        _above(0, "attention_dropout"),
-        "is not in the kernels for segments yet",
-        "add --attention-dropout 0",
-    ),
     Refusal("--reset-attention-mask", _given("reset_attention_mask"), _NOT_YET, "drop it"),
     Refusal("--sft", _given("sft"), "packs documents into a sequence, which " + _NOT_YET, _WHOLE),
     Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), _NOT_YET, "drop it"),
@@ -124,10 +136,22 @@ WITH_SEGMENTS = (
     Refusal("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
     Refusal("--fp8-format", _given("fp8"), _UNTESTED, _WHOLE),
     Refusal(
-        "fp32 on a GPU",
-        _fp32_on_a_gpu,
-        "has no flash attention kernel",
-        "add --bf16",
+        "--attention-backend fused",
+        _fused_attention,
+        "asks for kernels that keep their log-sum-exp to themselves, which segments need",
+        "use --attention-backend flash",
+    ),
+    Refusal(
+        "--flash-attention-version 3",
+        _is(3, "flash_attention_version"),
+        "names kernels that segments do not use",
+        "use 2 or 4, or drop it for PyTorch's own",
+    ),
+    Refusal(
+        "--flash-attention-version without its package",
+        _flash_attention_is_missing,
+        "needs it",
+        "install flash-attn (for 2) or flash-attn-4 (for 4), or drop it for PyTorch's own",
     ),
 )
 

@@ -104,11 +104,11 @@ def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segment
 
 
 def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
-    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], timeout=60)
+    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--log-max-attention-logit"], timeout=60)
     assert job.code not in (0, None)
     assert job.log.count("error: ") == 1
-    assert "error: --attention-dropout above 0 " in job.log
-    assert "; add --attention-dropout 0." in job.log
+    assert "error: --log-max-attention-logit " in job.log
+    assert "; drop it." in job.log
 
 
 def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
@@ -116,5 +116,5 @@ def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     script = Path(__file__).with_name("foreign_script.py")
     job = launch(2, [script, *PIPELINE, *EVALUATE, "--sequence-splits", "4"], script=OVERLAY).check()
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
-    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], script=OVERLAY)
-    assert refused.code != 0 and "add --attention-dropout 0." in refused.log
+    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--log-max-attention-logit"], script=OVERLAY)
+    assert refused.code != 0 and "error: --log-max-attention-logit " in refused.log
