@@ -84,16 +84,16 @@ def test_segments_have_masks_of_their_own():
 
 
 def test_the_mean_over_masks_is_the_result_without_dropout():
-    """Output and gradients are linear in the mask. Bound: 6 standard errors, which one of the 6000 numbers here
-    exceeds by chance once in 80,000 runs if errors are normal."""
-    tensors, trials = inputs(), 400
+    """Output and gradients are linear in the mask. Bound: 6 standard errors, which by chance one of the 4608 numbers
+    exceeds for one choice of seeds in 100,000, if errors are normal."""
+    tensors, trials = inputs(), 150
     exact = run(Unfused(), *tensors, 0.0, seed=0)
     samples = [run(Unfused(), *tensors, 0.2, seed) for seed in range(trials)]
     for of_one, expected in zip(zip(*samples, strict=True), exact, strict=True):
         stacked = torch.stack(of_one)
         standard_error = stacked.std(0) / sqrt(trials)
         assert ((stacked.mean(0) - expected).abs() <= 6 * standard_error + 1e-12).all()
-        assert (standard_error > 1e-4).float().mean() > 0.9  # it was dropped at all
+        assert (standard_error > 1e-4).double().mean() > 0.9  # it was dropped at all
 
 
 def layer_with_dropout(sequence_parallel):
