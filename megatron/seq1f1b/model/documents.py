@@ -82,7 +82,8 @@ class WithinDocuments:
                 dropout,
             )
             grad_query[queries] = grads.query
-            for whole, own, prefix in zip((grad_key, grad_value), grads[1:3], grads.prefix or (None, None), strict=True):
+            prefixes = grads.prefix or (None, None)
+            for whole, own, prefix in zip((grad_key, grad_value), (grads.key, grads.value), prefixes, strict=True):
                 part = whole[keys]
                 part[before:] = own
                 if prefix is not None:
