@@ -58,6 +58,10 @@ HONOURED = (
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
+    Honoured(
+        "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
+        "attention is computed document by document; `balanced` cuts each micro-batch by its own",
+    ),
     Honoured("`--hidden-dropout`"),
     Honoured("`--bf16`, `--fp16`"),
     Honoured("evaluation, checkpoints, `--log-*`, timers, `--rampup-batch-size`"),
@@ -111,9 +115,6 @@ WITH_SEGMENTS = (
         "is not in the kernels for segments yet",
         "add --attention-dropout 0",
     ),
-    Refusal("--reset-attention-mask", _given("reset_attention_mask"), _NOT_YET, "drop it"),
-    Refusal("--sft", _given("sft"), "packs documents into a sequence, which " + _NOT_YET, _WHOLE),
-    Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), _NOT_YET, "drop it"),
     Refusal(
         "--position-embedding-type mrope",
         _is("mrope", "position_embedding_type"),
@@ -152,6 +153,11 @@ def refusal(args: Namespace, has_segments: bool, splits_backwards: bool) -> str 
 def segments_are_possible(args: Namespace) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
     return not any(row.is_on(args) for row in WITH_SEGMENTS)
+
+
+def packs_documents(args: Namespace) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    return any(_given(name)(args) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
 
 
 def as_markdown() -> str:
