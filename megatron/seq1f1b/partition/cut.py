@@ -93,9 +93,10 @@ def cut_sequence(
 ) -> tuple[int, ...]:
     """Lengths in tokens of the `num_segments` segments of a sequence, first to last.
 
-    `documents` holds, for each sequence of a micro-batch, the positions that documents start at; strategies that are
-    not among STRATEGIES_BY_DOCUMENTS take no notice of them. Without `costs` the model is taken for one stage on an A100. Raises SplitError for an unknown strategy, for fewer
-    than one segment, for `profile` without costs, and for a cut that would leave a segment empty.
+    `documents` holds, for each sequence of a micro-batch, the positions that documents start at; only the strategies of
+    STRATEGIES_BY_DOCUMENTS look at them. Without `costs` the model is taken for one stage on an A100. Raises SplitError
+    for an unknown strategy, for fewer than one segment, for `profile` without costs, and for a cut that would leave a
+    segment empty.
     """
     if strategy not in STRATEGIES:
         raise SplitError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")

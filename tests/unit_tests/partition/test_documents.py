@@ -20,7 +20,13 @@ from megatron.seq1f1b.partition import (
 from megatron.seq1f1b.partition.cost import AnalyticTime
 
 MODEL = ModelShape(
-    num_layers=32, hidden_size=4096, num_heads=32, head_dim=128, num_kv_heads=32, ffn_hidden_size=16384, vocab_size=51200
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    head_dim=128,
+    num_kv_heads=32,
+    ffn_hidden_size=16384,
+    vocab_size=51200,
 )
 COST = slowest(analytic_costs(MODEL, [8] * 4, A100))
 EVERY_TOKEN = range(97)
@@ -87,9 +93,12 @@ def test_too_many_segments_are_refused():
 
 @pytest.mark.parametrize("strategy", ["even", "uniform_comp"])
 def test_other_strategies_take_no_notice(strategy):
-    documents = packed(4096, 100, 1)
-    assert cut_sequence(strategy, 4096, 4, 1, MODEL, documents=documents) == cut_sequence(strategy, 4096, 4, 1, MODEL)
-    assert cut_sequence("balanced", 4096, 4, 1, MODEL, documents=documents) != cut_sequence("balanced", 4096, 4, 1, MODEL)
+    def cut(strategy, documents=None):
+        return cut_sequence(strategy, 16384, 4, 1, MODEL, documents=documents)
+
+    documents = packed(16384, 100, 1)
+    assert cut(strategy, documents) == cut(strategy)
+    assert cut("balanced", documents) != cut("balanced")
 
 
 def test_a_jump_of_the_cost_is_no_obstacle():
