@@ -70,6 +70,10 @@ HONOURED = (
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
+    Honoured(
+        "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
+        "attention is computed document by document; `balanced` cuts each micro-batch by its own",
+    ),
     Honoured("`--hidden-dropout`"),
     Honoured("`--attention-dropout`", "fused on GPUs in 16 bits; plain matrix products, slower, elsewhere"),
     Honoured(
@@ -123,9 +127,6 @@ WITH_SEGMENTS = (
     Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
     Refusal("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
     Refusal("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
-    Refusal("--reset-attention-mask", _given("reset_attention_mask"), _NOT_YET, "drop it"),
-    Refusal("--sft", _given("sft"), "packs documents into a sequence, which " + _NOT_YET, _WHOLE),
-    Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), _NOT_YET, "drop it"),
     Refusal(
         "--position-embedding-type mrope",
         _is("mrope", "position_embedding_type"),
@@ -176,6 +177,11 @@ def refusal(args: Namespace, has_segments: bool, splits_backwards: bool) -> str 
 def segments_are_possible(args: Namespace) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
     return not any(row.is_on(args) for row in WITH_SEGMENTS)
+
+
+def packs_documents(args: Namespace) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    return any(_given(name)(args) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
 
 
 def as_markdown() -> str:

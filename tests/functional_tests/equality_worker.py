@@ -23,14 +23,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.seq1f1b.partition import even  # noqa: E402
-from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor  # noqa: E402
 
 SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS = 56, 2, 64, 32, 4
+END = 6
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -62,13 +64,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One step."""
+    """One step. Where sequences are `packed`, it says how a batch tells of documents."""
 
     family: str
     k: int
     m: int
     split: str
     mask: str
+    packed: str | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -196,19 +199,43 @@ def batches(case: Case, first: int, step: int):
         elif case.mask == "segment":
             start = sum(case.lengths[: microbatch % case.k])
             loss_mask[:, start : start + case.lengths[microbatch % case.k]] = 0 if case.k > 1 else 1
-        yield {
+        batch = {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
             "loss_mask": loss_mask,
             "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
         }
+        yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
+
+
+def packed(tokens: torch.Tensor, form: str) -> dict:
+    """Entries of a batch with several documents, each ended by a token below END: positions within them, and a mask or
+    cumulative lengths."""
+    tokens = torch.where(tokens < END, 0, tokens)
+    starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0), value=True)
+    documents = starts.cumsum(dim=1)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    entries = {"tokens": tokens, "position_ids": positions - torch.where(starts, positions, 0).cummax(dim=1).values}
+    if form == "mask":
+        sees = (documents[:, :, None] == documents[:, None, :]).tril()
+        entries["attention_mask"] = ~sees[:, None]
+    elif form == "cu_seqlens":
+        bounds = torch.where(starts, positions, SEQUENCE).sort(dim=1).values
+        entries["cu_seqlens"] = torch.nn.functional.pad(bounds, (0, 1), value=SEQUENCE).int()
+        entries["max_seqlen"] = entries["cu_seqlens"].diff(dim=1).max(dim=1).values
+    return entries
 
 
 def forward_step(data_iterator, model):
     """Like pretrain_gpt.py's, with the loss summed in fp64."""
     module = model.module
     batch = next(data_iterator) if module.pre_process or module.post_process else {}
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    packing = {}
+    if "cu_seqlens" in batch:
+        bounds, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
+        packing["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, None, None, longest, longest)
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+    output = model(*inputs, labels=batch.get("labels"), **packing)
 
     def loss_func(losses):
         mask = batch["loss_mask"].double()
@@ -259,7 +286,11 @@ class References:
     def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
         """(reports of training, gradients, reports of evaluation) for each case."""
         ranks = Layout(tensor=layout.tensor, sequence_parallel=layout.sequence_parallel)
-        keys = [(model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None) for case in cases]
+        cases = [replace(case, packed=case.packed and "mask") for case in cases]
+        keys = [
+            (model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None, case.packed)
+            for case in cases
+        ]
         chunks = None
         for key, case in zip(keys, cases, strict=True):
             if key not in self._found:
@@ -286,7 +317,8 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     worst, checked = 0.0, 0
     for case, (expected_reports, expected_grads, expected_evaluation) in zip(cases, expectations, strict=True):
-        executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths)
+        packing = Packing(end_of_document=0) if case.packed else None
+        executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths, packing=packing)
         evaluations = [run(executor, chunks, case, first, replicas, forward_only=True)[0]]
         reports, grads = run(executor, chunks, case, first, replicas)
         evaluations.append(run(executor, chunks, case, first, replicas, forward_only=True)[0])
@@ -410,6 +442,25 @@ def overlap_suite():
             yield Model(tied=True, positions="learned_absolute"), replace(layout, **variant), cases
 
 
+def documents_suite():
+    """Each way to tell of documents, and one step of each kind in each model."""
+    cases = [
+        Case("1f1b", k, m, "uneven", "random", form)
+        for k, m, form in (
+            (1, 2, "mask"),
+            (1, 2, "tokens"),
+            (2, 1, "cu_seqlens"),
+            (3, 5, "tokens"),
+            (4, 2, "mask"),
+            (7, 2, "cu_seqlens"),
+        )
+    ]
+    yield Model(), Layout(pipeline=2), cases
+    for model in models():
+        yield model, Layout(pipeline=2), [replace(case, m=2) for case in cases[1:4]]
+    yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[4:]]
+
+
 def data_suite(pipeline: int):
     for model in (Model(), models()[1]):
         yield model, Layout(pipeline=pipeline), few_cases()
@@ -428,6 +479,10 @@ SUITES = {
     "pp2-dp2-overlap": overlap_suite,
     "tp2": lambda: tensor_suite(1),
     "pp2-tp2": lambda: tensor_suite(2),
+    "pp2-documents": documents_suite,
+    "pp2-tp2-documents": lambda: [
+        (models()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "uneven", "random", "tokens")]),
+    ],
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),
 }

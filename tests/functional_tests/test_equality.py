@@ -17,6 +17,8 @@ RANKS = {
     "pp2-tp2-split": 4,
     "tp2": 2,
     "pp2-tp2": 4,
+    "pp2-documents": 2,
+    "pp2-tp2-documents": 4,
     "dp2": 2,
     "pp2-dp2": 4,
     "pp2-dp2-overlap": 4,

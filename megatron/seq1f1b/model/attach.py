@@ -37,6 +37,10 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     The latest call wins, so that several executors can take turns on one model.
     """
     chunks = use_segment_attention(chunks)
+    for chunk in chunks:
+        if not hasattr(chunk, "segment_context"):
+            chunk.register_forward_pre_hook(_without_packed_format, with_kwargs=True)
+        chunk.segment_context = context
     for attention in _modules(chunks, SegmentAttention):
         attention.context = context
     for rotary in _modules(chunks, (RotaryEmbedding, YarnRotaryEmbedding)):
@@ -65,6 +69,18 @@ def _start_at_segment(rotary: torch.nn.Module, args: tuple, kwargs: dict) -> tup
     """Megatron asks for as many positions as there are tokens; they begin where the running segment does."""
     segment = rotary.segment_context.segment
     return args, kwargs if segment is None else {**kwargs, "offset": segment.start}
+
+
+def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The segment says where documents start, so a model that is also told in Megatron's packed format forgets that.
+
+    Its rotary positions then count from the start of the sequence instead of the document, which comes to the same:
+    rotary attention depends on differences of positions only.
+    """
+    segment = chunk.segment_context.segment
+    if segment is not None and segment.documents is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
+    return args, kwargs
 
 
 def _modules(chunks: list[torch.nn.Module], kinds: type | tuple[type, ...]) -> list[torch.nn.Module]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from ..model import Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
+from ..model import Documents, Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
 from ..schedule import Channel, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
+from .documents import Packing, documents_of_step
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Step
 from .loss import LossLedger
@@ -29,7 +31,8 @@ class PipelineExecutor:
 
     `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
     `cut(sequence_length)` gives the lengths of the segments. `sequence_length_is(length)` is entered around the user's
-    forward step, for code that derives shapes from a global sequence length. No state of a step survives it.
+    forward step, for code that derives shapes from a global sequence length. With `packing` attention stays within the
+    documents of a sequence. No state of a step survives it.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class PipelineExecutor:
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self._plan = Plan(schedule)
         self._num_segments = num_segments
@@ -47,6 +51,7 @@ class PipelineExecutor:
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
         self._tracer = tracer
+        self._packing = packing
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -92,19 +97,31 @@ class PipelineExecutor:
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
         placement = Placement(pipeline.size(), len(chunks))
         shape = Shape(placement, num_microbatches, self._num_segments)
-        segments = self._segments(num_microbatches, seq_length)
-        self._agree(shape, segments[0], micro_batch_size, forward_only)
+        self._agree(shape, seq_length, micro_batch_size, forward_only)
         actions = self._plan.program(shape, pipeline.rank(), forward_only)
-        if self._num_segments > 1:  # an uncut sequence needs nothing, so the model then keeps its own attention
+        # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
+        if self._num_segments > 1 or self._packing is not None:
             attach(chunks, self._context)
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        batches = [iterator and SegmentIterator(iterator) for iterator in iterators]
+        documents: list[Documents | None] = [None] * num_microbatches
+        if self._packing is not None:
+            documents = documents_of_step(
+                batches[placement.chunk_of(0)],
+                (num_microbatches, micro_batch_size, seq_length),
+                self._packing.end_of_document,
+                placement.rank_of(0),
+                pipeline,
+                groups.tp,
+                device,
+            )
         step = Step(
             forward_step_func=forward_step_func,
             chunks=chunks,
-            batches=[iterator and SegmentIterator(iterator) for iterator in iterators],
-            segments=segments,
+            batches=batches,
+            segments=[self._segments(number, seq_length, packed) for number, packed in enumerate(documents)],
             config=config,
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
@@ -156,15 +173,12 @@ class PipelineExecutor:
             config.timers("forward-backward").stop()
         return losses.reports()
 
-    def _segments(self, num_microbatches: int, sequence_length: int) -> list[list[Segment]]:
-        lengths = self._cut(sequence_length)
-        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
+        follows = documents is not None and self._packing.cut is not None
+        lengths = self._packing.cut(sequence_length, documents) if follows else self._cut(sequence_length)
         return [
-            [
-                Segment(microbatch, index, end - length, end, sequence_length)
-                for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
-            ]
-            for microbatch in range(num_microbatches)
+            Segment(microbatch, index, end - length, end, sequence_length, documents)
+            for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
         ]
 
     def _communicator(
@@ -180,13 +194,15 @@ class PipelineExecutor:
             self._communicators[key] = Communicator(group, channels, dtype, device, self._timeout)
         return self._communicators[key]
 
-    def _agree(self, shape: Shape, segments: Sequence[Segment], micro_batch_size: int, forward_only: bool) -> None:
+    def _agree(self, shape: Shape, sequence_length: int, micro_batch_size: int, forward_only: bool) -> None:
         """Compare this step with that of the other ranks, the first time that it is asked for."""
-        lengths = [segment.length for segment in segments]
+        is_packed, lengths = self._packing is not None, str(list(self._cut(sequence_length)))
+        if is_packed and self._packing.cut is not None:
+            lengths = f"{shape.num_segments} times a length that follows the documents, of {sequence_length} in all,"
         plan = (
             f"{self._plan.name}, {'evaluation' if forward_only else 'training'} on {shape.num_ranks} ranks with "
             f"{shape.num_chunks} model chunks, {shape.num_microbatches} micro-batches of {micro_batch_size} sequences, "
-            f"segments of {lengths} tokens"
+            f"segments of {lengths} tokens{' within documents' if is_packed else ''}"
         )
         if plan not in self._agreed:
             check_agreement(plan)
