@@ -1,13 +1,16 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
 
 from .attention import SegmentAttention
 from .segment import SegmentContext
@@ -20,9 +23,10 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     Also right for Megatron's own schedules: without a running segment it is plain causal attention.
     """
     chunks = list(model)
-    for layer in _modules(chunks, SelfAttention):
+    for layer in _modules(chunks, (SelfAttention, MLASelfAttention)):
         if not isinstance(layer.core_attention, SegmentAttention):
-            layer.core_attention = SegmentAttention(layer.config)
+            # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
+            layer.core_attention = SegmentAttention(layer.config, getattr(layer, "softmax_scale", None))
     return chunks
 
 
@@ -37,6 +41,8 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     for rotary in _modules(chunks, (RotaryEmbedding, YarnRotaryEmbedding)):
         if not hasattr(rotary, "segment_context"):
             rotary.register_forward_pre_hook(_start_at_segment, with_kwargs=True)
+            if isinstance(rotary, YarnRotaryEmbedding):
+                rotary.get_cached_cos_sin = partial(_from_segment_start, rotary, rotary.get_cached_cos_sin)
         rotary.segment_context = context
 
 
@@ -60,6 +66,19 @@ def _start_at_segment(rotary: torch.nn.Module, args: tuple, kwargs: dict) -> tup
     """Megatron asks for as many positions as there are tokens; they begin where the running segment does."""
     segment = rotary.segment_context.segment
     return args, kwargs if segment is None else {**kwargs, "offset": segment.start}
+
+
+def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
+    """What the fused rotary embedding of multi-latent attention asks for in place of calling the module.
+
+    The cosines and sines are those of a longer sequence without its first positions, so that one cache serves all
+    segments.
+    """
+    segment = rotary.segment_context.segment
+    if segment is None:
+        return cached(seq_len, **kwargs)
+    cos, sin = cached(segment.start + seq_len, **kwargs)
+    return cos[segment.start :], sin[segment.start :]
 
 
 def _modules(chunks: list[torch.nn.Module], kinds: type | tuple[type, ...]) -> list[torch.nn.Module]:

@@ -25,9 +25,9 @@ class SegmentAttention(torch.nn.Module):
     w bytes an element; keys and values live in the KVCache of the micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None) -> None:
         super().__init__()
-        self.softmax_scale = config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
         self.context: SegmentContext | None = None
 
     def forward(
