@@ -18,35 +18,19 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
+from equality_models import SEQUENCE, VOCABULARY, Model, latent, variants  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.seq1f1b.partition import even  # noqa: E402
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor  # noqa: E402
 
-SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS = 56, 2, 64, 32, 4
-END = 6
+BATCH, END = 2, 6
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Model:
-    """What the model is made of."""
-
-    dtype: torch.dtype = torch.float64
-    layers: int = 4
-    kv_heads: int = HEADS
-    positions: str = "rope"
-    tied: bool = False
-    recompute: str | None = None
-    per_token_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,45 +90,18 @@ def use_ranks(layout: Layout) -> None:
 def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     """The model chunks of this rank; every parameter has the same values in every layout."""
     use_ranks(layout)
-    recompute = {"recompute_granularity": model.recompute} if model.recompute else {}
-    if model.recompute == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(
-        num_layers=model.layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=model.kv_heads,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    config = model.transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         sequence_parallel=layout.sequence_parallel,
-        params_dtype=model.dtype,
-        pipeline_dtype=model.dtype,
-        deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        calculate_per_token_loss=model.per_token_loss,
-        **recompute,
     )
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for chunk in range(layout.chunks):
         stage = chunk * layout.pipeline + parallel_state.get_pipeline_model_parallel_rank()
-        chunks.append(
-            GPTModel(
-                config,
-                get_gpt_layer_local_spec(),
-                VOCABULARY,
-                SEQUENCE,
-                pre_process=stage == 0,
-                post_process=stage == layout.pipeline * layout.chunks - 1,
-                position_embedding_type=model.positions,
-                share_embeddings_and_output_weights=model.tied,
-                vp_stage=chunk if layout.chunks > 1 else None,
-            ).to(model.dtype)
-        )
+        is_last = stage == layout.pipeline * layout.chunks - 1
+        chunks.append(model.build(config, stage == 0, is_last, chunk if layout.chunks > 1 else None))
     with torch.no_grad():
         for name, param in named(chunks):
             param.copy_(initial(name, param))
@@ -375,22 +332,9 @@ def few_cases(families=("1f1b",)):
     ]
 
 
-def models():
-    """The exact one, and each way in which models differ."""
-    exact = Model()
-    return [
-        replace(exact, kv_heads=2),
-        replace(exact, kv_heads=1, positions="learned_absolute", tied=True),
-        replace(exact, recompute="full"),
-        replace(exact, recompute="selective"),
-        replace(exact, per_token_loss=True),
-        replace(exact, dtype=torch.float32),
-    ]
-
-
 def pipeline_suite(size: int):
     yield Model(), Layout(pipeline=size), all_cases()
-    for model in models():
+    for model in variants():
         yield model, Layout(pipeline=size), few_cases()
 
 
@@ -423,13 +367,13 @@ def chunks_suite(pipeline: int, chunks: int):
 def split_suite():
     families = ("zb-h1", "auto")
     yield Model(), Layout(pipeline=2), order_cases(families)
-    for model in models()[1:]:
+    for model in variants()[1:]:
         yield model, Layout(pipeline=2), few_cases(("zb-h1",))
     yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
 
 
 def split_tensor_suite():
-    for model, sequence_parallel in ((Model(), True), (models()[1], False), (models()[1], True)):
+    for model, sequence_parallel in ((Model(), True), (variants()[1], False), (variants()[1], True)):
         yield model, Layout(pipeline=2, tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))
 
 
@@ -456,14 +400,30 @@ def documents_suite():
         )
     ]
     yield Model(), Layout(pipeline=2), cases
-    for model in models():
+    for model in variants():
         yield model, Layout(pipeline=2), [replace(case, m=2) for case in cases[1:4]]
     yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[4:]]
 
 
 def data_suite(pipeline: int):
-    for model in (Model(), models()[1]):
+    for model in (Model(), variants()[1]):
         yield model, Layout(pipeline=pipeline), few_cases()
+
+
+def latent_suite(pipeline: int, tensor: int):
+    """Multi-latent attention."""
+    layout = Layout(pipeline=pipeline, tensor=tensor, sequence_parallel=tensor > 1)
+    families = ("1f1b", "zb-h1") if pipeline > 1 else ("1f1b",)
+    yield latent(), layout, few_cases(families)
+    yield latent("rope", query_rank=None), layout, few_cases(families)
+    if tensor == 1:
+        for recompute in ("full", "selective"):
+            yield replace(latent(), recompute=recompute), layout, few_cases(families)
+        recomputed = replace(latent(), recompute="selective").with_config(recompute_modules=("mla_up_proj",))
+        yield recomputed, layout, few_cases(families)
+        yield replace(latent(), dtype=torch.float32, per_token_loss=True), layout, few_cases()
+    else:
+        yield latent(), replace(layout, sequence_parallel=False), few_cases(families)
 
 
 SUITES = {
@@ -481,8 +441,10 @@ SUITES = {
     "pp2-tp2": lambda: tensor_suite(2),
     "pp2-documents": documents_suite,
     "pp2-tp2-documents": lambda: [
-        (models()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "uneven", "random", "tokens")]),
+        (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "uneven", "random", "tokens")]),
     ],
+    "pp2-mla": lambda: latent_suite(2, 1),
+    "tp2-mla": lambda: latent_suite(1, 2),
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),
 }
