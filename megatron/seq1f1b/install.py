@@ -102,6 +102,7 @@ def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
         sequence_length_is=partial(_sequence_length_is, megatron_args),
         timeout=timedelta(minutes=megatron_args.distributed_timeout_minutes),
         tracer=_tracer(config, megatron_args),
+        costs=config.action_costs,
     )
 
 

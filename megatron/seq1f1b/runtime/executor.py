@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from ..model import Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
-from ..schedule import Channel, Kind, Placement, Schedule, Shape
+from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
@@ -28,7 +28,8 @@ class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
     `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
-    `cut(sequence_length)` gives the lengths of the segments. `sequence_length_is(length)` is entered around the user's
+    `cut(sequence_length)` gives the lengths of the segments; `costs(lengths)` what `auto` plans for, equal costs if it
+    is None. `sequence_length_is(length)` is entered around the user's
     forward step, for code that derives shapes from a global sequence length. No state of a step survives it.
     """
 
@@ -40,8 +41,9 @@ class PipelineExecutor:
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
+        costs: Callable[[Sequence[int]], Costs] | None = None,
     ) -> None:
-        self._plan = Plan(schedule)
+        self._plan = Plan(schedule, costs)
         self._num_segments = num_segments
         self._cut = cut
         self._sequence_length_is = sequence_length_is
@@ -92,9 +94,10 @@ class PipelineExecutor:
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
         placement = Placement(pipeline.size(), len(chunks))
         shape = Shape(placement, num_microbatches, self._num_segments)
-        segments = self._segments(num_microbatches, seq_length)
-        self._agree(shape, segments[0], micro_batch_size, forward_only)
-        actions = self._plan.program(shape, pipeline.rank(), forward_only)
+        lengths = self._cut(seq_length)
+        segments = self._segments(num_microbatches, lengths)
+        self._agree(shape, lengths, micro_batch_size, forward_only)
+        actions = self._plan.program(shape, lengths, pipeline.rank(), forward_only)
         if self._num_segments > 1:  # an uncut sequence needs nothing, so the model then keeps its own attention
             attach(chunks, self._context)
 
@@ -156,12 +159,11 @@ class PipelineExecutor:
             config.timers("forward-backward").stop()
         return losses.reports()
 
-    def _segments(self, num_microbatches: int, sequence_length: int) -> list[list[Segment]]:
-        lengths = self._cut(sequence_length)
+    def _segments(self, num_microbatches: int, lengths: Sequence[int]) -> list[list[Segment]]:
         ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
         return [
             [
-                Segment(microbatch, index, end - length, end, sequence_length)
+                Segment(microbatch, index, end - length, end, ends[-1])
                 for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
             ]
             for microbatch in range(num_microbatches)
@@ -180,13 +182,12 @@ class PipelineExecutor:
             self._communicators[key] = Communicator(group, channels, dtype, device, self._timeout)
         return self._communicators[key]
 
-    def _agree(self, shape: Shape, segments: Sequence[Segment], micro_batch_size: int, forward_only: bool) -> None:
+    def _agree(self, shape: Shape, lengths: Sequence[int], micro_batch_size: int, forward_only: bool) -> None:
         """Compare this step with that of the other ranks, the first time that it is asked for."""
-        lengths = [segment.length for segment in segments]
         plan = (
             f"{self._plan.name}, {'evaluation' if forward_only else 'training'} on {shape.num_ranks} ranks with "
             f"{shape.num_chunks} model chunks, {shape.num_microbatches} micro-batches of {micro_batch_size} sequences, "
-            f"segments of {lengths} tokens"
+            f"segments of {list(lengths)} tokens"
         )
         if plan not in self._agreed:
             check_agreement(plan)
