@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-attention-heads", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=512, help="small, so that the stages cost the same")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[2], metavar="M", help="a table for each")
-    parser.add_argument("--num-chunks", type=int, nargs="+", default=[1], metavar="C", help="chunks of a rank; a table each")
+    parser.add_argument("--num-chunks", type=int, nargs="+", default=[1], metavar="C", help="of a rank; a table each")
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[1, 4], metavar="K", help="of our schedules")
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
     parser.add_argument("--sequence-split-profile", metavar="JSON", help="measured costs, for the strategy profile")

@@ -32,7 +32,11 @@ def schedule_1f1b(model: list[torch.nn.Module], batch: Batch, num_microbatches: 
     (chunk,) = model
     group = parallel_state.get_pipeline_model_parallel_group()
     stage = PipelineStage(_Stage(chunk, batch), group.rank(), group.size(), batch.tokens.device, group=group)
-    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=lambda losses, _: losses.mean(), scale_grads=False)
+
+    def loss(losses: torch.Tensor, _) -> torch.Tensor:
+        return losses.mean() / num_microbatches  # as Megatron scales it; PyTorch would scale .grad, which is empty
+
+    schedule = Schedule1F1B(stage, num_microbatches, loss_fn=loss, scale_grads=False)
     tokens, labels = (x.expand(num_microbatches, -1) for x in (batch.tokens, batch.labels))
     inputs = (tokens,) if stage.is_first else ()
     last = {"labels": labels, "target": labels} if stage.is_last else {}
