@@ -29,7 +29,8 @@ from .partition import (
     slowest,
     terapipe,
 )
-from .schedule import FAMILY_NAMES, Kind, Placement, Schedule, Shape, read_csv
+from .schedule import FAMILY_NAMES, Costs, Kind, Placement, Schedule, Shape, read_csv
+from .simulator import action_costs
 
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
@@ -117,6 +118,10 @@ class PipelineConfig:
         profile = read_profile(self.split_profile)
         check_profile(profile, self.split_profile, self.model, self.tensor_parallel_size)
         return profile.costs(self.layers_per_stage)
+
+    def action_costs(self, lengths: Sequence[int]) -> Costs:
+        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
+        return action_costs(self.costs(), self.layers_per_stage, lengths)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

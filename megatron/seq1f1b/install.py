@@ -104,6 +104,7 @@ def _executor(config: PipelineConfig, megatron_args: Namespace, packing: Packing
         timeout=timedelta(minutes=megatron_args.distributed_timeout_minutes),
         tracer=_tracer(config, megatron_args),
         packing=packing,
+        costs=config.action_costs,
     )
 
 

@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from ..model import Documents, Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
-from ..schedule import Channel, Kind, Placement, Schedule, Shape
+from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
@@ -30,9 +30,10 @@ class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
     `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
-    `cut(sequence_length)` gives the lengths of the segments. `sequence_length_is(length)` is entered around the user's
-    forward step, for code that derives shapes from a global sequence length. With `packing` attention stays within the
-    documents of a sequence. No state of a step survives it.
+    `cut(sequence_length)` gives the lengths of the segments; `costs(lengths)` what `auto` plans for, equal costs if it
+    is None. `sequence_length_is(length)` is entered around the user's forward step, for code that derives shapes from a
+    global sequence length. With `packing` attention stays within the documents of a sequence. No state of a step
+    survives it.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class PipelineExecutor:
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
         packing: Packing | None = None,
+        costs: Callable[[Sequence[int]], Costs] | None = None,
     ) -> None:
-        self._plan = Plan(schedule)
+        self._plan = Plan(schedule, costs)
         self._num_segments = num_segments
         self._cut = cut
         self._sequence_length_is = sequence_length_is
@@ -98,7 +100,7 @@ class PipelineExecutor:
         placement = Placement(pipeline.size(), len(chunks))
         shape = Shape(placement, num_microbatches, self._num_segments)
         self._agree(shape, seq_length, micro_batch_size, forward_only)
-        actions = self._plan.program(shape, pipeline.rank(), forward_only)
+        actions = self._plan.program(shape, self._cut(seq_length), pipeline.rank(), forward_only)
         # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
         if self._num_segments > 1 or self._packing is not None:
             attach(chunks, self._context)
