@@ -2,6 +2,7 @@
 
 from .executor import PipelineExecutor
 from .tracer import Tracer
+from .upstream_functions import UpstreamFunctions
 from .upstream_steps import UpstreamSteps
 
-__all__ = ["PipelineExecutor", "Tracer", "UpstreamSteps"]
+__all__ = ["PipelineExecutor", "Tracer", "UpstreamFunctions", "UpstreamSteps"]
