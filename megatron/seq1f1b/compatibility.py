@@ -109,6 +109,13 @@ WITH_OUR_SCHEDULES = (
         "negotiates the shape of every message, which our schedules know in advance",
         "drop it",
     ),
+    Refusal(
+        "multi-token prediction on a pipeline stage of its own",
+        _given("mtp_standalone"),
+        "negotiates the shape of every message, which our schedules know in advance",
+        "lay it out beside the loss",
+    ),
+    Refusal("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),
     Refusal("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
     Refusal("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
 )
