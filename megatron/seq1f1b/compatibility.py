@@ -26,6 +26,10 @@ def _given(name: str) -> Callable[[Namespace], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _all_given(*names: str) -> Callable[[Namespace], bool]:
+    return lambda args: all(getattr(args, name, None) for name in names)
+
+
 def _above(limit: float, name: str) -> Callable[[Namespace], bool]:
     return lambda args: (getattr(args, name, None) or 0) > limit
 
@@ -139,6 +143,12 @@ WITH_SEGMENTS = (
         _is("mrope", "position_embedding_type"),
         _NOT_YET,
         "use --position-embedding-type rope",
+    ),
+    Refusal(
+        "--allow-ambiguous-pad-tokens with --reset-attention-mask",
+        _all_given("reset_attention_mask", "allow_ambiguous_pad_tokens"),
+        "erases the tokens that end documents where padding is the same token",
+        "drop --allow-ambiguous-pad-tokens",
     ),
     Refusal("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
     Refusal("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),

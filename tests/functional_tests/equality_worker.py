@@ -26,7 +26,8 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from megatron.seq1f1b.partition import even  # noqa: E402
+from megatron.seq1f1b.partition import balanced_by_documents, even  # noqa: E402
+from megatron.seq1f1b.partition.cost import AnalyticTime  # noqa: E402
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor  # noqa: E402
 
 BATCH, END = 2, 6
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        if self.split == "even":
+        if self.split in ("even", "documents"):
             return even(SEQUENCE, self.k, 2)
         shrinking = [2 * (self.k - i) for i in range(self.k)]  # uneven, and even numbers for two tensor ranks
         return (SEQUENCE - sum(shrinking[1:]), *shrinking[1:])
@@ -274,7 +275,7 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     worst, checked = 0.0, 0
     for case, (expected_reports, expected_grads, expected_evaluation) in zip(cases, expectations, strict=True):
-        packing = Packing(end_of_document=0) if case.packed else None
+        packing = Packing(0, cut_by_documents(case)) if case.packed else None
         executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths, packing=packing)
         evaluations = [run(executor, chunks, case, first, replicas, forward_only=True)[0]]
         reports, grads = run(executor, chunks, case, first, replicas)
@@ -295,6 +296,14 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
         wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
         assert not wrong, f"{layout} {model} {case}: {len(wrong)} of {len(errors)} differ, the worst by {wrong[-1]}"
     return checked, worst
+
+
+def cut_by_documents(case: Case):
+    """For an executor: lengths that differ from one micro-batch to the next, if the case is split by documents."""
+    if case.split != "documents":
+        return None
+    cost = AnalyticTime(per_token=1.0, per_pair=0.5)
+    return lambda length, documents: balanced_by_documents(length, case.k, cost, documents, multiple_of=2)
 
 
 def has_loss(layout: Layout) -> bool:
@@ -389,20 +398,21 @@ def overlap_suite():
 def documents_suite():
     """Each way to tell of documents, and one step of each kind in each model."""
     cases = [
-        Case("1f1b", k, m, "uneven", "random", form)
-        for k, m, form in (
-            (1, 2, "mask"),
-            (1, 2, "tokens"),
-            (2, 1, "cu_seqlens"),
-            (3, 5, "tokens"),
-            (4, 2, "mask"),
-            (7, 2, "cu_seqlens"),
+        Case("1f1b", k, m, split, "random", form)
+        for k, m, split, form in (
+            (1, 2, "even", "mask"),
+            (1, 2, "even", "tokens"),
+            (2, 2, "uneven", "cu_seqlens"),
+            (3, 2, "documents", "tokens"),
+            (4, 2, "uneven", "mask"),
+            (5, 5, "documents", "cu_seqlens"),
+            (7, 2, "uneven", "cu_seqlens"),
         )
     ]
     yield Model(), Layout(pipeline=2), cases
     for model in variants():
-        yield model, Layout(pipeline=2), [replace(case, m=2) for case in cases[1:4]]
-    yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[4:]]
+        yield model, Layout(pipeline=2), cases[1:4]
+    yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[3:6]]
 
 
 def data_suite(pipeline: int):
@@ -441,7 +451,7 @@ SUITES = {
     "pp2-tp2": lambda: tensor_suite(2),
     "pp2-documents": documents_suite,
     "pp2-tp2-documents": lambda: [
-        (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "uneven", "random", "tokens")]),
+        (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "documents", "random", "tokens")]),
     ],
     "pp2-mla": lambda: latent_suite(2, 1),
     "tp2-mla": lambda: latent_suite(1, 2),

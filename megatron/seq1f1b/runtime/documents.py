@@ -55,7 +55,7 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) ->
     if tokens is None:
         raise ValueError(
             "documents are to be kept apart, but a batch is no dict with cu_seqlens, attention_mask or tokens; drop "
-            "--sequence-splits and --pipeline-schedule"
+            "--sequence-splits and --pipeline-schedule to run Megatron's own schedule"
         )
     _check(tokens, shape, "tokens")
     starts[:, 1:] = tokens[:, :-1].cpu() == end_of_document

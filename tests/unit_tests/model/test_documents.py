@@ -19,8 +19,6 @@ PACKED = {
 }
 CUTS = {1: (), 2: (24,), 3: (12, 36), 4: (12, 24, 36), 7: (3, 11, 12, 25, 40, 47)}
 
-CONFIG = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=False)
-
 
 @pytest.mark.parametrize(
     "start, end, expected",
@@ -34,6 +32,13 @@ CONFIG = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.
 )
 def test_pieces_of_a_segment(start, end, expected):
     assert pieces((0, 5, 9, 10), start, end) == expected
+
+
+def attention():
+    """A layer for heads of 8."""
+    return SegmentAttention(
+        SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=False)
+    )
 
 
 def masked_attention(query, key, value, documents):
@@ -62,7 +67,7 @@ def test_attention_and_gradients_stay_within_documents(k, documents, dtype, tole
     expected = masked_attention(*exact, documents)
     expected.backward(grad.double())
 
-    layer = SegmentAttention(CONFIG)
+    layer = attention()
     layer.context = context = SegmentContext()
     bounds = [0, *CUTS[k], LENGTH]
     units = []
@@ -85,7 +90,7 @@ def test_attention_and_gradients_stay_within_documents(k, documents, dtype, tole
 
 def test_a_flattened_batch_is_an_error():
     query = torch.randn(8, 1, 2, 8)
-    layer = SegmentAttention(CONFIG)
+    layer = attention()
     layer.context = context = SegmentContext()
     running = context.running(Segment(0, 0, 0, 8, 8, ((0,), (0, 3))), keeps_for_backward=True)
     with running, pytest.raises(AssertionError, match="1 sequences for a micro-batch of 2"):
