@@ -58,8 +58,10 @@ class Model:
             **layout,
         )
 
-    def build(self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None) -> GPTModel:
-        """One stage of the model."""
+    def build(
+        self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
+    ) -> GPTModel:
+        """One stage of the model; `groups` is Megatron's pg_collection."""
         return GPTModel(
             config,
             get_gpt_decoder_block_spec(
@@ -72,6 +74,7 @@ class Model:
             position_embedding_type="none" if isinstance(config, MLATransformerConfig) else self.positions,
             share_embeddings_and_output_weights=self.tied,
             vp_stage=chunk,
+            pg_collection=groups,
             **dict(self.gpt),
         ).to(self.dtype)
 

@@ -24,6 +24,9 @@ RANKS = {
     "dp2": 2,
     "pp2-dp2": 4,
     "pp2-dp2-overlap": 4,
+    "pp2-v": 2,
+    "pp4-v": 4,
+    "pp2-dp2-v": 4,
 }
 
 
