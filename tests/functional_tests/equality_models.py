@@ -30,6 +30,16 @@ class Model:
     config: tuple[tuple[str, Any], ...] = ()
     gpt: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def balance(self) -> tuple[str, ...]:
+        """The balance losses of its experts."""
+        return dict(self.config).get("moe_router_load_balancing_type", ())
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """The losses of its experts."""
+        return self.balance + (("z_loss",) if dict(self.config).get("moe_z_loss_coeff") else ())
+
     def with_config(self, **values: Any) -> "Model":
         return replace(self, config=options(**(dict(self.config) | values)))
 
@@ -105,3 +115,24 @@ def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
         qk_layernorm=query_rank is not None,
         **yarn if rope == "yarn" else {},
     )
+
+
+def mixture(**values: Any) -> Model:
+    """A dense layer and one with experts, two of four for each token."""
+    return Model(layers=2).with_config(
+        **{
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_router_load_balancing_type": (),
+            "moe_aux_loss_coeff": (),
+            "add_bias_linear": False,
+        }
+        | values
+    )
+
+
+def balanced(*kinds: str, **values: Any) -> Model:
+    """With balance losses heavy enough to be seen beside the model's own."""
+    coefficients = tuple(0.3 / (1 + i) for i in range(len(kinds)))
+    return mixture(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients, **values)

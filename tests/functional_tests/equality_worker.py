@@ -11,6 +11,7 @@ import itertools
 import zlib
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isclose
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from equality_models import SEQUENCE, VOCABULARY, Model, latent, variants  # noqa: E402
+from equality_experts import balance_by_segment, logged, set_biases  # noqa: E402
+from equality_models import SEQUENCE, VOCABULARY, Model, balanced, latent, mixture, variants  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
@@ -45,6 +47,8 @@ class Layout:
     chunks: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
+    expert: int = 1
+    expert_tensor: int | None = None
     overlap: bool = False
     align: bool = False
     distributed_optimizer: bool = False
@@ -79,20 +83,29 @@ def use_ranks(layout: Layout) -> None:
 
     Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
     """
-    sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None
+    sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None, layout.expert
+    sizes += (layout.expert_tensor or layout.tensor,)
     if parallel_state.model_parallel_is_initialized():
         now = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
         if now == sizes:
             return
         for group in filter(None, parallel_state._global_process_group_list):
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
-    tensor, pipeline, chunks = sizes
-    parallel_state.initialize_model_parallel(tensor, pipeline, virtual_pipeline_model_parallel_size=chunks)
+    tensor, pipeline, chunks, expert, expert_tensor = sizes
+    parallel_state.initialize_model_parallel(
+        tensor,
+        pipeline,
+        virtual_pipeline_model_parallel_size=chunks,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+    )
     model_parallel_cuda_manual_seed(1)
 
 
@@ -104,6 +117,8 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         sequence_parallel=layout.sequence_parallel,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
     config.finalize_model_grads_func = finalize_v if layout.style == "v" else finalize_model_grads
     chunks = []
@@ -175,15 +190,30 @@ def named(chunks):
         for name, param in chunk.named_parameters():
             if name.startswith("decoder.layers."):
                 _, _, local, rest = name.split(".", 3)
+                if rest.startswith("mlp.experts.local_experts."):
+                    rest = _of_all_experts(rest, chunk.decoder.layers[int(local)].mlp.local_expert_indices)
                 name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"
             yield name, param
 
 
+def _of_all_experts(name: str, indices: list[int]) -> str:
+    *path, local, linear, parameter = name.split(".")
+    return ".".join((*path, str(indices[int(local)]), linear, parameter))
+
+
 def initial(name: str, param: torch.Tensor) -> torch.Tensor:
     """Weights large enough that attention is far from uniform; replicated parameters are the same on every rank."""
-    shard = parallel_state.get_tensor_model_parallel_rank() if getattr(param, "tensor_model_parallel", False) else 0
+    shard = 0
+    if getattr(param, "tensor_model_parallel", False):
+        of_experts = "local_experts" in name
+        get_rank = (
+            parallel_state.get_expert_tensor_parallel_rank
+            if of_experts
+            else parallel_state.get_tensor_model_parallel_rank
+        )
+        shard = get_rank()
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shard}".encode()))
     noise = torch.randn(param.shape, generator=generator)
     return (noise if param.dim() > 1 else 1 + noise / 4 if name.endswith("norm.weight") else noise / 4) * 0.5
@@ -247,15 +277,17 @@ def forward_step(data_iterator, model):
 
 
 def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False, groups=None):
-    """Reports and gradients by name of one step; no gradients where `forward_only`."""
+    """Reports and gradients by name of one step, biases of experts too; no gradients where `forward_only`."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    biases = set_biases(chunks)
+    num_microbatches = len(range(first, case.m * step, step))
     with torch.set_grad_enabled(not forward_only):
         reports = schedule(
             forward_step_func=forward_step,
             data_iterator=[batches(case, first, step) for _ in chunks],
             model=chunks,
-            num_microbatches=len(range(first, case.m * step, step)),
+            num_microbatches=num_microbatches,
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
             forward_only=forward_only,
@@ -263,7 +295,8 @@ def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool 
         )
     if not forward_only:
         gather_sharded_gradients(chunks)
-    return reports, {name: param.main_grad.clone() for name, param in named(chunks)}
+    gradients = {name: param.main_grad for name, param in named(chunks)}
+    return reports, {name: tensor.clone() for name, tensor in (gradients | biases).items()}
 
 
 def gather_sharded_gradients(chunks) -> None:
@@ -286,23 +319,30 @@ class References:
         self._found = {}
 
     def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
-        """(reports of training, gradients, reports of evaluation) for each case."""
-        ranks = Layout(tensor=layout.tensor, sequence_parallel=layout.sequence_parallel)
+        """(reports of training, gradients, logged auxiliary losses, reports of evaluation) for each case."""
+        ranks = Layout(
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            expert_tensor=layout.expert_tensor,
+        )
         cases = [replace(case, packed=case.packed and "mask") for case in cases]
-        keys = [
-            (model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None, case.packed)
-            for case in cases
-        ]
         chunks = None
-        for key, case in zip(keys, cases, strict=True):
+        found = []
+        for case in cases:
+            depends_on_segments = case.mask == "segment" or model.balance
+            key = model, ranks, case.m, case.mask, case.lengths if depends_on_segments else None, case.packed
             if key not in self._found:
                 chunks = chunks or build(model, ranks)
                 whole = replace(case, m=case.m * replicas_of(layout))
+                with balance_by_segment(chunks, case.lengths):
+                    trained = run(forward_backward_no_pipelining, chunks, whole, 0, 1)
                 self._found[key] = (
-                    *run(forward_backward_no_pipelining, chunks, whole, 0, 1),
+                    *trained,
+                    logged(whole.m, model.layers, model.auxiliary),
                     run(forward_backward_no_pipelining, chunks, whole, 0, 1, forward_only=True)[0],
                 )
-        return [self._found[key] for key in keys]
+            found.append(self._found[key])
+        return found
 
 
 def replicas_of(layout: Layout) -> int:
@@ -318,7 +358,8 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
     chunks = build(model, layout)
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     worst, checked = 0.0, 0
-    for case, (expected_reports, expected_grads, expected_evaluation) in zip(cases, expectations, strict=True):
+    for case, expected in zip(cases, expectations, strict=True):
+        expected_reports, expected_grads, expected_logs, expected_evaluation = expected
         packing = Packing(0, cut_by_documents(case)) if case.packed else None
         executor = PipelineExecutor(
             case.family,
@@ -330,6 +371,7 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
         evaluations = [step(forward_only=True)[0]]
         reports, grads = step()
+        logs = logged(case.m, model.layers, model.auxiliary)
         evaluations.append(step(forward_only=True)[0])
 
         errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
@@ -345,6 +387,10 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
             assert reports == [] and evaluations == [[], []]
         worst = max(worst, *errors.values())
         wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
+        # Megatron keeps what it logs in fp32.
+        wrong += [
+            (logs[name], name) for name, value in expected_logs.items() if not isclose(logs[name], value, rel_tol=2e-6)
+        ]
         assert not wrong, f"{layout} {model} {case}: {len(wrong)} of {len(errors)} differ, the worst by {wrong[-1]}"
     return checked, worst
 
@@ -510,6 +556,54 @@ def latent_suite(pipeline: int, tensor: int):
         yield latent(), replace(layout, sequence_parallel=False), few_cases(families)
 
 
+SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_token_dispatcher_type": "alltoall"}
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+def experts_suite():
+    """Mixtures of experts."""
+    layout, families = Layout(pipeline=2), ("1f1b", "zb-h1")
+    yield mixture(), layout, few_cases(families)
+    shared = mixture(**SHARED, moe_layer_freq=(0, 1))
+    yield shared, layout, few_cases(families)
+    yield replace(shared, recompute="full"), layout, few_cases(families)
+    yield (
+        replace(shared, recompute="selective").with_config(recompute_modules=("moe", "core_attn")),
+        layout,
+        few_cases(families),
+    )
+    # A sigmoid in fp32, as Megatron takes it in models of any precision, rounds by the place in its tensor.
+    yield replace(mixture(**BIASED), dtype=torch.float32), layout, few_cases()
+
+
+def routers_losses_suite():
+    layout = Layout(pipeline=2)
+    everything = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
+    yield everything, layout, few_cases(("1f1b", "zb-h1"))
+    yield replace(everything, per_token_loss=True), layout, few_cases()
+    yield replace(everything, recompute="full"), layout, few_cases()
+
+
+def global_balance_suite():
+    """On one rank: the counts of the reference's replicas, which all see the same tokens, would add up."""
+    for per_token_loss in (False, True):
+        yield replace(balanced("global_aux_loss"), per_token_loss=per_token_loss), Layout(), few_cases()
+
+
+def expert_parallel_suite(pipeline: int):
+    for dispatcher in ("allgather", "alltoall"):
+        model = balanced("aux_loss", moe_z_loss_coeff=0.1, moe_token_dispatcher_type=dispatcher)
+        yield model, Layout(pipeline=pipeline, expert=2), few_cases(("1f1b", "zb-h1"))
+
+
+def experts_tensor_suite():
+    layout = Layout(tensor=2, sequence_parallel=True)
+    for dispatcher in ("allgather", "alltoall"):
+        model = mixture(moe_z_loss_coeff=0.1, moe_token_dispatcher_type=dispatcher)
+        yield model, layout, few_cases(("1f1b", "zb-h1"))
+        yield replace(model, per_token_loss=True), replace(layout, expert=2, expert_tensor=1), few_cases()
+
+
 SUITES = {
     "pp1": lambda: pipeline_suite(1),
     "pp2": lambda: pipeline_suite(2),
@@ -532,6 +626,12 @@ SUITES = {
     ],
     "pp2-mla": lambda: latent_suite(2, 1),
     "tp2-mla": lambda: latent_suite(1, 2),
+    "pp2-moe": experts_suite,
+    "pp2-moe-losses": routers_losses_suite,
+    "pp1-moe-global": global_balance_suite,
+    "dp2-moe": lambda: expert_parallel_suite(1),
+    "pp2-dp2-moe": lambda: expert_parallel_suite(2),
+    "tp2-moe": experts_tensor_suite,
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),
 }
