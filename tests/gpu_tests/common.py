@@ -25,6 +25,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.segment import Segment, SegmentContext  # noqa: E402
 
+# Before the lines that the suite shows while a section runs.
+MARK = "  · "
+
 
 def parse(**extra: Any) -> argparse.Namespace:
     """`--device` and `--tiny`, which makes every size small enough for a CPU; `extra` are further flags' defaults."""
@@ -47,12 +50,12 @@ class Report:
 
     def check(self, name: str, passed: bool, found: str) -> None:
         self.checks.append({"name": name, "passed": bool(passed), "found": found})
-        print(f"  {'ok    ' if passed else 'FAILED'} {name}: {found}", flush=True)
+        print(f"{MARK}{'ok' if passed else 'FAILED':8}{name}: {found}", flush=True)
         self._write()
 
     def figure(self, **values: Any) -> None:
         self.figures.append(values)
-        print("  " + ", ".join(f"{name} {_text(value)}" for name, value in values.items()), flush=True)
+        print(MARK + ", ".join(f"{name} {_text(value)}" for name, value in values.items()), flush=True)
         self._write()
 
     def _write(self) -> None:
