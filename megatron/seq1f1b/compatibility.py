@@ -26,6 +26,10 @@ def _given(name: str) -> Callable[[Namespace], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _all_given(*names: str) -> Callable[[Namespace], bool]:
+    return lambda args: all(getattr(args, name, None) for name in names)
+
+
 def _above(limit: float, name: str) -> Callable[[Namespace], bool]:
     return lambda args: (getattr(args, name, None) or 0) > limit
 
@@ -67,9 +71,14 @@ HONOURED = (
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
     Honoured("`--group-query-attention`", "KV heads are never expanded"),
+    Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
+    Honoured(
+        "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
+        "attention is computed document by document; `balanced` cuts each micro-batch by its own",
+    ),
     Honoured("`--hidden-dropout`"),
     Honoured("`--attention-dropout`", "fused on GPUs in 16 bits; plain matrix products, slower, elsewhere"),
     Honoured(
@@ -104,6 +113,13 @@ WITH_OUR_SCHEDULES = (
         "negotiates the shape of every message, which our schedules know in advance",
         "drop it",
     ),
+    Refusal(
+        "multi-token prediction on a pipeline stage of its own",
+        _given("mtp_standalone"),
+        "negotiates the shape of every message, which our schedules know in advance",
+        "lay it out beside the loss",
+    ),
+    Refusal("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),
     Refusal("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
     Refusal("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
 )
@@ -117,20 +133,22 @@ WITH_SEGMENTS = (
     ),
     Refusal("--num-experts", _given("num_experts"), _NOT_YET, _WHOLE),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
-    Refusal("--multi-latent-attention", _given("multi_latent_attention"), _NOT_YET, _WHOLE),
     Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
     Refusal("--hybrid-layer-pattern", _given("hybrid_layer_pattern"), _NOT_YET, _WHOLE),
     Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
     Refusal("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
     Refusal("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
-    Refusal("--reset-attention-mask", _given("reset_attention_mask"), _NOT_YET, "drop it"),
-    Refusal("--sft", _given("sft"), "packs documents into a sequence, which " + _NOT_YET, _WHOLE),
-    Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), _NOT_YET, "drop it"),
     Refusal(
         "--position-embedding-type mrope",
         _is("mrope", "position_embedding_type"),
         _NOT_YET,
         "use --position-embedding-type rope",
+    ),
+    Refusal(
+        "--allow-ambiguous-pad-tokens with --reset-attention-mask",
+        _all_given("reset_attention_mask", "allow_ambiguous_pad_tokens"),
+        "erases the tokens that end documents where padding is the same token",
+        "drop --allow-ambiguous-pad-tokens",
     ),
     Refusal("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
     Refusal("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
@@ -176,6 +194,11 @@ def refusal(args: Namespace, has_segments: bool, splits_backwards: bool) -> str 
 def segments_are_possible(args: Namespace) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
     return not any(row.is_on(args) for row in WITH_SEGMENTS)
+
+
+def packs_documents(args: Namespace) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    return any(_given(name)(args) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
 
 
 def as_markdown() -> str:

@@ -18,33 +18,20 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
+from equality_models import SEQUENCE, VOCABULARY, Model, latent, variants  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron.seq1f1b.partition import even  # noqa: E402
-from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
+from megatron.seq1f1b.partition import balanced_by_documents, even  # noqa: E402
+from megatron.seq1f1b.partition.cost import AnalyticTime  # noqa: E402
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor  # noqa: E402
 
-SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS = 56, 2, 64, 32, 4
+BATCH, END = 2, 6
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Model:
-    """What the model is made of."""
-
-    dtype: torch.dtype = torch.float64
-    layers: int = 4
-    kv_heads: int = HEADS
-    positions: str = "rope"
-    tied: bool = False
-    recompute: str | None = None
-    per_token_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,17 +49,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One step."""
+    """One step. Where sequences are `packed`, it says how a batch tells of documents."""
 
     family: str
     k: int
     m: int
     split: str
     mask: str
+    packed: str | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        if self.split == "even":
+        if self.split in ("even", "documents"):
             return even(SEQUENCE, self.k, 2)
         shrinking = [2 * (self.k - i) for i in range(self.k)]  # uneven, and even numbers for two tensor ranks
         return (SEQUENCE - sum(shrinking[1:]), *shrinking[1:])
@@ -103,45 +91,18 @@ def use_ranks(layout: Layout) -> None:
 def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     """The model chunks of this rank; every parameter has the same values in every layout."""
     use_ranks(layout)
-    recompute = {"recompute_granularity": model.recompute} if model.recompute else {}
-    if model.recompute == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(
-        num_layers=model.layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=model.kv_heads,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    config = model.transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         sequence_parallel=layout.sequence_parallel,
-        params_dtype=model.dtype,
-        pipeline_dtype=model.dtype,
-        deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        calculate_per_token_loss=model.per_token_loss,
-        **recompute,
     )
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for chunk in range(layout.chunks):
         stage = chunk * layout.pipeline + parallel_state.get_pipeline_model_parallel_rank()
-        chunks.append(
-            GPTModel(
-                config,
-                get_gpt_layer_local_spec(),
-                VOCABULARY,
-                SEQUENCE,
-                pre_process=stage == 0,
-                post_process=stage == layout.pipeline * layout.chunks - 1,
-                position_embedding_type=model.positions,
-                share_embeddings_and_output_weights=model.tied,
-                vp_stage=chunk if layout.chunks > 1 else None,
-            ).to(model.dtype)
-        )
+        is_last = stage == layout.pipeline * layout.chunks - 1
+        chunks.append(model.build(config, stage == 0, is_last, chunk if layout.chunks > 1 else None))
     with torch.no_grad():
         for name, param in named(chunks):
             param.copy_(initial(name, param))
@@ -196,19 +157,43 @@ def batches(case: Case, first: int, step: int):
         elif case.mask == "segment":
             start = sum(case.lengths[: microbatch % case.k])
             loss_mask[:, start : start + case.lengths[microbatch % case.k]] = 0 if case.k > 1 else 1
-        yield {
+        batch = {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
             "loss_mask": loss_mask,
             "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
         }
+        yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
+
+
+def packed(tokens: torch.Tensor, form: str) -> dict:
+    """Entries of a batch with several documents, each ended by a token below END: positions within them, and a mask or
+    cumulative lengths."""
+    tokens = torch.where(tokens < END, 0, tokens)
+    starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0), value=True)
+    documents = starts.cumsum(dim=1)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    entries = {"tokens": tokens, "position_ids": positions - torch.where(starts, positions, 0).cummax(dim=1).values}
+    if form == "mask":
+        sees = (documents[:, :, None] == documents[:, None, :]).tril()
+        entries["attention_mask"] = ~sees[:, None]
+    elif form == "cu_seqlens":
+        bounds = torch.where(starts, positions, SEQUENCE).sort(dim=1).values
+        entries["cu_seqlens"] = torch.nn.functional.pad(bounds, (0, 1), value=SEQUENCE).int()
+        entries["max_seqlen"] = entries["cu_seqlens"].diff(dim=1).max(dim=1).values
+    return entries
 
 
 def forward_step(data_iterator, model):
     """Like pretrain_gpt.py's, with the loss summed in fp64."""
     module = model.module
     batch = next(data_iterator) if module.pre_process or module.post_process else {}
-    output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    packing = {}
+    if "cu_seqlens" in batch:
+        bounds, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
+        packing["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, None, None, longest, longest)
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+    output = model(*inputs, labels=batch.get("labels"), **packing)
 
     def loss_func(losses):
         mask = batch["loss_mask"].double()
@@ -259,7 +244,11 @@ class References:
     def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
         """(reports of training, gradients, reports of evaluation) for each case."""
         ranks = Layout(tensor=layout.tensor, sequence_parallel=layout.sequence_parallel)
-        keys = [(model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None) for case in cases]
+        cases = [replace(case, packed=case.packed and "mask") for case in cases]
+        keys = [
+            (model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None, case.packed)
+            for case in cases
+        ]
         chunks = None
         for key, case in zip(keys, cases, strict=True):
             if key not in self._found:
@@ -286,7 +275,8 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     worst, checked = 0.0, 0
     for case, (expected_reports, expected_grads, expected_evaluation) in zip(cases, expectations, strict=True):
-        executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths)
+        packing = Packing(0, cut_by_documents(case)) if case.packed else None
+        executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths, packing=packing)
         evaluations = [run(executor, chunks, case, first, replicas, forward_only=True)[0]]
         reports, grads = run(executor, chunks, case, first, replicas)
         evaluations.append(run(executor, chunks, case, first, replicas, forward_only=True)[0])
@@ -306,6 +296,14 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
         wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
         assert not wrong, f"{layout} {model} {case}: {len(wrong)} of {len(errors)} differ, the worst by {wrong[-1]}"
     return checked, worst
+
+
+def cut_by_documents(case: Case):
+    """For an executor: lengths that differ from one micro-batch to the next, if the case is split by documents."""
+    if case.split != "documents":
+        return None
+    cost = AnalyticTime(per_token=1.0, per_pair=0.5)
+    return lambda length, documents: balanced_by_documents(length, case.k, cost, documents, multiple_of=2)
 
 
 def has_loss(layout: Layout) -> bool:
@@ -343,22 +341,9 @@ def few_cases(families=("1f1b",)):
     ]
 
 
-def models():
-    """The exact one, and each way in which models differ."""
-    exact = Model()
-    return [
-        replace(exact, kv_heads=2),
-        replace(exact, kv_heads=1, positions="learned_absolute", tied=True),
-        replace(exact, recompute="full"),
-        replace(exact, recompute="selective"),
-        replace(exact, per_token_loss=True),
-        replace(exact, dtype=torch.float32),
-    ]
-
-
 def pipeline_suite(size: int):
     yield Model(), Layout(pipeline=size), all_cases()
-    for model in models():
+    for model in variants():
         yield model, Layout(pipeline=size), few_cases()
 
 
@@ -391,13 +376,13 @@ def chunks_suite(pipeline: int, chunks: int):
 def split_suite():
     families = ("zb-h1", "auto")
     yield Model(), Layout(pipeline=2), order_cases(families)
-    for model in models()[1:]:
+    for model in variants()[1:]:
         yield model, Layout(pipeline=2), few_cases(("zb-h1",))
     yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
 
 
 def split_tensor_suite():
-    for model, sequence_parallel in ((Model(), True), (models()[1], False), (models()[1], True)):
+    for model, sequence_parallel in ((Model(), True), (variants()[1], False), (variants()[1], True)):
         yield model, Layout(pipeline=2, tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))
 
 
@@ -410,9 +395,45 @@ def overlap_suite():
             yield Model(tied=True, positions="learned_absolute"), replace(layout, **variant), cases
 
 
+def documents_suite():
+    """Each way to tell of documents, and one step of each kind in each model."""
+    cases = [
+        Case("1f1b", k, m, split, "random", form)
+        for k, m, split, form in (
+            (1, 2, "even", "mask"),
+            (1, 2, "even", "tokens"),
+            (2, 2, "uneven", "cu_seqlens"),
+            (3, 2, "documents", "tokens"),
+            (4, 2, "uneven", "mask"),
+            (5, 5, "documents", "cu_seqlens"),
+            (7, 2, "uneven", "cu_seqlens"),
+        )
+    ]
+    yield Model(), Layout(pipeline=2), cases
+    for model in variants():
+        yield model, Layout(pipeline=2), cases[1:4]
+    yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[3:6]]
+
+
 def data_suite(pipeline: int):
-    for model in (Model(), models()[1]):
+    for model in (Model(), variants()[1]):
         yield model, Layout(pipeline=pipeline), few_cases()
+
+
+def latent_suite(pipeline: int, tensor: int):
+    """Multi-latent attention."""
+    layout = Layout(pipeline=pipeline, tensor=tensor, sequence_parallel=tensor > 1)
+    families = ("1f1b", "zb-h1") if pipeline > 1 else ("1f1b",)
+    yield latent(), layout, few_cases(families)
+    yield latent("rope", query_rank=None), layout, few_cases(families)
+    if tensor == 1:
+        for recompute in ("full", "selective"):
+            yield replace(latent(), recompute=recompute), layout, few_cases(families)
+        recomputed = replace(latent(), recompute="selective").with_config(recompute_modules=("mla_up_proj",))
+        yield recomputed, layout, few_cases(families)
+        yield replace(latent(), dtype=torch.float32, per_token_loss=True), layout, few_cases()
+    else:
+        yield latent(), replace(layout, sequence_parallel=False), few_cases(families)
 
 
 SUITES = {
@@ -428,6 +449,12 @@ SUITES = {
     "pp2-dp2-overlap": overlap_suite,
     "tp2": lambda: tensor_suite(1),
     "pp2-tp2": lambda: tensor_suite(2),
+    "pp2-documents": documents_suite,
+    "pp2-tp2-documents": lambda: [
+        (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "documents", "random", "tokens")]),
+    ],
+    "pp2-mla": lambda: latent_suite(2, 1),
+    "tp2-mla": lambda: latent_suite(1, 2),
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),
 }

@@ -180,6 +180,21 @@ def failing_step(world):
     return step
 
 
+def stuck_step(world):
+    """Rank 1 does not come back; rank 0 raises in its fourth call, when nobody has asked for what it sent."""
+    calls = []
+
+    def step(data_iterator, model):
+        calls.append(None)
+        if world.rank() == 1:
+            time.sleep(90)
+        if len(calls) == 4:
+            raise KeyError("no more data")
+        return forward_step(data_iterator, model)
+
+    return step
+
+
 def check_failure_of_one_rank(world, alone) -> None:
     """The other ranks hear of it within the timeout even if the process of the failed one lives on. Has to be last."""
     start = time.monotonic()
@@ -193,10 +208,15 @@ def check_failure_of_one_rank(world, alone) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail", action="store_true", help="rank 1 fails, with nobody to catch it")
+    parser.add_argument("--stuck", action="store_true", help="rank 0 fails while rank 1 does nothing")
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     alone, _ = dist.new_subgroups(1)
-    if parser.parse_args().fail:
+    args = parser.parse_args()
+    if args.stuck:
+        given = {"microbatches": 6, "pg_collection": groups(world, alone)}
+        run(executor("gpipe", timeout=600), stage(world), stuck_step(world), **given)
+    if args.fail:
         run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
     for name, check in list(globals().items()):
         if name.startswith("check_"):

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .documents import WithinDocuments
 from .kernels import Kernel, KernelChoice
 from .kv_cache import KVCache
 from .segment import Segment, SegmentContext
@@ -27,9 +28,11 @@ class SegmentAttention(torch.nn.Module):
     w bytes an element; keys and values live in the KVCache of the micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig, kernels: KernelChoice | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, kernels: KernelChoice | None = None
+    ) -> None:
         super().__init__()
-        self.softmax_scale = config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
         self.dropout = config.attention_dropout
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
@@ -46,12 +49,18 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        # The mask of a causal layer is the triangle that the kernel applies by itself; what is not a triangle
-        # (reset masks, windows, packed documents) is refused at start-up.
+        # The mask of a causal layer is the triangle that the kernel applies by itself, within each of the documents
+        # that the segment tells of; any other (windows) is refused at start-up.
         assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
         segment = self.context.segment if self.context is not None else None
         dropout = self.dropout if self.training else 0.0
         kernel = self.kernels.kernel(query, value, dropout)
+        if segment is not None and segment.documents is not None:
+            assert query.shape[1] == len(segment.documents), (
+                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the batch "
+                "was flattened"
+            )
+            kernel = WithinDocuments(kernel, segment.documents)
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(dropout):
                 return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, dropout)
