@@ -198,6 +198,13 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
         torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("provider", KERNELS.values(), ids=KERNELS)
+def test_what_is_saved_is_the_logsumexp_and_a_random_state(monkeypatch, provider):
+    query, key, value, _ = inputs(HEADS["80, grouped"])
+    _, saved = provider(monkeypatch).forward(query[30:], key, value, 30, 0.125, 0.0)
+    assert sum(x.nbytes for x in saved) <= 4 * 10 * 2 * 4 + 24
+
+
 @pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
 def test_dropout_draws_once_and_the_backward_gets_the_same_state(monkeypatch, provider):
     kernel = provider(monkeypatch)

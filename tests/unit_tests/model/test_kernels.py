@@ -100,3 +100,23 @@ def test_other_types(kernel, dtype, tolerance):
     results = by_segments(kernel, *tensors, cut(70, 4, False))
     assert all(x.dtype == dtype for x in results)
     assert worst_error(results, dense(*tensors)) <= tolerance
+
+
+def rms_errors(k, accumulator=None):
+    """Of dQ, dK and dV of bf16 inputs, relative to their rms, against fp64."""
+    torch.manual_seed(0)
+    tensors = inputs(512, (1, 4, 2, 64, 64), torch.bfloat16)
+    # The unfused kernel computes in fp32, and rounds its results of every segment to bf16, as kernels on GPUs do.
+    # PyTorch's CPU kernel would hide what is tested here: it adds up in bf16 itself.
+    results = by_segments(Unfused(), *tensors, cut(512, k, True), accumulator=accumulator)
+    return [
+        ((result - expected).square().mean() / expected.square().mean()).sqrt().item()
+        for result, expected in zip(results[1:], dense(*tensors)[1:], strict=True)
+    ]
+
+
+def test_errors_in_bf16_do_not_grow_with_the_number_of_segments():
+    whole, cut_up, in_bf16 = rms_errors(1), rms_errors(32), rms_errors(32, torch.bfloat16)
+    assert all(many <= 1.5 * one for many, one in zip(cut_up, whole, strict=True))
+    # Without the accumulators in fp32 the gradients of keys and values would miss that.
+    assert all(many > 1.5 * one for many, one in zip(in_bf16[1:], whole[1:], strict=True))
