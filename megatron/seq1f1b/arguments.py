@@ -159,8 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="even",
         help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
         "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
-        "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. Where "
-        "documents are packed and stay apart, it cuts each micro-batch by its own. "
+        "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
+        "Packed sequences whose documents stay apart it cuts micro-batch by micro-batch, each by its own documents. "
         "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
         "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
         "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
