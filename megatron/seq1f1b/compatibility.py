@@ -66,11 +66,15 @@ _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep
 
 HONOURED = (
     Honoured("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
-    Honoured("`--num-layers-per-virtual-pipeline-stage` and its kin", "looped chunks, as Megatron lays them out"),
+    Honoured(
+        "`--num-layers-per-virtual-pipeline-stage` and its kin",
+        "looped chunks; V-shaped ones in programs that build their own",
+    ),
     Honoured("`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`"),
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
     Honoured("`--group-query-attention`", "KV heads are never expanded"),
+    Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
@@ -112,6 +116,13 @@ WITH_OUR_SCHEDULES = (
         "negotiates the shape of every message, which our schedules know in advance",
         "drop it",
     ),
+    Refusal(
+        "multi-token prediction on a pipeline stage of its own",
+        _given("mtp_standalone"),
+        "negotiates the shape of every message, which our schedules know in advance",
+        "lay it out beside the loss",
+    ),
+    Refusal("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),
     Refusal("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
     Refusal("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
 )
@@ -125,7 +136,6 @@ WITH_SEGMENTS = (
     ),
     Refusal("--num-experts", _given("num_experts"), _NOT_YET, _WHOLE),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
-    Refusal("--multi-latent-attention", _given("multi_latent_attention"), _NOT_YET, _WHOLE),
     Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
     Refusal("--hybrid-layer-pattern", _given("hybrid_layer_pattern"), _NOT_YET, _WHOLE),
     Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),

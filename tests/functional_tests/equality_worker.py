@@ -10,6 +10,7 @@ import argparse
 import itertools
 import zlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,36 +19,22 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
+from equality_models import SEQUENCE, VOCABULARY, Model, latent, variants  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.seq1f1b.partition import balanced_by_documents, even  # noqa: E402
 from megatron.seq1f1b.partition.cost import AnalyticTime  # noqa: E402
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor  # noqa: E402
+from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement  # noqa: E402
 
-SEQUENCE, BATCH, VOCABULARY, HIDDEN, HEADS = 56, 2, 64, 32, 4
-END = 6
+BATCH, END = 2, 6
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Model:
-    """What the model is made of."""
-
-    dtype: torch.dtype = torch.float64
-    layers: int = 4
-    kv_heads: int = HEADS
-    positions: str = "rope"
-    tied: bool = False
-    recompute: str | None = None
-    per_token_loss: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +48,11 @@ class Layout:
     overlap: bool = False
     align: bool = False
     distributed_optimizer: bool = False
+    style: str = "looped"
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pipeline, self.chunks, self.style)
 
 
 @dataclass(frozen=True)
@@ -107,45 +99,19 @@ def use_ranks(layout: Layout) -> None:
 def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     """The model chunks of this rank; every parameter has the same values in every layout."""
     use_ranks(layout)
-    recompute = {"recompute_granularity": model.recompute} if model.recompute else {}
-    if model.recompute == "full":
-        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(
-        num_layers=model.layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=model.kv_heads,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    config = model.transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         sequence_parallel=layout.sequence_parallel,
-        params_dtype=model.dtype,
-        pipeline_dtype=model.dtype,
-        deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        calculate_per_token_loss=model.per_token_loss,
-        **recompute,
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finalize_v if layout.style == "v" else finalize_model_grads
     chunks = []
     for chunk in range(layout.chunks):
-        stage = chunk * layout.pipeline + parallel_state.get_pipeline_model_parallel_rank()
-        chunks.append(
-            GPTModel(
-                config,
-                get_gpt_layer_local_spec(),
-                VOCABULARY,
-                SEQUENCE,
-                pre_process=stage == 0,
-                post_process=stage == layout.pipeline * layout.chunks - 1,
-                position_embedding_type=model.positions,
-                share_embeddings_and_output_weights=model.tied,
-                vp_stage=chunk if layout.chunks > 1 else None,
-            ).to(model.dtype)
-        )
+        stage = layout.placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
+        is_last = stage == layout.pipeline * layout.chunks - 1
+        number = chunk if layout.chunks > 1 else None
+        chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
     with torch.no_grad():
         for name, param in named(chunks):
             param.copy_(initial(name, param))
@@ -162,6 +128,40 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     if layout.align:
         config.grad_sync_func = _bare_if_one([chunk.start_grad_sync for chunk in wrapped])
     return wrapped
+
+
+class Depth:
+    """Stands for the pipeline group while Megatron builds a chunk: which of its layers they are follows from `rank`."""
+
+    def __init__(self, stage: int, size: int) -> None:
+        self._rank, self._size = stage % size, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollection | None:
+    """Megatron's groups; of the ranks of a V no two share an embedding, and their chunks lie as deep as their stage."""
+    if layout.style == "looped":
+        return None
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.embd = groups.pos_embd = groups.cp  # of this rank alone
+    if stage is not None:
+        groups.pp = Depth(stage, layout.pipeline)
+    return groups
+
+
+def finalize_v(chunks, *args, **kwargs) -> None:
+    """In a V rank 0 has the embedding and the output layer, so tied ones are summed there."""
+    finalize_model_grads(chunks, *args, **kwargs)
+    first, last = chunks[0].module, chunks[-1].module
+    if first.pre_process and first.share_embeddings_and_output_weights:
+        embedding, output = (model.shared_embedding_or_output_weight().main_grad for model in (first, last))
+        embedding += output
+        output.copy_(embedding)
 
 
 def _bare_if_one(hooks: list):
@@ -246,7 +246,7 @@ def forward_step(data_iterator, model):
     return output, loss_func
 
 
-def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False):
+def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False, groups=None):
     """Reports and gradients by name of one step; no gradients where `forward_only`."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
@@ -259,6 +259,7 @@ def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool 
             seq_length=SEQUENCE,
             micro_batch_size=BATCH,
             forward_only=forward_only,
+            pg_collection=groups,
         )
     if not forward_only:
         gather_sharded_gradients(chunks)
@@ -319,10 +320,17 @@ def compare(references: References, model: Model, layout: Layout, cases: list[Ca
     worst, checked = 0.0, 0
     for case, (expected_reports, expected_grads, expected_evaluation) in zip(cases, expectations, strict=True):
         packing = Packing(0, cut_by_documents(case)) if case.packed else None
-        executor = PipelineExecutor(case.family, case.k, lambda length, case=case: case.lengths, packing=packing)
-        evaluations = [run(executor, chunks, case, first, replicas, forward_only=True)[0]]
-        reports, grads = run(executor, chunks, case, first, replicas)
-        evaluations.append(run(executor, chunks, case, first, replicas, forward_only=True)[0])
+        executor = PipelineExecutor(
+            case.family,
+            case.k,
+            lambda length, case=case: case.lengths,
+            packing=packing,
+            placement=layout.style,
+        )
+        step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
+        evaluations = [step(forward_only=True)[0]]
+        reports, grads = step()
+        evaluations.append(step(forward_only=True)[0])
 
         errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
         checked += len(errors)
@@ -351,7 +359,8 @@ def cut_by_documents(case: Case):
 
 def has_loss(layout: Layout) -> bool:
     """Whether this rank holds the last stage."""
-    return parallel_state.get_pipeline_model_parallel_rank() == layout.pipeline - 1
+    last = layout.placement.num_stages - 1
+    return parallel_state.get_pipeline_model_parallel_rank() == layout.placement.rank_of(last)
 
 
 def main() -> None:
@@ -384,22 +393,9 @@ def few_cases(families=("1f1b",)):
     ]
 
 
-def models():
-    """The exact one, and each way in which models differ."""
-    exact = Model()
-    return [
-        replace(exact, kv_heads=2),
-        replace(exact, kv_heads=1, positions="learned_absolute", tied=True),
-        replace(exact, recompute="full"),
-        replace(exact, recompute="selective"),
-        replace(exact, per_token_loss=True),
-        replace(exact, dtype=torch.float32),
-    ]
-
-
 def pipeline_suite(size: int):
     yield Model(), Layout(pipeline=size), all_cases()
-    for model in models():
+    for model in variants():
         yield model, Layout(pipeline=size), few_cases()
 
 
@@ -432,14 +428,36 @@ def chunks_suite(pipeline: int, chunks: int):
 def split_suite():
     families = ("zb-h1", "auto")
     yield Model(), Layout(pipeline=2), order_cases(families)
-    for model in models()[1:]:
+    for model in variants()[1:]:
         yield model, Layout(pipeline=2), few_cases(("zb-h1",))
     yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
 
 
 def split_tensor_suite():
-    for model, sequence_parallel in ((Model(), True), (models()[1], False), (models()[1], True)):
+    for model, sequence_parallel in ((Model(), True), (variants()[1], False), (variants()[1], True)):
         yield model, Layout(pipeline=2, tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))
+
+
+def v_suite(pipeline: int):
+    """Every second chunk runs back, so that the first rank has the loss."""
+    model, layout = Model(layers=2 * pipeline), Layout(pipeline=pipeline, chunks=2, style="v")
+    if pipeline == 2:
+        yield model, layout, order_cases(("1f1b", "auto")) + few_cases(FAMILY_NAMES)
+    else:
+        yield model, layout, few_cases(("1f1b", "zb-h1", "auto"))
+    for variant in ({"per_token_loss": True}, {"tied": True, "positions": "learned_absolute", "recompute": "full"}):
+        yield replace(model, **variant), layout, few_cases(("1f1b", "auto"))
+
+
+def v_overlap_suite():
+    for variant in ({}, {"distributed_optimizer": True}):
+        layout = replace(Layout(pipeline=2, chunks=2, style="v", overlap=True), **variant)
+        for family in ("1f1b", "auto"):
+            yield Model(per_token_loss=family == "auto"), layout, consecutive_cases(family)
+
+
+def consecutive_cases(family):
+    return [Case(family, k, m, "even", "random") for k, m in ((2, 2), (1, 1), (3, 1))]
 
 
 def overlap_suite():
@@ -447,8 +465,8 @@ def overlap_suite():
     for chunks, family in ((1, "1f1b"), (1, "zb-h1"), (2, "1f1b"), (2, "zb-h1"), (2, "breadth-first")):
         layout = Layout(pipeline=2, chunks=chunks, overlap=True)
         for variant in ({}, {"distributed_optimizer": True}, {"align": True}):
-            cases = [Case(family, k, m, "even", "random") for k, m in ((2, 2), (1, 1), (3, 1))]
-            yield Model(tied=True, positions="learned_absolute"), replace(layout, **variant), cases
+            model = Model(tied=True, positions="learned_absolute")
+            yield model, replace(layout, **variant), consecutive_cases(family)
 
 
 def documents_suite():
@@ -466,14 +484,30 @@ def documents_suite():
         )
     ]
     yield Model(), Layout(pipeline=2), cases
-    for model in models():
+    for model in variants():
         yield model, Layout(pipeline=2), cases[1:4]
     yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[3:6]]
 
 
 def data_suite(pipeline: int):
-    for model in (Model(), models()[1]):
+    for model in (Model(), variants()[1]):
         yield model, Layout(pipeline=pipeline), few_cases()
+
+
+def latent_suite(pipeline: int, tensor: int):
+    """Multi-latent attention."""
+    layout = Layout(pipeline=pipeline, tensor=tensor, sequence_parallel=tensor > 1)
+    families = ("1f1b", "zb-h1") if pipeline > 1 else ("1f1b",)
+    yield latent(), layout, few_cases(families)
+    yield latent("rope", query_rank=None), layout, few_cases(families)
+    if tensor == 1:
+        for recompute in ("full", "selective"):
+            yield replace(latent(), recompute=recompute), layout, few_cases(families)
+        recomputed = replace(latent(), recompute="selective").with_config(recompute_modules=("mla_up_proj",))
+        yield recomputed, layout, few_cases(families)
+        yield replace(latent(), dtype=torch.float32, per_token_loss=True), layout, few_cases()
+    else:
+        yield latent(), replace(layout, sequence_parallel=False), few_cases(families)
 
 
 SUITES = {
@@ -487,12 +521,17 @@ SUITES = {
     "pp4-split": lambda: [(Model(), Layout(pipeline=4), order_cases(("zb-h1", "auto")))],
     "pp2-tp2-split": split_tensor_suite,
     "pp2-dp2-overlap": overlap_suite,
+    "pp2-v": lambda: v_suite(2),
+    "pp4-v": lambda: v_suite(4),
+    "pp2-dp2-v": v_overlap_suite,
     "tp2": lambda: tensor_suite(1),
     "pp2-tp2": lambda: tensor_suite(2),
     "pp2-documents": documents_suite,
     "pp2-tp2-documents": lambda: [
-        (models()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "documents", "random", "tokens")]),
+        (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "documents", "random", "tokens")]),
     ],
+    "pp2-mla": lambda: latent_suite(2, 1),
+    "tp2-mla": lambda: latent_suite(1, 2),
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),
 }

@@ -74,10 +74,12 @@ def forward_step_of_integers(data_iterator, model):
 
 
 def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs):
-    model.zero_grad()
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        chunk.zero_grad()
     return function(
         forward_step_func=step,
-        data_iterator=batches(microbatches),
+        data_iterator=[batches(microbatches) for _ in chunks],
         model=model,
         num_microbatches=microbatches,
         seq_length=SEQUENCE,
@@ -160,6 +162,27 @@ def check_a_whole_schedule(world, alone) -> None:
     assert "num_microbatches=3" in raises(ValueError, run, given, model, microbatches=2, pg_collection=collection)
 
 
+def check_chunks_in_a_v(world, alone) -> None:
+    """A whole schedule brings its placement, a name is given one; gradients are those of the stages in a row."""
+    placement = Placement(2, 2, "v")
+    stages = [Stage(stage(world).config, number) for number in range(4)]
+    total = 0
+    for tokens in batches(MICROBATCHES):
+        for each in stages:
+            tokens = each.linear(tokens).tanh()
+        total += tokens.square().mean() / MICROBATCHES
+    total.backward()
+    here = placement.stages_of(world.rank())
+    expected = [gradients(stages[number]) for number in here]
+    whole = executor(build("zb-h1", Shape(placement, MICROBATCHES)))
+    named = PipelineExecutor("1f1b", 1, lambda length: [length], timeout=timedelta(seconds=60), placement="v")
+    for given in (whole, named):
+        model = [stages[number] for number in here]
+        reports = run(given, model, pg_collection=groups(world, alone))
+        assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
+        assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
+
+
 def check_ranks_that_disagree(world, alone) -> None:
     """All ranks hear of it, and before the first message."""
     for differing in ({"schedule": ("1f1b", "gpipe")[world.rank()]}, {"k": 1 + world.rank()}):
@@ -180,6 +203,21 @@ def failing_step(world):
     return step
 
 
+def stuck_step(world):
+    """Rank 1 does not come back; rank 0 raises in its fourth call, when nobody has asked for what it sent."""
+    calls = []
+
+    def step(data_iterator, model):
+        calls.append(None)
+        if world.rank() == 1:
+            time.sleep(90)
+        if len(calls) == 4:
+            raise KeyError("no more data")
+        return forward_step(data_iterator, model)
+
+    return step
+
+
 def check_failure_of_one_rank(world, alone) -> None:
     """The other ranks hear of it within the timeout even if the process of the failed one lives on. Has to be last."""
     start = time.monotonic()
@@ -193,10 +231,15 @@ def check_failure_of_one_rank(world, alone) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail", action="store_true", help="rank 1 fails, with nobody to catch it")
+    parser.add_argument("--stuck", action="store_true", help="rank 0 fails while rank 1 does nothing")
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     alone, _ = dist.new_subgroups(1)
-    if parser.parse_args().fail:
+    args = parser.parse_args()
+    if args.stuck:
+        given = {"microbatches": 6, "pg_collection": groups(world, alone)}
+        run(executor("gpipe", timeout=600), stage(world), stuck_step(world), **given)
+    if args.fail:
         run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
     for name, check in list(globals().items()):
         if name.startswith("check_"):

@@ -91,6 +91,12 @@ REDIRECTS = (
         wraps=True,
     ),
     Redirect(
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        upstream.sized_for_latent_attention,
+        "refuses the head sizes that multi-latent attention passes",
+        wraps=True,
+    ),
+    Redirect(
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
         optimizer.state_dict_before_first_step,
         "without Apex, fails when a checkpoint is to be loaded",

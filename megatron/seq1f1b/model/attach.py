@@ -1,13 +1,16 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from torch import Tensor
 
 from .attention import SegmentAttention
 from .kernels import KernelChoice
@@ -21,13 +24,15 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     Also right for Megatron's own schedules: without a running segment it is plain causal attention.
     """
     chunks = list(model)
-    layers = _modules(chunks, SelfAttention)
+    layers = _modules(chunks, (SelfAttention, MLASelfAttention))
     own = [layer for layer in layers if not isinstance(layer.core_attention, SegmentAttention)]
     if own:
         config = own[0].config
         kernels = KernelChoice(config.attention_backend.name, config.flash_attention_version)
         for layer in own:
-            layer.core_attention = SegmentAttention(layer.config, kernels).train(layer.training)
+            # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
+            scale = getattr(layer, "softmax_scale", None)
+            layer.core_attention = SegmentAttention(layer.config, scale, kernels).train(layer.training)
     return chunks
 
 
@@ -46,6 +51,8 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     for rotary in _modules(chunks, (RotaryEmbedding, YarnRotaryEmbedding)):
         if not hasattr(rotary, "segment_context"):
             rotary.register_forward_pre_hook(_start_at_segment, with_kwargs=True)
+            if isinstance(rotary, YarnRotaryEmbedding):
+                rotary.get_cached_cos_sin = partial(_from_segment_start, rotary, rotary.get_cached_cos_sin)
         rotary.segment_context = context
 
 
@@ -81,6 +88,19 @@ def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) ->
     if segment is not None and segment.documents is not None:
         kwargs = {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
     return args, kwargs
+
+
+def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
+    """What the fused rotary embedding of multi-latent attention asks for in place of calling the module.
+
+    The cosines and sines are those of a longer sequence without its first positions, so that one cache serves all
+    segments.
+    """
+    segment = rotary.segment_context.segment
+    if segment is None:
+        return cached(seq_len, **kwargs)
+    cos, sin = cached(segment.start + seq_len, **kwargs)
+    return cos[segment.start :], sin[segment.start :]
 
 
 def _modules(chunks: list[torch.nn.Module], kinds: type | tuple[type, ...]) -> list[torch.nn.Module]:

@@ -28,9 +28,11 @@ class SegmentAttention(torch.nn.Module):
     w bytes an element; keys and values live in the KVCache of the micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig, kernels: KernelChoice | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, kernels: KernelChoice | None = None
+    ) -> None:
         super().__init__()
-        self.softmax_scale = config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
         self.dropout = config.attention_dropout
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()

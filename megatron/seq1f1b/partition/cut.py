@@ -25,7 +25,7 @@ class Cut:
     sequence_length: int
     num_segments: int
     multiple_of: int
-    model: ModelShape
+    model: ModelShape | None
     costs: Sequence[StageCost]
     full_speed_rows: int
     num_microbatches: int
@@ -85,7 +85,7 @@ def cut_sequence(
     sequence_length: int,
     num_segments: int,
     multiple_of: int,
-    model: ModelShape,
+    model: ModelShape | None,
     costs: Sequence[StageCost] | None = None,
     full_speed_rows: int = 1,
     num_microbatches: int = 1,
@@ -94,21 +94,26 @@ def cut_sequence(
     """Lengths in tokens of the `num_segments` segments of a sequence, first to last.
 
     `documents` holds, for each sequence of a micro-batch, the positions that documents start at; only the strategies of
-    STRATEGIES_BY_DOCUMENTS look at them. Without `costs` the model is taken for one stage on an A100. Raises SplitError
-    for an unknown strategy, for fewer than one segment, for `profile` without costs, and for a cut that would leave a
-    segment empty.
+    STRATEGIES_BY_DOCUMENTS look at them. Without `costs` the model is taken for one stage on an A100; `even` does
+    without the model. Raises SplitError for an unknown strategy, for fewer than one segment, for a model that is needed
+    and missing, for `profile` without costs, and for a cut that would leave a segment empty.
     """
     if strategy not in STRATEGIES:
         raise SplitError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
     if num_segments < 1:
         raise SplitError(f"--sequence-splits {num_segments} must be at least 1")
+    if model is None and strategy != "even":
+        raise SplitError(
+            f"--sequence-split-strategy {strategy} needs the sizes of a transformer, which this model does not tell; "
+            "use even, or --sequence-split-file"
+        )
     if costs is None:
         if strategy == "profile":
             raise SplitError(
                 "--sequence-split-strategy profile needs --sequence-split-profile; measure one with "
                 "tools/profile_segments.py, or use --sequence-split-strategy balanced"
             )
-        costs = analytic_costs(model, [model.num_layers], A100)
+        costs = analytic_costs(model, [model.num_layers], A100) if strategy in STRATEGIES_BY_COST else ()
     return STRATEGIES[strategy](
         Cut(sequence_length, num_segments, multiple_of, model, costs, full_speed_rows, num_microbatches, documents)
     )

@@ -3,6 +3,7 @@
 from .documents import Packing
 from .executor import PipelineExecutor
 from .tracer import Tracer
+from .upstream_functions import UpstreamFunctions
 from .upstream_steps import UpstreamSteps
 
-__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamSteps"]
+__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamFunctions", "UpstreamSteps"]

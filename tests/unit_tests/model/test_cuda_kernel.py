@@ -164,7 +164,7 @@ def step(kernel, query, key, value, grad, dropout=0.0):
     config = SimpleNamespace(
         kv_channels=query.shape[3], softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
     )
-    layer = SegmentAttention(config, SimpleNamespace(kernel=lambda query, value, dropout: kernel))
+    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda query, value, dropout: kernel))
     layer.context = SegmentContext()
     segments = [Segment(0, i, start, end, len(query)) for i, (start, end) in enumerate(BOUNDS)]
     parts, outputs = [], []
