@@ -49,8 +49,10 @@ class Model:
         if self.recompute == "full":
             recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.config}
+        # What Megatron reads from the configuration without declaring it there.
+        undeclared = {name: given.pop(name) for name in list(given) if name.startswith("yarn_")}
         kind = MLATransformerConfig if "kv_lora_rank" in given else TransformerConfig
-        return kind(
+        config = kind(
             num_layers=self.layers,
             hidden_size=HIDDEN,
             num_attention_heads=HEADS,
@@ -67,6 +69,8 @@ class Model:
             **given,
             **layout,
         )
+        vars(config).update(undeclared)
+        return config
 
     def build(
         self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
@@ -75,7 +79,11 @@ class Model:
         return GPTModel(
             config,
             get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization=config.normalization, vp_stage=chunk
+                config,
+                use_transformer_engine=False,
+                normalization=config.normalization,
+                qk_l2_norm=config.qk_l2_norm,
+                vp_stage=chunk,
             ),
             VOCABULARY,
             SEQUENCE,
@@ -99,6 +107,28 @@ def variants() -> list[Model]:
         replace(exact, recompute="selective"),
         replace(exact, per_token_loss=True),
         replace(exact, dtype=torch.float32),
+    ]
+
+
+def positions() -> list[Model]:
+    """Ways to tell attention of positions, and what else layers do to queries, keys and the output of attention."""
+    yarn = {
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 16,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.5,
+        "yarn_correction_range_round_to_int": True,
+    }
+    two = Model(layers=2)
+    return [
+        replace(two.with_config(rotary_interleaved=True, qk_layernorm=True), gpt=options(rotary_percent=0.5)),
+        replace(
+            two.with_config(no_rope_freq=(0, 1), attention_output_gate=True),
+            gpt=options(rope_scaling=True, seq_len_interpolation_factor=2.0),
+        ),
+        replace(two, positions="yarn").with_config(qk_l2_norm=True, **yarn),
     ]
 
 

@@ -21,7 +21,7 @@ from megatron.seq1f1b import cpu
 cpu.activate()
 
 from equality_experts import balance_by_segment, logged, set_biases  # noqa: E402
-from equality_models import SEQUENCE, VOCABULARY, Model, balanced, latent, mixture, variants  # noqa: E402
+from equality_models import SEQUENCE, VOCABULARY, Model, balanced, latent, mixture, positions, variants  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
@@ -540,20 +540,22 @@ def data_suite(pipeline: int):
         yield model, Layout(pipeline=pipeline), few_cases()
 
 
-def latent_suite(pipeline: int, tensor: int):
+def latent_suite():
     """Multi-latent attention."""
-    layout = Layout(pipeline=pipeline, tensor=tensor, sequence_parallel=tensor > 1)
-    families = ("1f1b", "zb-h1") if pipeline > 1 else ("1f1b",)
-    yield latent(), layout, few_cases(families)
-    yield latent("rope", query_rank=None), layout, few_cases(families)
-    if tensor == 1:
-        for recompute in ("full", "selective"):
-            yield replace(latent(), recompute=recompute), layout, few_cases(families)
-        recomputed = replace(latent(), recompute="selective").with_config(recompute_modules=("mla_up_proj",))
-        yield recomputed, layout, few_cases(families)
-        yield replace(latent(), dtype=torch.float32, per_token_loss=True), layout, few_cases()
-    else:
-        yield latent(), replace(layout, sequence_parallel=False), few_cases(families)
+    layout, exact = Layout(pipeline=2), latent()
+    recomputed = replace(exact, recompute="selective")
+    yield exact, layout, few_cases(("1f1b", "zb-h1"))
+    yield latent("rope", query_rank=None), layout, few_cases()
+    yield replace(exact, recompute="full"), layout, few_cases()
+    yield recomputed, layout, few_cases(("zb-h1",))
+    yield recomputed.with_config(recompute_modules=("mla_up_proj",)), layout, few_cases(("zb-h1",))
+    yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, few_cases()
+
+
+def latent_tensor_suite():
+    for sequence_parallel in (False, True):
+        yield latent(), Layout(tensor=2, sequence_parallel=sequence_parallel), few_cases()
+    yield latent("rope", query_rank=None), Layout(tensor=2, sequence_parallel=True), few_cases(("zb-h1",))
 
 
 SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_token_dispatcher_type": "alltoall"}
@@ -562,46 +564,39 @@ BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "s
 
 def experts_suite():
     """Mixtures of experts."""
-    layout, families = Layout(pipeline=2), ("1f1b", "zb-h1")
-    yield mixture(), layout, few_cases(families)
-    shared = mixture(**SHARED, moe_layer_freq=(0, 1))
-    yield shared, layout, few_cases(families)
-    yield replace(shared, recompute="full"), layout, few_cases(families)
-    yield (
-        replace(shared, recompute="selective").with_config(recompute_modules=("moe", "core_attn")),
-        layout,
-        few_cases(families),
-    )
+    layout, shared = Layout(pipeline=2), mixture(**SHARED, moe_layer_freq=(0, 1))
+    recomputed = replace(shared, recompute="selective").with_config(recompute_modules=("moe", "core_attn"))
+    yield mixture(), layout, few_cases(("1f1b", "zb-h1"))
+    yield shared, layout, few_cases(("zb-h1",))
+    yield replace(shared, recompute="full"), layout, few_cases()
+    yield recomputed, layout, few_cases(("zb-h1",))
     # A sigmoid in fp32, as Megatron takes it in models of any precision, rounds by the place in its tensor.
     yield replace(mixture(**BIASED), dtype=torch.float32), layout, few_cases()
 
 
-def routers_losses_suite():
-    layout = Layout(pipeline=2)
-    everything = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
-    yield everything, layout, few_cases(("1f1b", "zb-h1"))
+def router_losses_suite():
+    layout, everything = Layout(pipeline=2), balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
+    yield everything, layout, few_cases(("zb-h1",))
     yield replace(everything, per_token_loss=True), layout, few_cases()
     yield replace(everything, recompute="full"), layout, few_cases()
 
 
 def global_balance_suite():
     """On one rank: the counts of the reference's replicas, which all see the same tokens, would add up."""
-    for per_token_loss in (False, True):
-        yield replace(balanced("global_aux_loss"), per_token_loss=per_token_loss), Layout(), few_cases()
+    yield balanced("global_aux_loss"), Layout(), few_cases()
 
 
 def expert_parallel_suite(pipeline: int):
-    for dispatcher in ("allgather", "alltoall"):
+    for dispatcher, family in (("allgather", "1f1b"), ("alltoall", "zb-h1")):
         model = balanced("aux_loss", moe_z_loss_coeff=0.1, moe_token_dispatcher_type=dispatcher)
-        yield model, Layout(pipeline=pipeline, expert=2), few_cases(("1f1b", "zb-h1"))
+        yield model, Layout(pipeline=pipeline, expert=2), few_cases((family,))
 
 
 def experts_tensor_suite():
-    layout = Layout(tensor=2, sequence_parallel=True)
-    for dispatcher in ("allgather", "alltoall"):
-        model = mixture(moe_z_loss_coeff=0.1, moe_token_dispatcher_type=dispatcher)
-        yield model, layout, few_cases(("1f1b", "zb-h1"))
-        yield replace(model, per_token_loss=True), replace(layout, expert=2, expert_tensor=1), few_cases()
+    layout, model = Layout(tensor=2, sequence_parallel=True), mixture(moe_z_loss_coeff=0.1)
+    yield model, layout, few_cases(("zb-h1",))
+    model = replace(model, per_token_loss=True).with_config(moe_token_dispatcher_type="alltoall")
+    yield model, replace(layout, expert=2, expert_tensor=1), few_cases()
 
 
 SUITES = {
@@ -624,10 +619,11 @@ SUITES = {
     "pp2-tp2-documents": lambda: [
         (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "documents", "random", "tokens")]),
     ],
-    "pp2-mla": lambda: latent_suite(2, 1),
-    "tp2-mla": lambda: latent_suite(1, 2),
+    "pp2-positions": lambda: [(model, Layout(pipeline=2), few_cases()) for model in positions()],
+    "pp2-mla": latent_suite,
+    "tp2-mla": latent_tensor_suite,
     "pp2-moe": experts_suite,
-    "pp2-moe-losses": routers_losses_suite,
+    "pp2-moe-losses": router_losses_suite,
     "pp1-moe-global": global_balance_suite,
     "dp2-moe": lambda: expert_parallel_suite(1),
     "pp2-dp2-moe": lambda: expert_parallel_suite(2),

@@ -19,6 +19,7 @@ RANKS = {
     "pp2-tp2": 4,
     "pp2-documents": 2,
     "pp2-tp2-documents": 4,
+    "pp2-positions": 2,
     "pp2-mla": 2,
     "tp2-mla": 2,
     "pp2-moe": 2,
