@@ -530,7 +530,7 @@ def documents_suite():
         )
     ]
     yield Model(), Layout(pipeline=2), cases
-    for model in variants():
+    for model in (*variants(), latent(), mixture()):
         yield model, Layout(pipeline=2), cases[1:4]
     yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[3:6]]
 
