@@ -106,7 +106,7 @@ def attention_layer(kernel, head_size: int, dropout: float = 0.0) -> SegmentAtte
     config = SimpleNamespace(
         kv_channels=head_size, softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
     )
-    layer = SegmentAttention(config, SimpleNamespace(kernel=lambda query, value, dropout: kernel))
+    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda query, value, dropout: kernel))
     layer.context = SegmentContext()
     return layer
 
