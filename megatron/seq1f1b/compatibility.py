@@ -57,21 +57,35 @@ def _flash_attention_is_missing(args: Namespace) -> bool:
         return True
 
 
+def _routes_by_the_crowd(args: Namespace) -> bool:
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds)
+
+
 _OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
 _WHOLE = "drop --sequence-splits to keep sequences whole"
 _ORDER = "follows the order of Megatron's own schedules"
 _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
+_CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
 
 HONOURED = (
     Honoured("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
-    Honoured("`--num-layers-per-virtual-pipeline-stage` and its kin", "looped chunks, as Megatron lays them out"),
+    Honoured(
+        "`--num-layers-per-virtual-pipeline-stage` and its kin",
+        "looped chunks; V-shaped ones in programs that build their own",
+    ),
     Honoured("`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`"),
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
     Honoured("`--group-query-attention`", "KV heads are never expanded"),
     Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
+    Honoured(
+        "`--num-experts`, `--expert-model-parallel-size`, shared experts, `--moe-router-enable-expert-bias`",
+        "balance losses are taken over each segment, by its share of the tokens; all else, the z-loss too, is the same",
+    ),
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
@@ -131,7 +145,19 @@ WITH_SEGMENTS = (
         "spreads the keys of a segment over ranks",
         "use --context-parallel-size 1",
     ),
-    Refusal("--num-experts", _given("num_experts"), _NOT_YET, _WHOLE),
+    Refusal("--moe-expert-capacity-factor", _given("moe_expert_capacity_factor"), _CROWD, "drop it"),
+    Refusal(
+        "--moe-router-load-balancing-type sinkhorn, quantile_balancing",
+        _routes_by_the_crowd,
+        _CROWD,
+        "use --moe-router-load-balancing-type aux_loss",
+    ),
+    Refusal(
+        "--moe-enable-routing-replay",
+        _given("moe_enable_routing_replay"),
+        "replays the routes of whole micro-batches",
+        "drop it",
+    ),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
     Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
     Refusal("--hybrid-layer-pattern", _given("hybrid_layer_pattern"), _NOT_YET, _WHOLE),
@@ -179,6 +205,12 @@ WITH_SPLIT_BACKWARDS = (
         _is("transformer_engine", "transformer_impl"),
         "computes weight gradients together with input gradients",
         "use --transformer-impl local, or a schedule without W such as 1f1b",
+    ),
+    Refusal(
+        "--moe-shared-expert-overlap",
+        _given("moe_shared_expert_overlap"),
+        "computes shared experts on a stream of their own, whose weight gradients would not be waited for",
+        "drop it",
     ),
 )
 

@@ -30,6 +30,16 @@ class Model:
     config: tuple[tuple[str, Any], ...] = ()
     gpt: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def balance(self) -> tuple[str, ...]:
+        """The balance losses of its experts."""
+        return dict(self.config).get("moe_router_load_balancing_type", ())
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """The losses of its experts."""
+        return self.balance + (("z_loss",) if dict(self.config).get("moe_z_loss_coeff") else ())
+
     def with_config(self, **values: Any) -> "Model":
         return replace(self, config=options(**(dict(self.config) | values)))
 
@@ -39,8 +49,10 @@ class Model:
         if self.recompute == "full":
             recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.config}
+        # What Megatron reads from the configuration without declaring it there.
+        undeclared = {name: given.pop(name) for name in list(given) if name.startswith("yarn_")}
         kind = MLATransformerConfig if "kv_lora_rank" in given else TransformerConfig
-        return kind(
+        config = kind(
             num_layers=self.layers,
             hidden_size=HIDDEN,
             num_attention_heads=HEADS,
@@ -57,13 +69,21 @@ class Model:
             **given,
             **layout,
         )
+        vars(config).update(undeclared)
+        return config
 
-    def build(self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None) -> GPTModel:
-        """One stage of the model."""
+    def build(
+        self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
+    ) -> GPTModel:
+        """One stage of the model; `groups` is Megatron's pg_collection."""
         return GPTModel(
             config,
             get_gpt_decoder_block_spec(
-                config, use_transformer_engine=False, normalization=config.normalization, vp_stage=chunk
+                config,
+                use_transformer_engine=False,
+                normalization=config.normalization,
+                qk_l2_norm=config.qk_l2_norm,
+                vp_stage=chunk,
             ),
             VOCABULARY,
             SEQUENCE,
@@ -72,6 +92,7 @@ class Model:
             position_embedding_type="none" if isinstance(config, MLATransformerConfig) else self.positions,
             share_embeddings_and_output_weights=self.tied,
             vp_stage=chunk,
+            pg_collection=groups,
             **dict(self.gpt),
         ).to(self.dtype)
 
@@ -89,6 +110,28 @@ def variants() -> list[Model]:
     ]
 
 
+def positions() -> list[Model]:
+    """Ways to tell attention of positions, and what else layers do to queries, keys and the output of attention."""
+    yarn = {
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 16,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.5,
+        "yarn_correction_range_round_to_int": True,
+    }
+    two = Model(layers=2)
+    return [
+        replace(two.with_config(rotary_interleaved=True, qk_layernorm=True), gpt=options(rotary_percent=0.5)),
+        replace(
+            two.with_config(no_rope_freq=(0, 1), attention_output_gate=True),
+            gpt=options(rope_scaling=True, seq_len_interpolation_factor=2.0),
+        ),
+        replace(two, positions="yarn").with_config(qk_l2_norm=True, **yarn),
+    ]
+
+
 def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
     """Multi-latent attention; the heads of keys (12) are larger than those of values (8)."""
     yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
@@ -102,3 +145,24 @@ def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
         qk_layernorm=query_rank is not None,
         **yarn if rope == "yarn" else {},
     )
+
+
+def mixture(**values: Any) -> Model:
+    """A dense layer and one with experts, two of four for each token."""
+    return Model(layers=2).with_config(
+        **{
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_router_load_balancing_type": (),
+            "moe_aux_loss_coeff": (),
+            "add_bias_linear": False,
+        }
+        | values
+    )
+
+
+def balanced(*kinds: str, **values: Any) -> Model:
+    """With balance losses heavy enough to be seen beside the model's own."""
+    coefficients = tuple(0.3 / (1 + i) for i in range(len(kinds)))
+    return mixture(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients, **values)

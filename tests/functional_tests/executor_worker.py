@@ -74,10 +74,12 @@ def forward_step_of_integers(data_iterator, model):
 
 
 def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs):
-    model.zero_grad()
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        chunk.zero_grad()
     return function(
         forward_step_func=step,
-        data_iterator=batches(microbatches),
+        data_iterator=[batches(microbatches) for _ in chunks],
         model=model,
         num_microbatches=microbatches,
         seq_length=SEQUENCE,
@@ -158,6 +160,27 @@ def check_a_whole_schedule(world, alone) -> None:
     with torch.no_grad():
         assert len(run(given, model, microbatches=2, pg_collection=collection, forward_only=True)) in (0, 2)
     assert "num_microbatches=3" in raises(ValueError, run, given, model, microbatches=2, pg_collection=collection)
+
+
+def check_chunks_in_a_v(world, alone) -> None:
+    """A whole schedule brings its placement, a name is given one; gradients are those of the stages in a row."""
+    placement = Placement(2, 2, "v")
+    stages = [Stage(stage(world).config, number) for number in range(4)]
+    total = 0
+    for tokens in batches(MICROBATCHES):
+        for each in stages:
+            tokens = each.linear(tokens).tanh()
+        total += tokens.square().mean() / MICROBATCHES
+    total.backward()
+    here = placement.stages_of(world.rank())
+    expected = [gradients(stages[number]) for number in here]
+    whole = executor(build("zb-h1", Shape(placement, MICROBATCHES)))
+    named = PipelineExecutor("1f1b", 1, lambda length: [length], timeout=timedelta(seconds=60), placement="v")
+    for given in (whole, named):
+        model = [stages[number] for number in here]
+        reports = run(given, model, pg_collection=groups(world, alone))
+        assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
+        assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
 
 
 def check_ranks_that_disagree(world, alone) -> None:

@@ -41,7 +41,7 @@ def parsed(*flags, **megatron):
 
 
 def test_without_our_flags_megatrons_own_schedule_runs():
-    args = parsed(num_experts=8, qk_clip=True)
+    args = parsed(moe_expert_capacity_factor=1.0, qk_clip=True)
     validate(args)
     assert pipeline_config(args).schedule is None
 
@@ -78,7 +78,9 @@ def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_paral
 @pytest.mark.parametrize(
     "flags, megatron, sentence",
     [
-        (["--sequence-splits", "4"], {"num_experts": 8}, "--num-experts"),
+        (["--sequence-splits", "4"], {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": ["quantile_balancing"]}, "quantile_balancing"),
         (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --context-parallel-size 1"),
         (["--sequence-splits", "4"], {"log_max_attention_logit": True}, "drop it"),
         (["--sequence-splits", "4"], {"attention_backend": argparse.Namespace(name="fused")}, "-backend flash"),
@@ -153,7 +155,8 @@ def test_a_file_that_is_not_there_or_cannot_run_says_so(capsys, tmp_path):
 
 
 def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
-    validate(parsed("--pipeline-schedule", "1f1b", num_experts=8, qk_clip=True, context_parallel_size=2))
+    refused = {"moe_expert_capacity_factor": 1.0, "qk_clip": True, "context_parallel_size": 2}
+    validate(parsed("--pipeline-schedule", "1f1b", **refused))
 
 
 def test_every_refusal_names_its_flag_and_a_way_out():
@@ -196,8 +199,8 @@ def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, cap
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
     assert "holds 3 segments, not --sequence-splits 4" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        validate(parsed("--sequence-split-file", str(path), num_experts=8))
-    assert "--num-experts" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
+        validate(parsed("--sequence-split-file", str(path), qk_clip=True))
+    assert "--qk-clip" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
 
 
 def test_the_profile_strategy_needs_a_profile(capsys):

@@ -84,3 +84,8 @@ def sized_for_latent_attention(init):
             attention.hidden_size_per_partition = heads * v_channels
 
     return initialize
+
+
+def on_cpu(tensor, as_numpy=False, record_stream=False):
+    """``maybe_move_tensor_to_cpu``, which forgets ``as_numpy`` where there is nothing to move."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor

@@ -9,10 +9,12 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from .attention import SegmentAttention
+from .experts import weigh_losses
 from .kernels import KernelChoice
 from .segment import SegmentContext
 from .weight_gradient import WeightGradientStore, deferring
@@ -37,7 +39,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
 
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
-    """Make the attention and rotary modules of the model chunks follow the running segment of `context`.
+    """Make the attention, rotary and router modules of the model chunks follow the running segment of `context`.
 
     The latest call wins, so that several executors can take turns on one model.
     """
@@ -54,6 +56,8 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
             if isinstance(rotary, YarnRotaryEmbedding):
                 rotary.get_cached_cos_sin = partial(_from_segment_start, rotary, rotary.get_cached_cos_sin)
         rotary.segment_context = context
+    for router in _modules(chunks, TopKRouter):
+        weigh_losses(router, context)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
     rotary = YarnRotaryEmbedding(8, original_max_position_embeddings=16, use_cpu_initialization=True)
     whole = rotary.get_cached_cos_sin(48, dtype=torch.float32)
     context = SegmentContext()
-    attach([rotary], context)
-    attach([rotary], context)
+    attach([torch.nn.ModuleList([rotary])], context)
+    attach([torch.nn.ModuleList([rotary])], context)
     for start, end in ((0, 20), (20, 32), (32, 48)):
         with context.running(Segment(0, 0, start, end, 48), keeps_for_backward=True):
             part = rotary.get_cached_cos_sin(end - start, dtype=torch.float32)
