@@ -50,7 +50,7 @@ _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep
 
 HONOURED = (
     Honoured("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
-    Honoured("`--num-layers-per-virtual-pipeline-stage` and its kin", "looped; V-shaped in programs with chunks of their own"),
+    Honoured("`--num-layers-per-virtual-pipeline-stage` and its kin", "looped; V-shaped where a program builds them"),
     Honoured("`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`"),
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
