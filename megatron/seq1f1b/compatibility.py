@@ -60,7 +60,7 @@ HONOURED = (
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
     Honoured("`--hidden-dropout`"),
     Honoured("`--bf16`, `--fp16`"),
-    Honoured("evaluation, checkpoints, `--log-*`, timers, `--rampup-batch-size`"),
+    Honoured("evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`"),
 )
 
 WITH_OUR_SCHEDULES = (

@@ -105,6 +105,8 @@ class PipelineExecutor:
                 "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
                 "every message, which our schedules know in advance; run this model with Megatron's own schedule"
             )
+        if not hasattr(config, "calculate_per_token_loss"):
+            config.calculate_per_token_loss = False  # Megatron asks for it, but only a TransformerConfig has it
         groups = pg_collection or _build_default_pg_collection()
         device = torch.device(torch.cuda.current_device())
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
@@ -137,8 +139,7 @@ class PipelineExecutor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
-        per_token_loss = getattr(config, "calculate_per_token_loss", False)
-        losses = LossLedger(per_token_loss)
+        losses = LossLedger(config.calculate_per_token_loss)
         sync = GradientSync(config, chunks, ends_last=len(chunks) == 1 and pipeline.rank() == 0)
         communicator = self._communicator(pipeline, placement, config.pipeline_dtype, device)
         is_split = any(action.kind is Kind.W for action in actions)
@@ -166,7 +167,7 @@ class PipelineExecutor:
                 sync.close()
                 if config.finalize_model_grads_func is not None and not forward_only:
                     num_tokens = None
-                    if per_token_loss:
+                    if config.calculate_per_token_loss:
                         num_tokens = losses.total_num_tokens(device)
                         _take_from_last_stage(num_tokens, placement, pipeline)
                     config.finalize_model_grads_func(
