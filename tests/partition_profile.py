@@ -11,14 +11,18 @@ def forward(length, prefix):
     return 1e-4 + 1e-6 * length + 1e-9 * length * (prefix + length / 2)
 
 
+def weight(length):
+    return 5e-7 * length
+
+
 def profile(noise=lambda length, prefix: 1.0):
     layer = [
-        Measurement(n, p, forward(n, p) * noise(n, p), 2.2 * forward(n, p) * noise(n, p))
+        Measurement(n, p, forward(n, p) * noise(n, p), 2.2 * forward(n, p) * noise(n, p), weight(n))
         for n in LENGTHS
         for p in PREFIXES
     ]
-    embedding = [Measurement(n, 0, 1e-7 * n, 2e-7 * n) for n in LENGTHS]
-    head = [Measurement(n, 0, 3e-6 * n, 6e-6 * n) for n in LENGTHS]
+    embedding = [Measurement(n, 0, 1e-7 * n, 2e-7 * n, 0.0) for n in LENGTHS]
+    head = [Measurement(n, 0, 3e-6 * n, 6e-6 * n, 3e-6 * n) for n in LENGTHS]
     return Profile("a device", MODEL, 1, 1, {"layer": layer, "embedding": embedding, "head": head})
 
 

@@ -31,7 +31,8 @@ from megatron.seq1f1b.partition import (
     slowest,
     terapipe,
 )
-from megatron.seq1f1b.schedule import FAMILIES, Costs, Placement, Shape, Timeline, build, simulate
+from megatron.seq1f1b.schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
+from megatron.seq1f1b.simulator import action_costs
 from model_flags import add_model_flags, model_shape
 
 
@@ -68,11 +69,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
-    """Costs in seconds on every stage; layers are spread evenly, the first stages taking one more where they must."""
+def layers_per_stage(args: argparse.Namespace) -> list[int]:
+    """Layers are spread evenly, the first stages taking one more where they must."""
     num_stages = args.pipeline_model_parallel_size * args.num_virtual_stages
     base, more = divmod(args.num_layers, num_stages)
-    layers_per_stage = [base + (stage < more) for stage in range(num_stages)]
+    return [base + (stage < more) for stage in range(num_stages)]
+
+
+def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
+    """Costs in seconds on every stage."""
+    layers = layers_per_stage(args)
     model, tensor_parallel_size = model_shape(args), args.tensor_model_parallel_size
     if args.sequence_split_profile is not None:
         profile = read_profile(args.sequence_split_profile)
@@ -82,7 +88,7 @@ def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
             f"Measured on {profile.device}; fit off by {100 * error.mean:.1f} % on average, "
             f"{100 * error.highest:.1f} % at most.\n"
         )
-        return profile.costs(layers_per_stage)
+        return profile.costs(layers)
     rates = CPU_CORE if args.device == "cpu" else A100
     share = replace(
         rates,
@@ -90,7 +96,7 @@ def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
         attention=rates.attention * tensor_parallel_size,
         attention_backward=rates.attention_backward * tensor_parallel_size,
     )
-    return analytic_costs(model, layers_per_stage, share, args.recompute)
+    return analytic_costs(model, layers, share, args.recompute)
 
 
 def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, tuple[int, ...]]:
@@ -133,11 +139,7 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
 def plan(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: tuple[StageCost, ...]) -> Plan:
     placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
     shape = Shape(placement, args.num_microbatches, len(lengths))
-    forward = tuple(tuple(segment_costs(lengths, cost.forward)) for cost in costs)
-    half_backward = tuple(tuple(t / 2 for t in segment_costs(lengths, cost.backward)) for cost in costs)
-    none = ((0.0,) * len(lengths),) * len(costs)
-    table = Costs(forward, half_backward, half_backward, none, none, none, none)
-    timeline = simulate(build(args.pipeline_schedule, shape), table)
+    timeline = simulate(build(args.pipeline_schedule, shape), action_costs(costs, layers_per_stage(args), lengths))
     return Plan(name, lengths, tuple(segment_costs(lengths, slowest(costs))), timeline)
 
 

@@ -32,7 +32,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
+from megatron.seq1f1b.model import (  # noqa: E402
+    Segment,
+    SegmentContext,
+    WeightGradientStore,
+    attach,
+    weight_gradients_left_in,
+)
 from megatron.seq1f1b.model.kv_cache import KVCache  # noqa: E402
 from megatron.seq1f1b.partition import Measurement, ModelShape, Profile, write_profile  # noqa: E402
 from model_flags import add_model_flags, model_shape  # noqa: E402
@@ -83,6 +89,7 @@ class Bench:
             position_embedding_type="rope",
         ).to(self.device)
         self.context = SegmentContext()
+        self.weight_gradients = WeightGradientStore()
         attach([self.model], self.context)
 
     def layer(self, length: int, prefix: int) -> Measurement:
@@ -143,21 +150,26 @@ class Bench:
         follow: Callable[[], None] = lambda: None,
     ) -> Measurement:
         """Medians over the repeats; the first run warms up."""
-        times: list[tuple[float, float]] = []
-        for _ in range(self.repeats + 1):
-            prepare()
-            self.context.segment = segment
-            seconds_forward, output = self._clock(forward)
-            self.context.segment = None
-            follow()
-            gradient = torch.randn_like(output)
-            self.context.segment = segment
-            seconds_backward, _ = self._clock(lambda output=output, gradient=gradient: output.backward(gradient))
-            self.context.segment = None
-            times.append((seconds_forward, seconds_backward))
+        times: list[tuple[float, float, float]] = []
+        left = self.weight_gradients
+        with weight_gradients_left_in(left, [self.model]):
+            for _ in range(self.repeats + 1):
+                prepare()
+                self.context.segment = segment
+                seconds_forward, output = self._clock(forward)
+                self.context.segment = None
+                with left.collecting("following"):
+                    follow()
+                gradient = torch.randn_like(output)
+                self.context.segment = segment
+                with left.collecting("measured"):
+                    seconds, _ = self._clock(lambda output=output, gradient=gradient: output.backward(gradient))
+                seconds_weight, _ = self._clock(lambda: left.compute("measured"))
+                self.context.segment = None
+                times.append((seconds_forward, seconds + seconds_weight, seconds_weight))
+                left.clear()
         self.context.clear()
-        forwards, backwards = zip(*times[1:], strict=True)
-        return Measurement(length, prefix, statistics.median(forwards), statistics.median(backwards))
+        return Measurement(length, prefix, *(statistics.median(each) for each in zip(*times[1:], strict=True)))
 
     def _clock(self, work: Callable[[], torch.Tensor | None]) -> tuple[float, torch.Tensor | None]:
         if self.device.type == "cuda":
@@ -188,7 +200,7 @@ def main() -> None:
     bench = Bench(args, shape)
     lengths, prefixes = grid(args.seq_length)
     parts = {"layer": [], "embedding": [], "head": []}
-    print(f"{'part':10}{'tokens':>8}{'prefix':>8}{'forward ms':>12}{'backward ms':>13}")
+    print(f"{'part':10}{'tokens':>8}{'prefix':>8}{'forward ms':>12}{'backward ms':>13}{'of it W':>10}")
     for length in lengths:
         measurements = [
             ("layer", bench.layer(length, prefix)) for prefix in prefixes if prefix + length <= args.seq_length
@@ -196,7 +208,11 @@ def main() -> None:
         measurements += [("embedding", bench.embedding(length)), ("head", bench.head(length))]
         for part, row in measurements:
             parts[part].append(row)
-            print(f"{part:10}{length:8}{row.prefix:8}{1e3 * row.forward:12.3f}{1e3 * row.backward:13.3f}", flush=True)
+            print(
+                f"{part:10}{length:8}{row.prefix:8}{1e3 * row.forward:12.3f}{1e3 * row.backward:13.3f}"
+                f"{1e3 * row.weight:10.3f}",
+                flush=True,
+            )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} thread(s)"
     profile = Profile(f"{device}, {bench.dtype}", shape, args.micro_batch_size, 1, parts)
     error = profile.fit_error()

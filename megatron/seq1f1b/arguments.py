@@ -4,18 +4,20 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .compatibility import refusal, segments_are_possible
+from .compatibility import packs_documents, refusal, segments_are_possible
 from .model_arguments import layers_per_stage, model_shape
 from .partition import (
     A100,
     CPU_CORE,
     STRATEGIES,
     STRATEGIES_BY_COST,
+    STRATEGIES_BY_DOCUMENTS,
     ModelShape,
     Rates,
     StageCost,
@@ -28,7 +30,8 @@ from .partition import (
     slowest,
     terapipe,
 )
-from .schedule import FAMILY_NAMES, Kind, Placement, Schedule, Shape, read_csv
+from .schedule import FAMILY_NAMES, Costs, Kind, Placement, Schedule, Shape, read_csv
+from .simulator import action_costs
 
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
@@ -70,8 +73,17 @@ class PipelineConfig:
         """The name of a family, or the schedule in the file; raises OSError and ValueError."""
         return read_csv(self.schedule) if isinstance(self.schedule, Path) else self.schedule
 
-    def cut(self, sequence_length: int) -> tuple[int, ...]:
-        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences."""
+    @property
+    def cuts_by_documents(self) -> bool:
+        """Whether packed sequences are cut micro-batch by micro-batch, each by its own documents."""
+        return self.split_file is None and self.split_strategy in STRATEGIES_BY_DOCUMENTS
+
+    def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
+        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences.
+
+        With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
+        follow those.
+        """
         if self.split_file is not None:
             lengths = read_lengths(self.split_file)
             check_lengths(lengths, self.split_file, sequence_length, self.num_segments, self.segment_multiple)
@@ -84,9 +96,10 @@ class PipelineConfig:
             self.num_segments,
             self.segment_multiple,
             self.model,
-            self.costs() if has_costs else None,
+            self.costs if has_costs else None,
             self.rates.full_speed_rows,
             self.num_microbatches,
+            documents,
         )
 
     def best_num_segments(self, sequence_length: int) -> int:
@@ -94,13 +107,14 @@ class PipelineConfig:
         return len(
             terapipe(
                 sequence_length,
-                slowest(self.costs()),
+                slowest(self.costs),
                 num_stages=len(self.layers_per_stage),
                 multiple_of=self.segment_multiple,
                 num_microbatches=self.num_microbatches,
             )
         )
 
+    @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """The cost of a segment on every stage, measured if there is a profile; raises SplitError."""
         if self.split_profile is None:
@@ -108,6 +122,10 @@ class PipelineConfig:
         profile = read_profile(self.split_profile)
         check_profile(profile, self.split_profile, self.model, self.tensor_parallel_size)
         return profile.costs(self.layers_per_stage)
+
+    def action_costs(self, lengths: Sequence[int]) -> Costs:
+        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
+        return action_costs(self.costs(), self.layers_per_stage, lengths)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -151,6 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
         "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
         "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
+        "Where documents are packed and stay apart, it cuts each micro-batch by its own. "
         "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
         "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
         "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
@@ -326,7 +345,12 @@ def wants_segment_attention(args: argparse.Namespace) -> bool:
     Its kernels are several times faster than Megatron's unfused attention, which `--attention-backend local` keeps.
     """
     is_local = args.transformer_impl == "local" and args.attention_backend.name != "local"
-    return is_local and segments_are_possible(args)
+    return is_local and segments_are_possible(args) and not packs_documents(args)
+
+
+def follows_documents(args: argparse.Namespace) -> bool:
+    """Whether our schedules keep attention within the documents of packed sequences, whatever masks a batch brings."""
+    return packs_documents(args) and segments_are_possible(args) and pipeline_config(args).schedule is not None
 
 
 def _family(args: argparse.Namespace) -> str | None:

@@ -16,7 +16,7 @@ from . import cpu
 
 if TYPE_CHECKING:  # these import Megatron, which has to wait until the CPU redirects are in place
     from .arguments import PipelineConfig
-    from .runtime import Tracer
+    from .runtime import Packing, Tracer
 
 
 def install(add_flags: bool = False, always: bool = False, placement: str = "looped", **flags: Any) -> None:
@@ -125,12 +125,13 @@ class _Overlay:
             return self._executor
         from megatron.training import get_args
 
-        from .arguments import pipeline_config
+        from .arguments import follows_documents, pipeline_config
 
         megatron_args = get_args()
         config = pipeline_config(megatron_args)
         if config.schedule is not None:
-            self._executor = _executor(config, megatron_args)
+            packing = _packing(config) if follows_documents(megatron_args) else None
+            self._executor = _executor(config, megatron_args, packing)
             return self._executor
         function = self._upstream(*args, **kwargs)
         tracer = _tracer(config, megatron_args)
@@ -143,7 +144,7 @@ def _compile_helpers_unless_shipped(upstream: Callable) -> None:
         upstream()
 
 
-def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
+def _executor(config: PipelineConfig, megatron_args: Namespace, packing: Packing | None) -> Callable:
     from .runtime import PipelineExecutor
 
     return PipelineExecutor(
@@ -153,7 +154,17 @@ def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
         sequence_length_is=partial(_sequence_length_is, megatron_args),
         timeout=timedelta(minutes=megatron_args.distributed_timeout_minutes),
         tracer=_tracer(config, megatron_args),
+        packing=packing,
+        costs=config.action_costs,
     )
+
+
+def _packing(config: PipelineConfig) -> Packing:
+    from megatron.training import get_tokenizer
+
+    from .runtime import Packing
+
+    return Packing(get_tokenizer().eod, config.cut if config.cuts_by_documents else None)
 
 
 def _tracer(config: PipelineConfig, megatron_args: Namespace) -> Tracer | None:

@@ -53,7 +53,12 @@ class LibrarySchedule:
         if config.trace_directory is not None:
             tracer = Tracer(config.trace_directory, config.trace_iterations, lambda: self._training_steps)
         return PipelineExecutor(
-            config.read_schedule(), config.num_segments, cache(config.cut), tracer=tracer, placement=config.placement
+            config.read_schedule(),
+            config.num_segments,
+            cache(config.cut),
+            tracer=tracer,
+            costs=config.action_costs,
+            placement=config.placement,
         )
 
 

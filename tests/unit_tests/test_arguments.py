@@ -21,7 +21,6 @@ MEGATRON = dict(
     distributed_backend="gloo",
     bf16=False,
     fp16=False,
-    attention_dropout=0.0,
     transformer_impl="local",
     pipeline_model_parallel_size=2,
     virtual_pipeline_model_parallel_size=None,
@@ -42,7 +41,7 @@ def parsed(*flags, **megatron):
 
 
 def test_without_our_flags_megatrons_own_schedule_runs():
-    args = parsed(num_experts=8, attention_dropout=0.1)
+    args = parsed(moe_expert_capacity_factor=1.0, qk_clip=True)
     validate(args)
     assert pipeline_config(args).schedule is None
 
@@ -79,10 +78,14 @@ def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_paral
 @pytest.mark.parametrize(
     "flags, megatron, sentence",
     [
-        (["--sequence-splits", "4"], {"num_experts": 8}, "--num-experts"),
+        (["--sequence-splits", "4"], {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": ["quantile_balancing"]}, "quantile_balancing"),
         (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --context-parallel-size 1"),
-        (["--sequence-splits", "4"], {"attention_dropout": 0.1}, "add --attention-dropout 0"),
-        (["--sequence-splits", "4"], {"distributed_backend": "nccl"}, "add --bf16"),
+        (["--sequence-splits", "4"], {"log_max_attention_logit": True}, "drop it"),
+        (["--sequence-splits", "4"], {"attention_backend": argparse.Namespace(name="fused")}, "-backend flash"),
+        (["--sequence-splits", "4"], {"flash_attention_version": 3}, "use 2 or 4"),
+        (["--sequence-splits", "4"], {"flash_attention_version": 2, "distributed_backend": "nccl"}, "install flash"),
         (["--pipeline-schedule", "1f1b"], {"cuda_graph_impl": "local"}, "use --cuda-graph-impl none"),
         (["--sequence-splits", "20000"], {}, "use at most 16384 segments"),
         (["--sequence-splits", "0"], {}, "at least 1"),
@@ -152,7 +155,8 @@ def test_a_file_that_is_not_there_or_cannot_run_says_so(capsys, tmp_path):
 
 
 def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
-    validate(parsed("--pipeline-schedule", "1f1b", num_experts=8, attention_dropout=0.1, context_parallel_size=2))
+    refused = {"moe_expert_capacity_factor": 1.0, "qk_clip": True, "context_parallel_size": 2}
+    validate(parsed("--pipeline-schedule", "1f1b", **refused))
 
 
 def test_every_refusal_names_its_flag_and_a_way_out():
@@ -167,8 +171,8 @@ def test_local_layers_get_segment_attention_unless_it_was_declined():
     local = argparse.Namespace(name="local")
     assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=local))
     assert not wants_segment_attention(parsed(transformer_impl="transformer_engine", attention_backend=backend))
-    dropout = parsed(transformer_impl="local", attention_backend=backend, attention_dropout=0.1)
-    assert not wants_segment_attention(dropout)
+    impossible = parsed(transformer_impl="local", attention_backend=backend, qk_clip=True)
+    assert not wants_segment_attention(impossible)
 
 
 def test_balanced_looks_at_the_slowest_stage():
@@ -195,8 +199,8 @@ def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, cap
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
     assert "holds 3 segments, not --sequence-splits 4" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        validate(parsed("--sequence-split-file", str(path), num_experts=8))
-    assert "--num-experts" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
+        validate(parsed("--sequence-split-file", str(path), qk_clip=True))
+    assert "--qk-clip" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
 
 
 def test_the_profile_strategy_needs_a_profile(capsys):

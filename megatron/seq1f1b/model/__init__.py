@@ -2,10 +2,12 @@
 starts, weight gradients apart from input gradients."""
 
 from .attach import attach, collectives_watched, use_segment_attention, weight_gradients_left_in
+from .documents import Documents
 from .segment import Segment, SegmentContext
 from .weight_gradient import WeightGradientStore
 
 __all__ = [
+    "Documents",
     "Segment",
     "SegmentContext",
     "WeightGradientStore",

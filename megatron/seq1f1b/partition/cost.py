@@ -1,4 +1,4 @@
-"""What a segment costs on a stage of the pipeline: the time of its forward and of its backward."""
+"""What a segment costs on a stage of the pipeline: the times of its forward, its backward, its weight gradients."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -61,10 +61,12 @@ class AnalyticTime:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Times of a segment on one stage; `total` is that of both directions."""
+    """Times of a segment on one stage; `weight` is the part of `backward` that gives the weight gradients of linear
+    layers, `total` that of both directions."""
 
     forward: Time
     backward: Time
+    weight: Time
     total: StageTime
 
 
@@ -84,10 +86,11 @@ def analytic_costs(
         )
     costs, first = [], 0
     for stage, num_layers in enumerate(layers_per_stage):
-        forward, backward = AnalyticTime(), AnalyticTime()
+        forward, backward, weight = AnalyticTime(), AnalyticTime(), AnalyticTime()
         for layer in range(first, first + num_layers):
-            layer_forward, layer_backward = _layer(model, layer, rates)
+            layer_forward, layer_backward, layer_weight = _layer(model, layer, rates)
             forward += layer_forward
+            weight += layer_weight
             backward += layer_backward + layer_forward if recomputes_layers else layer_backward
         if stage == 0:
             # Forward reads a row and writes it; backward adds the gradient to a row.
@@ -97,7 +100,8 @@ def analytic_costs(
             head = head_flops(model) / rates.matmul
             forward += AnalyticTime(per_token=head)
             backward += AnalyticTime(per_token=rates.matmul_backward_flops * head)
-        costs.append(StageCost(forward, backward, forward + backward))
+            weight += AnalyticTime(per_token=rates.matmul_backward_flops / 2 * head)
+        costs.append(StageCost(forward, backward, weight, forward + backward))
         first += num_layers
     return tuple(costs)
 
@@ -113,7 +117,8 @@ def slowest(costs: Sequence[StageCost]) -> Time:
     return lambda start, end: max([time(start, end) for time in times])
 
 
-def _layer(model: ModelShape, layer: int, rates: Rates) -> tuple[AnalyticTime, AnalyticTime]:
+def _layer(model: ModelShape, layer: int, rates: Rates) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
+    """Forward, backward, and of the latter the weight gradients."""
     per_token, per_pair = layer_flops(model, layer)
     forward = AnalyticTime(rates.overhead, per_token / rates.matmul, per_pair / rates.attention, rates.slowdown)
     backward = AnalyticTime(
@@ -122,4 +127,6 @@ def _layer(model: ModelShape, layer: int, rates: Rates) -> tuple[AnalyticTime, A
         rates.attention_backward_flops * per_pair / rates.attention_backward,
         rates.slowdown,
     )
-    return forward, backward
+    # The gradient of a matrix product by its weight takes as much as that by its input.
+    weight = AnalyticTime(per_token=rates.matmul_backward_flops / 2 * per_token / rates.matmul)
+    return forward, backward, weight

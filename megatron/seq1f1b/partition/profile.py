@@ -3,11 +3,12 @@
 The JSON, as tools/profile_segments.py writes it:
 
     {"device": "...", "model": {sizes of a ModelShape}, "micro_batch_size": 1, "tensor_parallel_size": 1,
-     "parts": {"layer":     [{"length": 1024, "prefix": 2048, "forward": 0.011, "backward": 0.025}, ...],
+     "parts": {"layer": [{"length": 1024, "prefix": 2048, "forward": 0.011, "backward": 0.025, "weight": 0.006}, ...],
                "embedding": [...], "head": [...]}}
 
-Times are in seconds, for a micro-batch. Every part is measured at the same lengths without a prefix; the layer, which
-is one transformer layer, also after prefixes. `head` is the final norm, the projection to the vocabulary and the loss.
+Times are in seconds, for a micro-batch; `weight` is the part of `backward` that gives the weight gradients of linear
+layers. Every part is measured at the same lengths without a prefix; the layer, which is one transformer layer, also
+after prefixes. `head` is the final norm, the projection to the vocabulary and the loss.
 """
 
 import json
@@ -26,12 +27,13 @@ PARTS = ("layer", "embedding", "head")
 
 
 class Measurement(NamedTuple):
-    """Seconds of the forward and the backward of a segment of `length` tokens after `prefix` tokens."""
+    """Seconds of a segment of `length` tokens after `prefix` tokens; `weight` is a part of `backward`."""
 
     length: int
     prefix: int
     forward: float
     backward: float
+    weight: float
 
 
 class FitError(NamedTuple):
@@ -66,21 +68,23 @@ class Profile:
                 times = [a + b for a, b in zip(times, directions["embedding"], strict=True)]
             if stage == len(layers_per_stage) - 1:
                 times = [a + b for a, b in zip(times, directions["head"], strict=True)]
-            forward, backward = times
-            costs.append(StageCost(forward, backward, forward + backward))
+            forward, backward, weight = times
+            costs.append(StageCost(forward, backward, weight, forward + backward))
         return tuple(costs)
 
     def fit_error(self) -> FitError:
         """How well equation 9 of TeraPipe describes this device; the paper finds less than 2 %."""
         errors = [
             error
-            for direction, fitted in enumerate(self._fitted("layer"))
+            for direction, fitted in enumerate(self._fitted("layer")[:2])
             for error in relative_errors(fitted, self._points("layer", direction, least_prefix=1))
         ]
         return FitError(mean(errors), max(errors)) if errors else FitError(0.0, 0.0)
 
-    def _fitted(self, part: str) -> tuple[FittedTime, FittedTime]:
-        return fit(self._points(part, 0)), fit(self._points(part, 1))
+    def _fitted(self, part: str) -> tuple[FittedTime, ...]:
+        """Forward, backward, weight gradients; the last do not depend on the prefix."""
+        alone = [point for point in self._points(part, 2) if not point.prefix]
+        return fit(self._points(part, 0)), fit(self._points(part, 1)), fit(alone)
 
     def _points(self, part: str, direction: int, least_prefix: int = 0) -> list[Point]:
         return [
@@ -115,8 +119,9 @@ def read_profile(path: str | Path) -> Profile:
             data["tensor_parallel_size"],
             {name: tuple(Measurement(**row) for row in data["parts"][name]) for name in PARTS},
         )
-        if any(min(row.forward, row.backward, row.length) <= 0 for rows in profile.parts.values() for row in rows):
-            raise ValueError("a length or a time is not positive")
+        rows = [row for part in profile.parts.values() for row in part]
+        if any(min(row.forward, row.backward, row.length) <= 0 or not 0 <= row.weight < row.backward for row in rows):
+            raise ValueError("a length or a time is not positive, or a weight not part of its backward")
         profile.costs([1])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise SplitError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from ..model import (
+    Documents,
     Segment,
     SegmentContext,
     WeightGradientStore,
@@ -20,10 +22,11 @@ from ..model import (
     collectives_watched,
     weight_gradients_left_in,
 )
-from ..schedule import Channel, Kind, Placement, Schedule, Shape
+from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
+from .documents import Packing, documents_of_step
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Step
 from .loss import LossLedger
@@ -35,10 +38,11 @@ class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
     `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
-    `cut(sequence_length)` gives the lengths of the segments if there are several. `sequence_length_is(length)` is
-    entered around the user's forward step, for code that derives shapes from a global sequence length. `placement`
-    says which stages the model chunks of a rank are, see `Placement`; a whole schedule has its own. No state of a step
-    survives it.
+    `cut(sequence_length)` gives the lengths of the segments if there are several; `costs(lengths)` what `auto` plans
+    for, equal costs if it is None. `sequence_length_is(length)` is entered around the user's forward step, for code
+    that derives shapes from a global sequence length. With `packing` attention stays within the documents of a
+    sequence. `placement` says which stages the model chunks of a rank are, see `Placement`; a whole schedule has its
+    own. No state of a step survives it.
     """
 
     def __init__(
@@ -49,15 +53,18 @@ class PipelineExecutor:
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
+        packing: Packing | None = None,
+        costs: Callable[[Sequence[int]], Costs] | None = None,
         placement: str = "looped",
     ) -> None:
-        self._plan = Plan(schedule)
+        self._plan = Plan(schedule, costs)
         self._placement = schedule.shape.placement.style if isinstance(schedule, Schedule) else placement
         self._num_segments = num_segments
         self._cut = cut
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
         self._tracer = tracer
+        self._packing = packing
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -97,6 +104,7 @@ class PipelineExecutor:
             raise ValueError("a p2p_communicator needs its pg_collection")
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        seq_length = seq_length or 0  # Megatron leaves it out where no message is sent
         if len(iterators) != len(chunks):
             raise ValueError(f"{len(chunks)} model chunks need a data iterator each, but {len(iterators)} were given")
         config = get_model_config(chunks[0])
@@ -112,19 +120,31 @@ class PipelineExecutor:
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
         placement = Placement(pipeline.size(), len(chunks), self._placement)
         shape = Shape(placement, num_microbatches, self._num_segments)
-        segments = self._segments(num_microbatches, seq_length)
-        self._agree(shape, segments[0], micro_batch_size, forward_only)
-        actions = self._plan.program(shape, pipeline.rank(), forward_only)
-        if self._num_segments > 1:  # an uncut sequence needs nothing, so the model then keeps its own attention
+        self._agree(shape, seq_length, micro_batch_size, forward_only)
+        actions = self._plan.program(shape, self._lengths(seq_length), pipeline.rank(), forward_only)
+        # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
+        if self._num_segments > 1 or self._packing is not None:
             attach(chunks, self._context)
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        batches = [iterator and SegmentIterator(iterator) for iterator in iterators]
+        documents: list[Documents | None] = [None] * num_microbatches
+        if self._packing is not None:
+            documents = documents_of_step(
+                batches[placement.chunk_of(0)],
+                (num_microbatches, micro_batch_size, seq_length),
+                self._packing.end_of_document,
+                placement.rank_of(0),
+                pipeline,
+                groups.tp,
+                device,
+            )
         step = Step(
             forward_step_func=forward_step_func,
             chunks=chunks,
-            batches=[iterator and SegmentIterator(iterator) for iterator in iterators],
-            segments=segments,
+            batches=batches,
+            segments=[self._segments(number, seq_length, packed) for number, packed in enumerate(documents)],
             config=config,
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
@@ -182,17 +202,17 @@ class PipelineExecutor:
             config.timers("forward-backward").stop()
         return losses.reports()
 
-    def _segments(self, num_microbatches: int, sequence_length: int | None) -> list[list[Segment]]:
-        # Megatron leaves the length out where no message is sent.
-        sequence_length = sequence_length or 0
-        lengths = self._cut(sequence_length) if self._num_segments > 1 else (sequence_length,)
-        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    def _lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
+        if self._num_segments == 1:
+            return (sequence_length,)
+        follows = documents is not None and self._packing.cut is not None
+        return self._packing.cut(sequence_length, documents) if follows else self._cut(sequence_length)
+
+    def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
+        lengths = self._lengths(sequence_length, documents)
         return [
-            [
-                Segment(microbatch, index, end - length, end, sequence_length)
-                for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
-            ]
-            for microbatch in range(num_microbatches)
+            Segment(microbatch, index, end - length, end, sequence_length, documents)
+            for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
         ]
 
     def _communicator(
@@ -208,15 +228,15 @@ class PipelineExecutor:
             self._communicators[key] = Communicator(group, channels, dtype, device, self._timeout)
         return self._communicators[key]
 
-    def _agree(
-        self, shape: Shape, segments: Sequence[Segment], micro_batch_size: int | None, forward_only: bool
-    ) -> None:
+    def _agree(self, shape: Shape, sequence_length: int, micro_batch_size: int | None, forward_only: bool) -> None:
         """Compare this step with that of the other ranks, the first time that it is asked for."""
-        lengths = [segment.length for segment in segments]
+        is_packed, lengths = self._packing is not None, str(list(self._lengths(sequence_length)))
+        if is_packed and self._packing.cut is not None:
+            lengths = f"{shape.num_segments} times a length that follows the documents, of {sequence_length} in all,"
         plan = (
             f"{self._plan.name}, {'evaluation' if forward_only else 'training'} on {shape.num_ranks} ranks with "
             f"{shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches of "
-            f"{micro_batch_size} sequences, segments of {lengths} tokens"
+            f"{micro_batch_size} sequences, segments of {lengths} tokens{' within documents' if is_packed else ''}"
         )
         if plan not in self._agreed:
             check_agreement(plan)

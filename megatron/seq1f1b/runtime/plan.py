@@ -1,8 +1,9 @@
 """Which actions a rank runs in steps of any size."""
 
 import hashlib
+from collections.abc import Callable, Sequence
 
-from ..schedule import FAMILIES, Action, Kind, Schedule, Shape, lower_rank, program
+from ..schedule import FAMILIES, Action, Costs, Kind, Schedule, Shape, lower_rank, program
 
 # What is left of a program in an evaluation; the order on every channel stays as it was.
 _FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
@@ -12,27 +13,35 @@ class Plan:
     """The lowered actions of this rank, built when a step has a new shape.
 
     `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
+    `auto` plans for the costs that `costs` gives for segments of certain lengths, equal ones if it is None.
     """
 
-    def __init__(self, schedule: str | Schedule) -> None:
+    def __init__(self, schedule: str | Schedule, costs: Callable[[Sequence[int]], Costs] | None = None) -> None:
         self._schedule = schedule
-        self._programs: dict[tuple[Shape, int, bool], list[Action]] = {}
+        self._costs = costs
+        self._programs: dict[tuple[Shape, tuple[int, ...], int, bool], list[Action]] = {}
         if isinstance(schedule, Schedule):
             self.name = f"a schedule of its own ({hashlib.sha256(str(schedule).encode()).hexdigest()[:16]})"
         else:
             self.name = schedule
 
-    def program(self, shape: Shape, rank: int, forward_only: bool) -> list[Action]:
-        """All that a rank does in one step. Raises ValueError if the whole schedule has another shape."""
-        key = shape, rank, forward_only
+    def program(self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool) -> list[Action]:
+        """All that a rank does in one step, with segments of `lengths` tokens.
+
+        Raises ValueError if the whole schedule has another shape.
+        """
+        key = shape, tuple(lengths), rank, forward_only
         if key not in self._programs:
-            build = self._evaluation if forward_only else self._training
-            self._programs[key] = build(shape, rank)
+            if forward_only:
+                self._programs[key] = self._evaluation(shape, rank)
+            else:
+                self._programs[key] = self._training(shape, lengths, rank)
         return self._programs[key]
 
-    def _training(self, shape: Shape, rank: int) -> list[Action]:
+    def _training(self, shape: Shape, lengths: Sequence[int], rank: int) -> list[Action]:
         if not isinstance(self._schedule, Schedule):
-            return program(self._schedule, shape, rank)
+            is_planned = self._schedule == "auto" and self._costs is not None
+            return program(self._schedule, shape, rank, self._costs(lengths) if is_planned else None)
         if self._schedule.shape != shape:
             raise ValueError(f"the given schedule is for {self._schedule.shape}, not for {shape}")
         return lower_rank(shape, dict(enumerate(self._schedule.ranks)), rank)

@@ -10,24 +10,25 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class CudaFlash:
-    """bf16 and fp16, head sizes up to 256 in multiples of 8; grouped KV heads without expansion; no dropout."""
+    """bf16 and fp16; heads of one size, a multiple of 8 up to 256; grouped KV heads without expansion; dropout."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         length, batch, heads, size = query.shape
-        output, logsumexp, *_ = _flash(
+        # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
+        output, logsumexp, *rng_state, _ = _flash(
             *(x.transpose(0, 1) for x in (query, key, value)),
             None,
             None,
             length,
             key.shape[0],
-            0.0,
+            dropout,
             True,
             False,
             scale=scale,
         )
-        return output.transpose(0, 1).reshape(length, batch, heads * size), logsumexp
+        return output.transpose(0, 1).reshape(length, batch, heads * size), (logsumexp, *rng_state)
 
     def backward(
         self,
@@ -36,12 +37,12 @@ class CudaFlash:
         key: Tensor,
         value: Tensor,
         output: Tensor,
-        logsumexp: Tensor,
+        saved: tuple[Tensor, ...],
         start: int,
         scale: float,
+        dropout: float,
     ) -> Gradients:
-        # Without dropout the operator reads no random state, but wants tensors of the right type in its place.
-        rng_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
+        logsumexp, *rng_state = saved
         grads = _flash_backward(
             *(x.reshape(query.shape).transpose(0, 1) for x in (grad_output, query)),
             *(x.transpose(0, 1) for x in (key, value)),
@@ -51,10 +52,9 @@ class CudaFlash:
             None,
             query.shape[0],
             key.shape[0],
-            0.0,
+            dropout,
             True,
-            rng_state,
-            unused,
+            *rng_state,
             scale=scale,
         )
         grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads)

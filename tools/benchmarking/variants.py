@@ -1,0 +1,175 @@
+"""What a benchmark compares: training steps of one model, and what is known of them."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.seq1f1b.partition import (
+    A100,
+    CPU_CORE,
+    ModelShape,
+    StageCost,
+    analytic_costs,
+    check_profile,
+    cut_sequence,
+    read_profile,
+)
+from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.runtime.recorder import Recorder
+from megatron.seq1f1b.schedule import Placement, Shape, Span
+from megatron.seq1f1b.simulator import action_costs
+
+from .model import Batch
+from .torch_pipeline import schedule_1f1b
+
+
+class KeepsRecorder:
+    """Takes the place of a Tracer: keeps the recorder of the latest step instead of writing a file."""
+
+    def __init__(self) -> None:
+        self._latest: Recorder | None = None
+
+    @contextmanager
+    def step(self, schedule, shape, group, device) -> Iterator[Recorder]:
+        self._latest = Recorder(device)
+        yield self._latest
+
+    def spans(self) -> list[Span]:
+        return self._latest.spans()
+
+
+@dataclass
+class Variant:
+    """A training step to time. `recorder`, `shape` and `lengths` are those of our own schedules.
+
+    Measured, a value for each repeat: `seconds` and `cpu_seconds`, of the slowest rank; `spans` of all ranks.
+    """
+
+    name: str
+    schedule: str
+    step: Callable[[], None]
+    recorder: KeepsRecorder | None = None
+    shape: Shape | None = None
+    lengths: tuple[int, ...] = ()
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    spans: list[list[list[Span]]] = field(default_factory=list)
+
+
+def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microbatches: int) -> list[Variant]:
+    """All that the command line asks for and this number of model chunks allows."""
+    batch, splits = Batch(args), _splits(args, len(model), num_microbatches)
+    found = []
+    for schedule in args.schedule:
+        if _cannot_run(schedule, len(model), num_microbatches):
+            if dist.get_rank() == 0:
+                print(f"left out, for it cannot run {num_microbatches} micro-batches here: {schedule}", flush=True)
+        elif schedule == "megatron":
+            name = "Megatron's own interleaved" if len(model) > 1 else "Megatron's own 1F1B"
+            step = _megatron_step(get_forward_backward_func(), args, model, batch, num_microbatches)
+            found.append(Variant(name, schedule, step))
+        elif schedule == "torch":
+            found.append(Variant("torch Schedule1F1B", schedule, schedule_1f1b(model, batch, num_microbatches)))
+        else:
+            for strategy, lengths in splits:
+                found += _ours(args, schedule, strategy, lengths, model, batch, num_microbatches)
+    return found
+
+
+def _cannot_run(schedule: str, num_chunks: int, num_microbatches: int) -> bool:
+    """PyTorch's schedule and Megatron's interleaved one want a micro-batch for each rank, the latter a multiple."""
+    num_ranks = dist.get_world_size()
+    if schedule == "torch":
+        return num_microbatches < num_ranks or num_chunks > 1
+    return schedule == "megatron" and num_chunks > 1 and num_microbatches % num_ranks > 0
+
+
+def _ours(
+    args: argparse.Namespace,
+    schedule: str,
+    strategy: str,
+    lengths: tuple[int, ...],
+    model: list[torch.nn.Module],
+    batch: Batch,
+    num_microbatches: int,
+) -> Iterator[Variant]:
+    """One of our schedules on segments of `lengths`, and the same without a recorder if that is asked for."""
+    name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
+    layers = _layers_per_stage(args, len(model))
+    shape = Shape(Placement(dist.get_world_size(), len(model)), num_microbatches, len(lengths))
+    for recorder in (KeepsRecorder(), None) if args.untraced else (KeepsRecorder(),):
+        executor = PipelineExecutor(
+            schedule,
+            len(lengths),
+            lambda _: lengths,
+            tracer=recorder,
+            costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
+        )
+        step = _megatron_step(executor, args, model, batch, num_microbatches)
+        yield Variant(name if recorder else f"{name}, untraced", schedule, step, recorder, shape, lengths)
+
+
+def _megatron_step(
+    schedule: Callable, args: argparse.Namespace, model: list[torch.nn.Module], batch: Batch, num_microbatches: int
+) -> Callable[[], None]:
+    def step() -> None:
+        schedule(
+            forward_step_func=batch.forward_step,
+            data_iterator=[iter([batch.as_dict()] * num_microbatches) for _ in model],
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    return step
+
+
+def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Strategies and the lengths of their segments, printed on the first rank; equal splits once."""
+    found: dict[tuple[int, ...], str] = {}
+    for num_segments in args.sequence_splits:
+        for strategy in args.sequence_split_strategy:
+            lengths = cut_sequence(
+                strategy,
+                args.seq_length,
+                num_segments,
+                1,
+                _model_shape(args),
+                _stage_costs(args, num_chunks, is_measured=strategy == "profile"),
+                (A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
+                num_microbatches,
+            )
+            found[lengths] = f"{found[lengths]} = {strategy}" if lengths in found else strategy
+    if dist.get_rank() == 0:
+        for lengths, strategy in found.items():
+            print(f"k = {len(lengths)}, {strategy}: {' '.join(map(str, lengths))}", flush=True)
+    return [(strategy, lengths) for lengths, strategy in found.items()]
+
+
+def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = True) -> Sequence[StageCost]:
+    """By the profile, if there is one and `is_measured`, else analytic."""
+    shape, layers = _model_shape(args), _layers_per_stage(args, num_chunks)
+    if is_measured and args.sequence_split_profile is not None:
+        profile = read_profile(args.sequence_split_profile)
+        check_profile(profile, args.sequence_split_profile, shape, 1)
+        return profile.costs(layers)
+    return analytic_costs(shape, layers, A100 if torch.cuda.is_available() else CPU_CORE)
+
+
+def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> list[int]:
+    num_stages = dist.get_world_size() * num_chunks
+    return [args.num_layers // num_stages] * num_stages
+
+
+def _model_shape(args: argparse.Namespace) -> ModelShape:
+    head_dim = args.hidden_size // args.num_attention_heads
+    return ModelShape(
+        args.num_layers, args.hidden_size, 4 * args.hidden_size, args.num_attention_heads, head_dim, args.vocab_size
+    )
