@@ -220,7 +220,8 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
     iterator, seen = RerunDataIterator(counted), []
     for _ in range(2):
         while get_rerun_state_machine().should_run_forward_backward(iterator):
-            reports = run(schedule, model, step, pg_collection=groups(world, alone), data_iterator=[iterator])
+            given = {"data_iterator": [iterator], "decoder_seq_length": SEQUENCE}
+            reports = run(schedule, model, step, pg_collection=groups(world, alone), **given)
             assert len(iterator.saved_microbatches) == MICROBATCHES
             seen.append((reports, gradients(model)))
     destroy_rerun_state_machine()

@@ -149,7 +149,8 @@ class PipelineExecutor:
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
                 micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length if len(chunks) == 1 else None,  # as Megatron's functions have it
+                # As Megatron's functions have it: interleaved ones do not look at it.
+                decoder_seq_length=decoder_seq_length if shape.num_segments == shape.num_chunks == 1 else None,
                 config=config,
                 tp_group=groups.tp,
                 cp_group=groups.cp,
