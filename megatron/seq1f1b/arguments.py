@@ -31,7 +31,7 @@ from .partition import (
     terapipe,
 )
 from .schedule import FAMILY_NAMES, Costs, Kind, Placement, Schedule, Shape, read_csv
-from .simulator import action_costs
+from .simulator import action_costs, is_trace, read_traced_costs
 
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
@@ -119,6 +119,9 @@ class PipelineConfig:
         """The cost of a segment on every stage, measured if there is a profile; raises SplitError."""
         if self.split_profile is None:
             return analytic_costs(self.model, self.layers_per_stage, self.rates, self.recomputes_layers)
+        if is_trace(self.split_profile):
+            costs, _ = read_traced_costs(self.split_profile, len(self.layers_per_stage))
+            return costs
         profile = read_profile(self.split_profile)
         check_profile(profile, self.split_profile, self.model, self.tensor_parallel_size)
         return profile.costs(self.layers_per_stage)
@@ -179,8 +182,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--sequence-split-profile",
         type=Path,
         metavar="JSON",
-        help="Times of segments measured on your hardware by tools/profile_segments.py, for --sequence-split-strategy "
-        "profile, balanced and terapipe.",
+        help="Times of segments measured on your hardware, for --sequence-split-strategy profile, balanced and "
+        "terapipe: by tools/profile_segments.py before there is a run, or a trace that --pipeline-trace wrote in a "
+        "short run of yours with --sequence-splits, whatever its parallelism and its layers.",
     )
     group.add_argument(
         "--sequence-split-file",

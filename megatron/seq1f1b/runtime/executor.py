@@ -167,7 +167,9 @@ class PipelineExecutor:
         splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
         tracing = nullcontext()
         if self._tracer is not None and not forward_only:
-            tracing = self._tracer.step(self._plan.name, shape, pipeline, device)
+            follows = self._packing is not None and self._packing.cut is not None
+            lengths = None if follows else self._lengths(seq_length)
+            tracing = self._tracer.step(self._plan.name, shape, pipeline, device, lengths)
         try:
             with splitting, tracing as recorder, ExitStack() as watching:
                 if recorder is not None:
