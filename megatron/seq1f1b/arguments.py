@@ -282,8 +282,11 @@ def problem(args: argparse.Namespace) -> str | None:
 
 def _misfit(shape: Shape, args: argparse.Namespace) -> str | None:
     """How the schedule of a file differs from what the other flags ask for."""
-    if args.rampup_batch_size:
-        return "--rampup-batch-size changes the number of micro-batches, which --pipeline-schedule-file fixes; drop one"
+    if args.step_batch_size_schedule:
+        return (
+            "--step-batch-size-schedule changes the number of micro-batches, which --pipeline-schedule-file fixes; "
+            "drop one"
+        )
     asked = Shape(
         Placement(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1, _placement(args)),
         _num_microbatches(args),
