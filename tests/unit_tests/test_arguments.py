@@ -12,7 +12,7 @@ from megatron.seq1f1b.arguments import (
     validate,
     wants_segment_attention,
 )
-from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement, Shape, build, write_csv
+from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, write_csv
 
 MEGATRON = dict(
     num_layers=32,
@@ -187,6 +187,12 @@ def test_balanced_looks_at_the_slowest_stage():
     pipeline = pipeline_config(parsed(*flags, pipeline_model_parallel_size=8, padded_vocab_size=262144)).cut(32768)
     # The head, which costs every token alike, is a large part of the last of eight stages.
     assert whole[0] > pipeline[0] > 8192 > pipeline[-1] > whole[-1]
+
+
+def test_auto_is_given_the_costs_of_the_stages():
+    costs = pipeline_config(parsed("--sequence-splits", "4", "--pipeline-schedule", "auto")).action_costs((4096,) * 4)
+    forwards = [costs.duration(Kind.F, 1, segment) for segment in range(4)]
+    assert forwards == sorted(forwards) and forwards[0] < forwards[-1]
 
 
 def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, capsys):
