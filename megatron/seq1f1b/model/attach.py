@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from .attention import SegmentAttention
-from .experts import weigh_losses
+from .experts import follow_segments
 from .kernels import KernelChoice
 from .segment import SegmentContext
 from .weight_gradient import WeightGradientStore, deferring
@@ -58,7 +58,7 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
                 rotary.get_cached_cos_sin = partial(_from_segment_start, rotary, rotary.get_cached_cos_sin)
         rotary.segment_context = context
     for router in _modules(chunks, TopKRouter):
-        weigh_losses(router, context)
+        follow_segments(router, context)
 
 
 @contextmanager
