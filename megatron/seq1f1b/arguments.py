@@ -125,7 +125,7 @@ class PipelineConfig:
 
     def action_costs(self, lengths: Sequence[int]) -> Costs:
         """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
-        return action_costs(self.costs(), self.layers_per_stage, lengths)
+        return action_costs(self.costs, self.layers_per_stage, lengths)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -282,8 +282,11 @@ def problem(args: argparse.Namespace) -> str | None:
 
 def _misfit(shape: Shape, args: argparse.Namespace) -> str | None:
     """How the schedule of a file differs from what the other flags ask for."""
-    if args.rampup_batch_size:
-        return "--rampup-batch-size changes the number of micro-batches, which --pipeline-schedule-file fixes; drop one"
+    if args.step_batch_size_schedule:
+        return (
+            "--step-batch-size-schedule changes the number of micro-batches, which --pipeline-schedule-file fixes; "
+            "drop one"
+        )
     asked = Shape(
         Placement(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1, _placement(args)),
         _num_microbatches(args),

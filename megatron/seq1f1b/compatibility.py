@@ -101,7 +101,7 @@ HONOURED = (
     ),
     Honoured("`--flash-attention-version` 2, 4", "the kernels of the packages flash-attn and flash-attn-4 instead"),
     Honoured("`--bf16`, `--fp16`, fp32", "fp32 attention on GPUs is not fused, so slower"),
-    Honoured("evaluation, checkpoints, `--log-*`, timers, `--rampup-batch-size`"),
+    Honoured("evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`"),
 )
 
 WITH_OUR_SCHEDULES = (

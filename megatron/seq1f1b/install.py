@@ -190,6 +190,7 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    from .model import collectives_watched
     from .runtime import UpstreamSteps
     from .schedule import Placement, Shape
 
@@ -208,6 +209,7 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
         steps = UpstreamSteps(forward_step, backward_step, recorder, placement, group.rank())
         schedules.forward_step, schedules.backward_step = steps.forward_step, steps.backward_step
         try:
-            return run()
+            with collectives_watched(chunks, placement.stages_of(group.rank()), recorder.collective):
+                return run()
         finally:
             schedules.forward_step, schedules.backward_step = forward_step, backward_step

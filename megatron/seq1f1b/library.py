@@ -85,7 +85,7 @@ def as_arguments(
         "micro_batch_size": micro_batch_size or 1,
         "global_batch_size": num_microbatches * (micro_batch_size or 1),
         "data_parallel_size": 1,
-        "rampup_batch_size": None,
+        "step_batch_size_schedule": None,
     }
     fields["padded_vocab_size"] = _attribute(chunks[0], "vocab_size")
     fields["position_embedding_type"] = _attribute(chunks[0], "position_embedding_type")

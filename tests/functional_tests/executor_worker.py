@@ -21,6 +21,13 @@ from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.rerun_state_machine import (  # noqa: E402
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 
 from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
 from megatron.seq1f1b.schedule import Placement, Shape, build  # noqa: E402
@@ -77,15 +84,15 @@ def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs)
     chunks = model if isinstance(model, list) else [model]
     for chunk in chunks:
         chunk.zero_grad()
-    return function(
-        forward_step_func=step,
-        data_iterator=[batches(microbatches) for _ in chunks],
-        model=model,
-        num_microbatches=microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
-        **kwargs,
-    )
+    arguments = {
+        "forward_step_func": step,
+        "data_iterator": [batches(microbatches) for _ in chunks],
+        "model": model,
+        "num_microbatches": microbatches,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+    }
+    return function(**{**arguments, **kwargs})
 
 
 def executor(schedule="1f1b", k=1, timeout=60.0) -> PipelineExecutor:
@@ -181,6 +188,48 @@ def check_chunks_in_a_v(world, alone) -> None:
         reports = run(given, model, pg_collection=groups(world, alone))
         assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
         assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
+
+
+class Counted:
+    """Batches [b, n, h], the sequences first as in Megatron's data sets, and how many were read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self._batches = (tokens.transpose(0, 1) for tokens in batches(100))
+
+    def __next__(self) -> torch.Tensor:
+        self.read += 1
+        return next(self._batches)
+
+
+def check_a_rerun_on_rewound_iterators(world, alone) -> None:
+    """Megatron runs a step again to see whether it gives the same; each run reads every micro-batch once."""
+
+    def step(data_iterator, model):
+        output = model(next(data_iterator).transpose(0, 1))
+
+        def loss_func(output):
+            loss = output.square().sum()
+            get_rerun_state_machine().validate_result(loss, rejection_func=torch.isnan, message="loss")
+            return loss, torch.tensor(output.numel()), {"loss": loss.detach()}
+
+        return output, loss_func
+
+    initialize_rerun_state_machine(mode=RerunMode.REPORT_DETERMINISM_STATS)
+    model, schedule, counted = stage(world), executor(k=2), Counted()
+    iterator, seen = RerunDataIterator(counted), []
+    for _ in range(2):
+        while get_rerun_state_machine().should_run_forward_backward(iterator):
+            given = {"data_iterator": [iterator], "decoder_seq_length": SEQUENCE}
+            reports = run(schedule, model, step, pg_collection=groups(world, alone), **given)
+            assert len(iterator.saved_microbatches) == MICROBATCHES
+            seen.append((reports, gradients(model)))
+    destroy_rerun_state_machine()
+    first, again, second, _ = seen
+    assert first[0] == again[0] and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
+    assert len(first[0]) == MICROBATCHES * world.rank()
+    assert not torch.equal(first[1]["linear.weight"], second[1]["linear.weight"])
+    assert counted.read == 2 * MICROBATCHES
 
 
 def check_ranks_that_disagree(world, alone) -> None:

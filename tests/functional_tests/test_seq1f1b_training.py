@@ -1,11 +1,12 @@
 """pretrain_gpt.py with our flags trains and evaluates like Megatron's own schedule without them."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from functional_tests.launch import ROOT, TINY_GPT
-from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, read_timeline, write_csv
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
@@ -62,6 +63,28 @@ def test_beside_other_parallelism(launch, layout):
 def test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile(launch, chunks_of_megatron, schedule):
     ours = launch(4, [*CHUNKS, "--pipeline-schedule", schedule, "--sequence-splits", "2"]).check()
     assert ours.losses() == pytest.approx(chunks_of_megatron.losses(), abs=1e-5)
+
+
+@pytest.mark.parametrize("align", [[], ["--no-align-param-gather"]], ids=" ".join)
+def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
+    """Also its parameters are gathered before its first forward ends; all of it is in the trace."""
+    flags = ["--pipeline-schedule", "breadth-first", "--sequence-splits", "2", "--global-batch-size", "16", *align]
+    launch(4, [*CHUNKS, *flags, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "4"]).check()
+    traces = [read_timeline(tmp_path / f"iteration-4-pipeline-{first}.json") for first in (0, 1)]
+    for timeline, rank in itertools.product(traces, range(2)):
+        placement, spans = timeline.shape.placement, timeline.ranks[rank]
+        first, last = placement.stages_of(rank)
+        by_action = {str(span.action): span for span in spans}
+        ends = {
+            (span.action.kind, span.action.stage): span.end for span in spans if span.action.kind in (Kind.F, Kind.B)
+        }
+        assert by_action[f"{last}REDUCE"].start < ends[Kind.B, first]
+        assert by_action[f"{first}REDUCE"].end > by_action[f"{last}REDUCE"].start
+        for stage in (first, last):
+            gather = by_action[f"{stage}GATHER"]
+            assert gather.start < gather.end <= by_action[f"{stage}F0.0"].end
+            assert align or gather.start < by_action[f"{first}F0.1"].start
+    assert len({len(spans) for timeline in traces for spans in timeline.ranks}) == 1
 
 
 def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):

@@ -1,8 +1,9 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -74,6 +75,40 @@ def weight_gradients_left_in(store: WeightGradientStore, chunks: Iterable[torch.
     finally:
         for linear in linears:
             del linear._forward_impl
+
+
+@contextmanager
+def collectives_watched(
+    chunks: Iterable[torch.nn.Module], stages: Sequence[int], begin: Callable[[str, int], Callable[[Any], None]]
+) -> Iterator[None]:
+    """Inside, `begin(kind, stage)` is called as Megatron's DistributedDataParallel starts to REDUCE the gradients or to
+    GATHER the parameters of a bucket, and what it returns with the handle of what runs from then on, or None.
+    """
+    watched = []
+    for chunk, stage in zip(chunks, stages, strict=True):
+        for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
+            for name, handle, kind in (
+                ("start_grad_sync", "grad_reduce_handle", "REDUCE"),
+                ("start_param_sync", "param_gather_handle", "GATHER"),
+            ):
+                setattr(group, name, _watched(group, name, handle, lambda kind=kind, stage=stage: begin(kind, stage)))
+                watched.append((group, name))
+    try:
+        yield
+    finally:
+        for group, name in watched:
+            delattr(group, name)
+
+
+def _watched(group: Any, name: str, handle: str, begin: Callable[[], Callable[[Any], None]]) -> Callable:
+    start = getattr(group, name)
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        running = begin()
+        start(*args, **kwargs)
+        running(getattr(group, handle))
+
+    return watched
 
 
 def _start_at_segment(rotary: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -57,8 +57,8 @@ class SegmentAttention(torch.nn.Module):
         kernel = self.kernels.kernel(query, value, dropout)
         if segment is not None and segment.documents is not None:
             assert query.shape[1] == len(segment.documents), (
-                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the batch "
-                "was flattened"
+                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
+                "flattens packed batches; use --micro-batch-size 1"
             )
             kernel = within_documents(kernel, segment.documents)
         if segment is None or segment.is_whole_sequence:

@@ -1,7 +1,7 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -13,7 +13,15 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from ..model import Documents, Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
+from ..model import (
+    Documents,
+    Segment,
+    SegmentContext,
+    WeightGradientStore,
+    attach,
+    collectives_watched,
+    weight_gradients_left_in,
+)
 from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
@@ -105,6 +113,8 @@ class PipelineExecutor:
                 "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
                 "every message, which our schedules know in advance; run this model with Megatron's own schedule"
             )
+        if not hasattr(config, "calculate_per_token_loss"):
+            config.calculate_per_token_loss = False  # Megatron asks for it, but only a TransformerConfig has it
         groups = pg_collection or _build_default_pg_collection()
         device = torch.device(torch.cuda.current_device())
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
@@ -139,7 +149,8 @@ class PipelineExecutor:
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
                 micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length if len(chunks) == 1 else None,  # as Megatron's functions have it
+                # As Megatron's functions have it: interleaved ones do not look at it.
+                decoder_seq_length=decoder_seq_length if shape.num_segments == shape.num_chunks == 1 else None,
                 config=config,
                 tp_group=groups.tp,
                 cp_group=groups.cp,
@@ -149,9 +160,8 @@ class PipelineExecutor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
-        per_token_loss = getattr(config, "calculate_per_token_loss", False)
-        losses = LossLedger(per_token_loss)
-        sync = GradientSync(config, chunks)
+        losses = LossLedger(config.calculate_per_token_loss)
+        sync = GradientSync(config, chunks, ends_last=len(chunks) == 1 and pipeline.rank() == 0)
         communicator = self._communicator(pipeline, placement, config.pipeline_dtype, device)
         is_split = any(action.kind is Kind.W for action in actions)
         splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
@@ -159,7 +169,10 @@ class PipelineExecutor:
         if self._tracer is not None and not forward_only:
             tracing = self._tracer.step(self._plan.name, shape, pipeline, device)
         try:
-            with splitting, tracing as recorder:
+            with splitting, tracing as recorder, ExitStack() as watching:
+                if recorder is not None:
+                    stages = placement.stages_of(pipeline.rank())
+                    watching.enter_context(collectives_watched(chunks, stages, recorder.collective))
                 Interpreter(
                     step,
                     placement,
@@ -172,20 +185,20 @@ class PipelineExecutor:
                     self._sequence_length_is,
                     recorder,
                 ).run(actions)
+                sync.close()
+                if config.finalize_model_grads_func is not None and not forward_only:
+                    num_tokens = None
+                    if config.calculate_per_token_loss:
+                        num_tokens = losses.total_num_tokens(device)
+                        _take_from_last_stage(num_tokens, placement, pipeline)
+                    config.finalize_model_grads_func(
+                        chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+                    )
         finally:
             sync.close()
             self._context.clear()
             self._weight_gradients.clear()
 
-        if config.finalize_model_grads_func is not None and not forward_only:
-            num_tokens = losses.total_num_tokens(device) if per_token_loss else None
-            if num_tokens is not None and placement.rank_of(placement.num_stages - 1) != placement.num_ranks - 1:
-                # Megatron takes the count from the last rank, but the last stage of a V is on the first.
-                loss_rank = dist.get_process_group_ranks(pipeline)[placement.rank_of(placement.num_stages - 1)]
-                dist.broadcast(num_tokens, src=loss_rank, group=pipeline)
-            config.finalize_model_grads_func(
-                chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-            )
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return losses.reports()
@@ -229,3 +242,10 @@ class PipelineExecutor:
         if plan not in self._agreed:
             check_agreement(plan)
             self._agreed.add(plan)
+
+
+def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:
+    """Megatron takes the count from the last rank, but the last stage of a V is on the first."""
+    rank = placement.rank_of(placement.num_stages - 1)
+    if rank != placement.num_ranks - 1:
+        dist.broadcast(num_tokens, src=dist.get_process_group_ranks(pipeline)[rank], group=pipeline)
