@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 
-def check_inputs(*tensors: Tensor) -> None:
-    """As the kernels do: query first, [b, s, h, d] or packed [t, h, d], heads of one size."""
+def check_inputs(*tensors: Tensor, one_size: bool = True) -> None:
+    """As the kernels do: query first, [b, s, h, d] or packed [t, h, d]; with `one_size`, heads are of one."""
     query, *rest = tensors
     assert query.dtype in (torch.bfloat16, torch.float16)
-    size = query.shape[-1]
-    assert size % 8 == 0 and size <= 256
     for x in tensors:
-        assert x.dtype == query.dtype and x.dim() == query.dim() and x.shape[-1] == size and x.stride(-1) == 1
+        assert x.dtype == query.dtype and x.dim() == query.dim() and x.stride(-1) == 1
+        assert x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
+        assert x.shape[-1] == query.shape[-1] or not one_size
     assert all(query.shape[-2] % x.shape[-2] == 0 for x in rest)
 
 
@@ -25,11 +25,18 @@ def random_state(dropout: float) -> Tensor:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, rng_state: Tensor, causal: bool = True
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float,
+    rng_state: Tensor,
+    causal: bool = True,
+    one_size: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Output [b, n, h, d] and log-sum-exp [b, h, n] in fp32; the causal mask is aligned bottom-right."""
     assert causal
-    check_inputs(query, key, value)
+    check_inputs(query, key, value, one_size=one_size)
     scores = _scores(query, key, scale)
     logsumexp = scores.logsumexp(-1)
     weights = (scores - logsumexp.unsqueeze(-1)).exp() * _mask(scores.shape, dropout, rng_state)
@@ -48,12 +55,13 @@ def backward(
     dropout: float,
     rng_state: Tensor,
     causal: bool = True,
+    one_size: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, from what the forward left."""
     assert causal
-    check_inputs(query, key, value, output, grad)
+    check_inputs(query, key, value, output, grad, one_size=one_size)
     batch, length, heads, _ = query.shape
-    assert grad.shape == output.shape == query.shape
+    assert grad.shape == output.shape == (batch, length, heads, value.shape[3])
     assert logsumexp.shape == (batch, heads, length) and logsumexp.dtype == torch.float32
     scores = _scores(query, key, scale)
     weights = (scores - logsumexp.double().unsqueeze(-1)).exp()

@@ -159,7 +159,7 @@ SECTIONS = (
         lambda suite, deadline: suite.script("attention_errors", deadline),
     ),
     Section(
-        "four pipeline ranks on one GPU train as one rank does",
+        "four pipeline ranks on one GPU (over gloo, since NCCL refuses to share one) train as one rank does",
         75,
         pipeline_ranks,
     ),

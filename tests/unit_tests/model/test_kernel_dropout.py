@@ -107,13 +107,13 @@ def layer_with_dropout(sequence_parallel):
     return layer
 
 
-def step(layer, seed, recompute):
+def step(layer, seed, recompute, documents=None):
     """Output and gradients of all segments through the layer."""
     torch.manual_seed(seed)
     query, key, value, grad = inputs()
     torch.manual_seed(seed)
     parts, outputs = [], []
-    segments = [Segment(0, i, start, end, LENGTH) for i, (start, end) in enumerate(BOUNDS)]
+    segments = [Segment(0, i, start, end, LENGTH, documents) for i, (start, end) in enumerate(BOUNDS)]
     for segment in segments:
         part = [x[segment.start : segment.end].clone().requires_grad_() for x in (query, key, value)]
         with layer.context.running(segment, keeps_for_backward=True):
@@ -123,7 +123,7 @@ def step(layer, seed, recompute):
         with layer.context.running(segment, keeps_for_backward=True):
             output.backward(grad[segment.start : segment.end])
     layer.context.assert_empty()
-    return [torch.cat(outputs), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
+    return [torch.cat(outputs).detach(), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
 
 
 def test_recomputation_repeats_the_masks():
@@ -131,6 +131,16 @@ def test_recomputation_repeats_the_masks():
     stored, recomputed = step(layer, 7, recompute=False), step(layer, 7, recompute=True)
     assert all(torch.equal(a, b) for a, b in zip(stored, recomputed, strict=True))
     assert not torch.equal(stored[0], step(layer, 8, recompute=False)[0])
+
+
+def test_packed_documents_have_masks_too():
+    layer, documents = layer_with_dropout(sequence_parallel=True), ((0, 9, 10), (0, 20))
+    first, again, other = (step(layer, seed, recompute=False, documents=documents) for seed in (7, 7, 8))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    # The output is linear in the values, if the backward has the mask of the forward.
+    _, _, value, grad = inputs()
+    assert float((first[3] * value).sum()) == pytest.approx(float((first[0] * grad).sum()), abs=1e-10)
 
 
 def test_evaluation_drops_nothing():

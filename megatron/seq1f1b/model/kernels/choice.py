@@ -25,7 +25,8 @@ class KernelChoice:
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` ask for plain matrix products, anything else for
     the fastest kernel. `flash_attention_version` is its --flash-attention-version: None for PyTorch's own operators,
-    which need no other package, 2 for the package flash-attn, 4 for flash-attn-4.
+    which need no other package, 2 for the package flash-attn, 4 for flash-attn-4. Transformer Engine's attention is not
+    among them, since it keeps to itself the log-sum-exp that the backward of a segment starts from.
     """
 
     def __init__(self, backend: str = "auto", flash_attention_version: int | None = None) -> None:
@@ -46,8 +47,9 @@ class KernelChoice:
             return self._unfused(f"attention in {query.dtype} on a GPU")
         if max(sizes) > _LARGEST_HEAD:
             return self._unfused(f"attention heads of more than {_LARGEST_HEAD}")
-        fits = sizes[0] == sizes[1] and sizes[0] % _HEAD_MULTIPLE == 0
         kernel = self._flash(dropout)
+        sizes_fit = sizes[0] == sizes[1] or isinstance(kernel, FlashAttention4)
+        fits = sizes_fit and not any(size % _HEAD_MULTIPLE for size in sizes)
         return kernel if fits else Padded(kernel, _HEAD_MULTIPLE)
 
     def _flash(self, dropout: float) -> Kernel:

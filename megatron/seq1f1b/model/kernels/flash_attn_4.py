@@ -7,7 +7,11 @@ from .interface import Gradients
 
 
 class FlashAttention4:
-    """bf16 and fp16; heads of one size, a multiple of 8 up to 128 or 256; grouped KV heads; no dropout."""
+    """bf16 and fp16; grouped KV heads; no dropout.
+
+    Head sizes are multiples of 8, those of queries and values may differ. Hopper takes all up to 256; Blackwell takes
+    those up to 128, 192 with values of 128, and 256.
+    """
 
     def __init__(self) -> None:
         from flash_attn.cute import interface
@@ -36,10 +40,10 @@ class FlashAttention4:
         dropout: float,
     ) -> Gradients:
         (logsumexp,) = saved
+        heads = query.shape[2], value.shape[3]
         grads = self._backward(
             *(x.transpose(0, 1) for x in (query, key, value)),
-            output.reshape(query.shape).transpose(0, 1),
-            grad_output.reshape(query.shape).transpose(0, 1),
+            *(x.unflatten(2, heads).transpose(0, 1) for x in (output, grad_output)),
             logsumexp,
             softmax_scale=scale,
             causal=True,

@@ -59,5 +59,6 @@ class Padded:
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    """[..., d] to [..., size]."""
-    return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    """[..., d] to [..., size]; `x` itself if it has that size, where `pad` would copy it."""
+    missing = size - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
