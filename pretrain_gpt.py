@@ -22,9 +22,11 @@ from megatron.core.datasets.gpt_dataset import (
     MockGPTDataset,
 )
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import (
     StragglerDetector,
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
@@ -42,12 +44,18 @@ from megatron.training.argument_utils import (
     pretrain_cfg_container_from_args,
 )
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
 
-from megatron.seq1f1b.arguments import add_arguments, validate, wants_segment_attention
+from megatron.seq1f1b.arguments import (
+    add_arguments,
+    follows_documents,
+    validate,
+    wants_segment_attention,
+)
 from megatron.seq1f1b.model import use_segment_attention
 
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
@@ -56,28 +64,35 @@ SPIKE = 10
 # Flags that upstream leaves without a value, but divides by or looks up.
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
-# Upstream's flags that need another batch than tokens, labels, loss mask and positions.
-UNSUPPORTED = ("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel")
+# Upstream's flags that need another batch than those of GPTDataset and SFTDataset.
+UNSUPPORTED = ("fim_data", "hybrid_context_parallel")
+
+# What a stage may need of a batch, and what tells of documents in Megatron's packed format.
+INPUTS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 
 def get_batch(data_iterator, micro_batch_size, vp_stage=None):
-    """The next (tokens, labels, loss_mask, attention_mask, position_ids), each (micro-batch, s).
+    """The next (tokens, labels, loss_mask, attention_mask, position_ids), each (micro-batch, s),
+    and the PackedSeqParams of a batch in the packed format.
 
-    A stage gets what it needs: the first has no labels, the last no tokens, a middle one nothing.
+    A stage gets what it needs: the first has no labels, the last no tokens, a middle one nothing
+    but the format.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return (None,) * 5
     args = get_args()
+    is_packed = in_packed_format(args)
+    if not is_packed and not is_first_or_last_pipeline_stage(vp_stage):
+        return (None,) * 6
 
     batch = None
     if mpu.get_tensor_model_parallel_rank() == 0:
-        batch = {
+        batch = dict.fromkeys(DOCUMENTS) | {
             name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()
         }
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=is_packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -92,11 +107,40 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
     )
+    if is_packed:
+        batch = flatten_batch_for_packed_sequences(batch)
+    else:
+        batch |= dict.fromkeys(DOCUMENTS)
     batch = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=args.dataloader_inter_document_masking,
     )
-    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-    return tuple(batch.get(name) for name in names)
+    inputs = tuple(batch.get(name) for name in INPUTS)
+    return *inputs, packed_seq_params(batch) if is_packed else None
+
+
+def in_packed_format(args):
+    """Whether the model is to be told of documents by cumulative lengths. Our schedules know of
+    documents by themselves, on every stage."""
+    return (args.sft or args.dataloader_inter_document_masking) and not follows_documents(args)
+
+
+def packed_seq_params(batch):
+    """What tells Megatron's attention where the documents of a flattened batch start."""
+    starts, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
+    padded = batch["cu_seqlens_padded"]
+    padded = None if padded is None else padded[0]
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def loss_func(loss_mask, output_tensor):
@@ -131,12 +175,19 @@ def forward_step(data_iterator, model):
     micro_batch_size = args.micro_batch_size if model.training else args.eval_micro_batch_size
     timers("batch-generator", log_level=2).start()
     with straggler(bdata=True):
-        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(
+        tokens, labels, loss_mask, attention_mask, position_ids, packing = get_batch(
             data_iterator, micro_batch_size, get_attr_wrapped_model(model, "vp_stage")
         )
     timers("batch-generator").stop()
     with straggler:
-        output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+        output = model(
+            tokens,
+            position_ids,
+            attention_mask,
+            labels=labels,
+            loss_mask=loss_mask,
+            packed_seq_params=packing,
+        )
     return output, partial(loss_func, loss_mask)
 
 
@@ -164,18 +215,18 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        context_parallel_size=args.context_parallel_size,
         object_storage_cache_path=args.object_storage_cache_path,
     )
 
     def reads_data():
-        return is_first_or_last_pipeline_stage(vp_stage) and (
-            mpu.get_tensor_model_parallel_rank() == 0
-        )
+        needs_data = is_first_or_last_pipeline_stage(vp_stage) or in_packed_format(args)
+        return needs_data and mpu.get_tensor_model_parallel_rank() == 0
 
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
-    datasets = BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset, num_samples, reads_data, config
-    ).build()
+    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build()
     print_rank_0("> finished creating GPT datasets ...")
     return datasets
 
@@ -199,8 +250,15 @@ def main():
     for name in UNSUPPORTED:
         if getattr(args, name, False):
             raise SystemExit(f"pretrain_gpt.py does not support --{name.replace('_', '-')}.")
-    # A causal mask, which every attention makes for itself, would take s² bytes a sequence.
-    args.create_attention_mask_in_dataloader &= args.reset_attention_mask
+    if in_packed_format(args) and args.transformer_impl == "local":
+        raise SystemExit(
+            "Megatron's own local layers do not take packed documents; add --sequence-splits or "
+            "--pipeline-schedule, or use --transformer-impl transformer_engine."
+        )
+    # A mask takes s² bytes a sequence. Causal attention makes its own, within documents our
+    # schedules need none.
+    masks_documents = args.reset_attention_mask and not follows_documents(args)
+    args.create_attention_mask_in_dataloader &= masks_documents
 
     model_config = gpt_config_from_args(args)
     if wants_segment_attention(args):

@@ -4,17 +4,20 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from .compatibility import refusal, segments_are_possible
+from .compatibility import packs_documents, refusal, segments_are_possible
 from .model_arguments import layers_per_stage, model_shape
 from .partition import (
     A100,
     CPU_CORE,
     STRATEGIES,
     STRATEGIES_BY_COST,
+    STRATEGIES_BY_DOCUMENTS,
     ModelShape,
     Rates,
     StageCost,
@@ -43,18 +46,21 @@ _SECONDS_FOR_RANK_0 = 20
 @dataclass(frozen=True)
 class PipelineConfig:
     """What our flags ask for. `schedule` is None if Megatron's own schedule is to run untouched, a path to read it.
+    `placement` is that of the model chunks, looped as Megatron builds them if a program does not build its own.
 
-    Segments are multiples of `segment_multiple` tokens. `layers_per_stage` counts transformer layers in the order of
-    depth; `split_file` takes the place of a strategy, `split_profile` that of `rates`.
+    Segments are multiples of `segment_multiple` tokens. `model` is None if its sizes are not known. `layers_per_stage`
+    counts transformer layers in the order of depth; `split_file` takes the place of a strategy, `split_profile` that of
+    `rates`.
     """
 
     schedule: str | Path | None
+    placement: str
     num_segments: int
     split_strategy: str
     split_file: Path | None
     split_profile: Path | None
     segment_multiple: int
-    model: ModelShape
+    model: ModelShape | None
     layers_per_stage: tuple[int, ...]
     recomputes_layers: bool
     tensor_parallel_size: int
@@ -67,8 +73,17 @@ class PipelineConfig:
         """The name of a family, or the schedule in the file; raises OSError and ValueError."""
         return read_csv(self.schedule) if isinstance(self.schedule, Path) else self.schedule
 
-    def cut(self, sequence_length: int) -> tuple[int, ...]:
-        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences."""
+    @property
+    def cuts_by_documents(self) -> bool:
+        """Whether packed sequences are cut micro-batch by micro-batch, each by its own documents."""
+        return self.split_file is None and self.split_strategy in STRATEGIES_BY_DOCUMENTS
+
+    def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
+        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences.
+
+        With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
+        follow those.
+        """
         if self.split_file is not None:
             lengths = read_lengths(self.split_file)
             check_lengths(lengths, self.split_file, sequence_length, self.num_segments, self.segment_multiple)
@@ -81,9 +96,10 @@ class PipelineConfig:
             self.num_segments,
             self.segment_multiple,
             self.model,
-            self.costs() if has_costs else None,
+            self.costs if has_costs else None,
             self.rates.full_speed_rows,
             self.num_microbatches,
+            documents,
         )
 
     def best_num_segments(self, sequence_length: int) -> int:
@@ -91,13 +107,14 @@ class PipelineConfig:
         return len(
             terapipe(
                 sequence_length,
-                slowest(self.costs()),
+                slowest(self.costs),
                 num_stages=len(self.layers_per_stage),
                 multiple_of=self.segment_multiple,
                 num_microbatches=self.num_microbatches,
             )
         )
 
+    @cached_property
     def costs(self) -> tuple[StageCost, ...]:
         """The cost of a segment on every stage, measured if there is a profile; raises SplitError."""
         if self.split_profile is None:
@@ -108,7 +125,7 @@ class PipelineConfig:
 
     def action_costs(self, lengths: Sequence[int]) -> Costs:
         """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
-        return action_costs(self.costs(), self.layers_per_stage, lengths)
+        return action_costs(self.costs, self.layers_per_stage, lengths)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -152,6 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
         "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
         "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
+        "Where documents are packed and stay apart, it cuts each micro-batch by its own. "
         "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
         "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
         "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
@@ -197,6 +215,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
+    """Our flags given by name: `sequence_splits=4` for `--sequence-splits 4`. Raises ValueError for what is no flag."""
+    parser = add_arguments(argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False))
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += f"--{name.replace('_', '-')}", *map(str, values)
+    try:
+        parsed, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not a flag of megatron.seq1f1b")
+    return parsed
+
+
 def has_our_flags(parser: argparse.ArgumentParser) -> bool:
     """Whether somebody has called `add_arguments` on the parser."""
     return "--sequence-splits" in parser._option_string_actions
@@ -219,7 +253,7 @@ def validate(args: argparse.Namespace) -> None:
 
     What cannot be honoured ends the program: one sentence on rank 0, a non-zero exit on all ranks.
     """
-    message = _problem(args)
+    message = problem(args)
     if message is not None:
         if _is_rank_0():
             print(f"error: {message}.", file=sys.stderr, flush=True)
@@ -228,8 +262,8 @@ def validate(args: argparse.Namespace) -> None:
         raise SystemExit(2)
 
 
-def _problem(args: argparse.Namespace) -> str | None:
-    """Why the flags cannot be honoured, or None."""
+def problem(args: argparse.Namespace) -> str | None:
+    """Why the flags cannot be honoured, in one sentence without its full stop, or None."""
     try:
         _set_number_of_splits(args)
         config = pipeline_config(args)
@@ -248,10 +282,13 @@ def _problem(args: argparse.Namespace) -> str | None:
 
 def _misfit(shape: Shape, args: argparse.Namespace) -> str | None:
     """How the schedule of a file differs from what the other flags ask for."""
-    if args.rampup_batch_size:
-        return "--rampup-batch-size changes the number of micro-batches, which --pipeline-schedule-file fixes; drop one"
+    if args.step_batch_size_schedule:
+        return (
+            "--step-batch-size-schedule changes the number of micro-batches, which --pipeline-schedule-file fixes; "
+            "drop one"
+        )
     asked = Shape(
-        Placement(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1),
+        Placement(args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1, _placement(args)),
         _num_microbatches(args),
         args.sequence_splits or 1,
     )
@@ -277,13 +314,14 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
     """The configuration that Megatron's parsed arguments stand for."""
     return PipelineConfig(
         schedule=args.pipeline_schedule_file or _family(args),
+        placement=_placement(args),
         num_segments=1 if args.sequence_splits is None else args.sequence_splits,
         split_strategy=args.sequence_split_strategy,
         split_file=args.sequence_split_file,
         split_profile=args.sequence_split_profile,
         segment_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
-        model=model_shape(args),
-        layers_per_stage=layers_per_stage(args),
+        model=model_shape(args) if _tells_sizes(args) else None,
+        layers_per_stage=layers_per_stage(args) if _tells_sizes(args) else (),
         recomputes_layers=getattr(args, "recompute_granularity", None) == "full",
         tensor_parallel_size=args.tensor_model_parallel_size,
         num_microbatches=_num_microbatches(args),
@@ -293,13 +331,26 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
     )
 
 
+def _placement(args: argparse.Namespace) -> str:
+    return getattr(args, "placement", "looped")
+
+
+def _tells_sizes(args: argparse.Namespace) -> bool:
+    return getattr(args, "padded_vocab_size", None) is not None
+
+
 def wants_segment_attention(args: argparse.Namespace) -> bool:
     """Whether a script should build local layers with our attention, also for Megatron's own schedules.
 
     Its kernels are several times faster than Megatron's unfused attention, which `--attention-backend local` keeps.
     """
     is_local = args.transformer_impl == "local" and args.attention_backend.name != "local"
-    return is_local and segments_are_possible(args)
+    return is_local and segments_are_possible(args) and not packs_documents(args)
+
+
+def follows_documents(args: argparse.Namespace) -> bool:
+    """Whether our schedules keep attention within the documents of packed sequences, whatever masks a batch brings."""
+    return packs_documents(args) and segments_are_possible(args) and pipeline_config(args).schedule is not None
 
 
 def _family(args: argparse.Namespace) -> str | None:

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 
@@ -25,6 +26,10 @@ def _given(name: str) -> Callable[[Namespace], bool]:
     return lambda args: bool(getattr(args, name, None))
 
 
+def _all_given(*names: str) -> Callable[[Namespace], bool]:
+    return lambda args: all(getattr(args, name, None) for name in names)
+
+
 def _above(limit: float, name: str) -> Callable[[Namespace], bool]:
     return lambda args: (getattr(args, name, None) or 0) > limit
 
@@ -37,8 +42,25 @@ def _is(value: str, name: str) -> Callable[[Namespace], bool]:
     return lambda args: getattr(args, name, None) == value
 
 
-def _fp32_on_a_gpu(args: Namespace) -> bool:
-    return args.distributed_backend == "nccl" and not (args.bf16 or args.fp16)
+def _fused_attention(args: Namespace) -> bool:
+    return getattr(getattr(args, "attention_backend", None), "name", None) == "fused"
+
+
+def _flash_attention_is_missing(args: Namespace) -> bool:
+    modules = {2: "flash_attn.flash_attn_interface", 4: "flash_attn.cute"}
+    module = modules.get(getattr(args, "flash_attention_version", None))
+    if module is None or args.distributed_backend != "nccl":
+        return False
+    try:
+        return find_spec(module) is None
+    except ImportError:  # of the package around it
+        return True
+
+
+def _routes_by_the_crowd(args: Namespace) -> bool:
+    kinds = getattr(args, "moe_router_load_balancing_type", None) or ()
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds)
 
 
 _OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
@@ -46,21 +68,40 @@ _WHOLE = "drop --sequence-splits to keep sequences whole"
 _ORDER = "follows the order of Megatron's own schedules"
 _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
+_CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
 
 HONOURED = (
     Honoured("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
-    Honoured("`--num-layers-per-virtual-pipeline-stage` and its kin", "looped chunks, as Megatron lays them out"),
+    Honoured(
+        "`--num-layers-per-virtual-pipeline-stage` and its kin",
+        "looped chunks; V-shaped ones in programs that build their own",
+    ),
     Honoured("`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`"),
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
     Honoured("`--group-query-attention`", "KV heads are never expanded"),
+    Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
+    Honoured(
+        "`--num-experts`, `--expert-model-parallel-size`, shared experts, `--moe-router-enable-expert-bias`",
+        "balance losses are taken over each segment, by its share of the tokens; all else, the z-loss too, is the same",
+    ),
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
+    Honoured(
+        "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
+        "attention is computed document by document; `balanced` cuts each micro-batch by its own",
+    ),
     Honoured("`--hidden-dropout`"),
-    Honoured("`--bf16`, `--fp16`"),
-    Honoured("evaluation, checkpoints, `--log-*`, timers, `--rampup-batch-size`"),
+    Honoured("`--attention-dropout`", "fused on GPUs in 16 bits; plain matrix products, slower, elsewhere"),
+    Honoured(
+        "`--attention-backend` `auto`, `flash`, `unfused`, `local`",
+        "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",
+    ),
+    Honoured("`--flash-attention-version` 2, 4", "the kernels of the packages flash-attn and flash-attn-4 instead"),
+    Honoured("`--bf16`, `--fp16`, fp32", "fp32 attention on GPUs is not fused, so slower"),
+    Honoured("evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`"),
 )
 
 WITH_OUR_SCHEDULES = (
@@ -86,6 +127,13 @@ WITH_OUR_SCHEDULES = (
         "negotiates the shape of every message, which our schedules know in advance",
         "drop it",
     ),
+    Refusal(
+        "multi-token prediction on a pipeline stage of its own",
+        _given("mtp_standalone"),
+        "negotiates the shape of every message, which our schedules know in advance",
+        "lay it out beside the loss",
+    ),
+    Refusal("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),
     Refusal("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
     Refusal("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
 )
@@ -97,37 +145,57 @@ WITH_SEGMENTS = (
         "spreads the keys of a segment over ranks",
         "use --context-parallel-size 1",
     ),
-    Refusal("--num-experts", _given("num_experts"), _NOT_YET, _WHOLE),
+    Refusal("--moe-expert-capacity-factor", _given("moe_expert_capacity_factor"), _CROWD, "drop it"),
+    Refusal(
+        "--moe-router-load-balancing-type sinkhorn, quantile_balancing",
+        _routes_by_the_crowd,
+        _CROWD,
+        "use --moe-router-load-balancing-type aux_loss",
+    ),
+    Refusal(
+        "--moe-enable-routing-replay",
+        _given("moe_enable_routing_replay"),
+        "replays the routes of whole micro-batches",
+        "drop it",
+    ),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
-    Refusal("--multi-latent-attention", _given("multi_latent_attention"), _NOT_YET, _WHOLE),
     Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
     Refusal("--hybrid-layer-pattern", _given("hybrid_layer_pattern"), _NOT_YET, _WHOLE),
     Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
     Refusal("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
     Refusal("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
     Refusal(
-        "--attention-dropout above 0",
-        _above(0, "attention_dropout"),
-        "is not in the kernels for segments yet",
-        "add --attention-dropout 0",
-    ),
-    Refusal("--reset-attention-mask", _given("reset_attention_mask"), _NOT_YET, "drop it"),
-    Refusal("--sft", _given("sft"), "packs documents into a sequence, which " + _NOT_YET, _WHOLE),
-    Refusal("--dataloader-inter-document-masking", _given("dataloader_inter_document_masking"), _NOT_YET, "drop it"),
-    Refusal(
         "--position-embedding-type mrope",
         _is("mrope", "position_embedding_type"),
         _NOT_YET,
         "use --position-embedding-type rope",
     ),
+    Refusal(
+        "--allow-ambiguous-pad-tokens with --reset-attention-mask",
+        _all_given("reset_attention_mask", "allow_ambiguous_pad_tokens"),
+        "erases the tokens that end documents where padding is the same token",
+        "drop --allow-ambiguous-pad-tokens",
+    ),
     Refusal("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
     Refusal("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
     Refusal("--fp8-format", _given("fp8"), _UNTESTED, _WHOLE),
     Refusal(
-        "fp32 on a GPU",
-        _fp32_on_a_gpu,
-        "has no flash attention kernel",
-        "add --bf16",
+        "--attention-backend fused",
+        _fused_attention,
+        "asks for kernels that keep their log-sum-exp to themselves, which segments need",
+        "use --attention-backend flash",
+    ),
+    Refusal(
+        "--flash-attention-version 3",
+        _is(3, "flash_attention_version"),
+        "names kernels that segments do not use",
+        "use 2 or 4, or drop it for PyTorch's own",
+    ),
+    Refusal(
+        "--flash-attention-version without its package",
+        _flash_attention_is_missing,
+        "needs it",
+        "install flash-attn (for 2) or flash-attn-4 (for 4), or drop it for PyTorch's own",
     ),
 )
 
@@ -137,6 +205,12 @@ WITH_SPLIT_BACKWARDS = (
         _is("transformer_engine", "transformer_impl"),
         "computes weight gradients together with input gradients",
         "use --transformer-impl local, or a schedule without W such as 1f1b",
+    ),
+    Refusal(
+        "--moe-shared-expert-overlap",
+        _given("moe_shared_expert_overlap"),
+        "computes shared experts on a stream of their own, whose weight gradients would not be waited for",
+        "drop it",
     ),
 )
 
@@ -152,6 +226,11 @@ def refusal(args: Namespace, has_segments: bool, splits_backwards: bool) -> str 
 def segments_are_possible(args: Namespace) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
     return not any(row.is_on(args) for row in WITH_SEGMENTS)
+
+
+def packs_documents(args: Namespace) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    return any(_given(name)(args) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
 
 
 def as_markdown() -> str:

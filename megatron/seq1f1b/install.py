@@ -4,46 +4,97 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import cpu
 
 if TYPE_CHECKING:  # these import Megatron, which has to wait until the CPU redirects are in place
     from .arguments import PipelineConfig
-    from .runtime import Tracer
+    from .runtime import Packing, Tracer
 
 
-def install(add_flags: bool = False) -> None:
-    """Make Megatron in this process honour our flags; to be called before a script imports Megatron.
+def install(add_flags: bool = False, always: bool = False, placement: str = "looped", **flags: Any) -> None:
+    """Make Megatron in this process honour our flags; to be called before a program imports Megatron.
 
-    Without our schedule flags Megatron's own functions are what runs. On a machine without a GPU, or with
-    `--device cpu`, also moves Megatron to the CPU. Calling it again does nothing.
+    A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags`, so does every
+    script that parses its arguments with Megatron's `parse_and_validate_args`. Without our schedule flags Megatron's
+    own functions are what runs.
 
-    A script of ours adds our flags to its parser and validates them. With `add_flags`, so does every script that
-    parses its arguments with Megatron's `parse_and_validate_args`.
+    A program that uses megatron-core without megatron.training gives our flags here:
+    `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
+    schedule (1f1b if none is named), which raises ValueError in its first step for what cannot be honoured.
+    `placement="v"` says that rank r of P holds the stages r and 2P-1-r as its chunks. Raises ValueError for what is no
+    flag.
+
+    `always` is for tests: Megatron's own functions by all their names run in our interpreter, flags or none.
+
+    On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. Calling it again does nothing.
     """
-    if cpu.wanted(sys.argv[1:]):
+    is_library = bool(flags) or placement != "looped"
+    options = _options(placement, flags) if is_library else None
+    if cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
         cpu.activate()
-    import megatron.core.datasets.utils as datasets_utils
     import megatron.core.pipeline_parallel as pipeline_parallel
-    import megatron.training.training as training
     from megatron.core.pipeline_parallel import schedules
 
-    if isinstance(getattr(schedules.get_forward_backward_func, "__self__", None), _Overlay):
+    if _is_ours(schedules.get_forward_backward_func) or _is_ours(schedules.forward_backward_no_pipelining):
         return
-    overlay = _Overlay(schedules.get_forward_backward_func)
-    for module in (schedules, pipeline_parallel, training):
-        module.get_forward_backward_func = overlay.get_forward_backward_func
-    datasets_utils.compile_helpers = partial(_compile_helpers_unless_shipped, datasets_utils.compile_helpers)
-    if add_flags:
-        from megatron.training import arguments
+    if always:
+        _replace_functions(schedules)
+    elif is_library:
+        from .library import LibrarySchedule
 
-        arguments.parse_and_validate_args = partial(_parse_and_validate, arguments.parse_and_validate_args)
+        overlay = _Overlay(schedules.get_forward_backward_func, LibrarySchedule(options))
+        _bind(overlay, schedules, pipeline_parallel)
+    else:
+        import megatron.core.datasets.utils as datasets_utils
+        import megatron.training.training as training
+
+        _bind(_Overlay(schedules.get_forward_backward_func), schedules, pipeline_parallel, training)
+        datasets_utils.compile_helpers = partial(_compile_helpers_unless_shipped, datasets_utils.compile_helpers)
+        if add_flags:
+            from megatron.training import arguments
+
+            arguments.parse_and_validate_args = partial(_parse_and_validate, arguments.parse_and_validate_args)
+
+
+def _is_ours(function: Callable) -> bool:
+    return type(getattr(function, "__self__", None)).__module__.startswith(__package__)
+
+
+def _bind(overlay: _Overlay, *modules: ModuleType) -> None:
+    for module in modules:
+        module.get_forward_backward_func = overlay.get_forward_backward_func
+
+
+def _options(placement: str, flags: Mapping[str, Any]) -> Namespace:
+    from .arguments import parse_options
+
+    options = parse_options(flags)
+    options.placement = placement
+    return options
+
+
+def _replace_functions(schedules: ModuleType) -> None:
+    """Megatron's `get_forward_backward_func` looks its functions up in its module, and so finds these."""
+    from .compatibility import refusal
+    from .runtime import PipelineExecutor, UpstreamFunctions, upstream_functions
+
+    executor = PipelineExecutor("1f1b", 1, lambda length: (length,))
+    names = upstream_functions.NAMES
+    functions = UpstreamFunctions(
+        executor,
+        {name: getattr(schedules, name) for name in names},
+        lambda config: refusal(config, has_segments=False, splits_backwards=False) is not None,
+    )
+    for name in names:
+        setattr(schedules, name, getattr(functions, name))
 
 
 def _parse_and_validate(
@@ -64,9 +115,9 @@ def _parse_and_validate(
 class _Overlay:
     """Stands between Megatron and its schedules; keeps our executor from one call to the next."""
 
-    def __init__(self, upstream: Callable) -> None:
+    def __init__(self, upstream: Callable, executor: Callable | None = None) -> None:
         self._upstream = upstream
-        self._executor: Callable | None = None
+        self._executor = executor
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
@@ -74,12 +125,13 @@ class _Overlay:
             return self._executor
         from megatron.training import get_args
 
-        from .arguments import pipeline_config
+        from .arguments import follows_documents, pipeline_config
 
         megatron_args = get_args()
         config = pipeline_config(megatron_args)
         if config.schedule is not None:
-            self._executor = _executor(config, megatron_args)
+            packing = _packing(config) if follows_documents(megatron_args) else None
+            self._executor = _executor(config, megatron_args, packing)
             return self._executor
         function = self._upstream(*args, **kwargs)
         tracer = _tracer(config, megatron_args)
@@ -92,7 +144,7 @@ def _compile_helpers_unless_shipped(upstream: Callable) -> None:
         upstream()
 
 
-def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
+def _executor(config: PipelineConfig, megatron_args: Namespace, packing: Packing | None) -> Callable:
     from .runtime import PipelineExecutor
 
     return PipelineExecutor(
@@ -102,8 +154,17 @@ def _executor(config: PipelineConfig, megatron_args: Namespace) -> Callable:
         sequence_length_is=partial(_sequence_length_is, megatron_args),
         timeout=timedelta(minutes=megatron_args.distributed_timeout_minutes),
         tracer=_tracer(config, megatron_args),
+        packing=packing,
         costs=config.action_costs,
     )
+
+
+def _packing(config: PipelineConfig) -> Packing:
+    from megatron.training import get_tokenizer
+
+    from .runtime import Packing
+
+    return Packing(get_tokenizer().eod, config.cut if config.cuts_by_documents else None)
 
 
 def _tracer(config: PipelineConfig, megatron_args: Namespace) -> Tracer | None:
@@ -129,6 +190,7 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
+    from .model import collectives_watched
     from .runtime import UpstreamSteps
     from .schedule import Placement, Shape
 
@@ -147,6 +209,7 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
         steps = UpstreamSteps(forward_step, backward_step, recorder, placement, group.rank())
         schedules.forward_step, schedules.backward_step = steps.forward_step, steps.backward_step
         try:
-            return run()
+            with collectives_watched(chunks, placement.stages_of(group.rank()), recorder.collective):
+                return run()
         finally:
             schedules.forward_step, schedules.backward_step = forward_step, backward_step

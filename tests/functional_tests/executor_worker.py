@@ -21,6 +21,13 @@ from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.rerun_state_machine import (  # noqa: E402
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 
 from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
 from megatron.seq1f1b.schedule import Placement, Shape, build  # noqa: E402
@@ -74,16 +81,18 @@ def forward_step_of_integers(data_iterator, model):
 
 
 def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs):
-    model.zero_grad()
-    return function(
-        forward_step_func=step,
-        data_iterator=batches(microbatches),
-        model=model,
-        num_microbatches=microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
-        **kwargs,
-    )
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        chunk.zero_grad()
+    arguments = {
+        "forward_step_func": step,
+        "data_iterator": [batches(microbatches) for _ in chunks],
+        "model": model,
+        "num_microbatches": microbatches,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+    }
+    return function(**{**arguments, **kwargs})
 
 
 def executor(schedule="1f1b", k=1, timeout=60.0) -> PipelineExecutor:
@@ -160,6 +169,69 @@ def check_a_whole_schedule(world, alone) -> None:
     assert "num_microbatches=3" in raises(ValueError, run, given, model, microbatches=2, pg_collection=collection)
 
 
+def check_chunks_in_a_v(world, alone) -> None:
+    """A whole schedule brings its placement, a name is given one; gradients are those of the stages in a row."""
+    placement = Placement(2, 2, "v")
+    stages = [Stage(stage(world).config, number) for number in range(4)]
+    total = 0
+    for tokens in batches(MICROBATCHES):
+        for each in stages:
+            tokens = each.linear(tokens).tanh()
+        total += tokens.square().mean() / MICROBATCHES
+    total.backward()
+    here = placement.stages_of(world.rank())
+    expected = [gradients(stages[number]) for number in here]
+    whole = executor(build("zb-h1", Shape(placement, MICROBATCHES)))
+    named = PipelineExecutor("1f1b", 1, lambda length: [length], timeout=timedelta(seconds=60), placement="v")
+    for given in (whole, named):
+        model = [stages[number] for number in here]
+        reports = run(given, model, pg_collection=groups(world, alone))
+        assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
+        assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
+
+
+class Counted:
+    """Batches [b, n, h], the sequences first as in Megatron's data sets, and how many were read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self._batches = (tokens.transpose(0, 1) for tokens in batches(100))
+
+    def __next__(self) -> torch.Tensor:
+        self.read += 1
+        return next(self._batches)
+
+
+def check_a_rerun_on_rewound_iterators(world, alone) -> None:
+    """Megatron runs a step again to see whether it gives the same; each run reads every micro-batch once."""
+
+    def step(data_iterator, model):
+        output = model(next(data_iterator).transpose(0, 1))
+
+        def loss_func(output):
+            loss = output.square().sum()
+            get_rerun_state_machine().validate_result(loss, rejection_func=torch.isnan, message="loss")
+            return loss, torch.tensor(output.numel()), {"loss": loss.detach()}
+
+        return output, loss_func
+
+    initialize_rerun_state_machine(mode=RerunMode.REPORT_DETERMINISM_STATS)
+    model, schedule, counted = stage(world), executor(k=2), Counted()
+    iterator, seen = RerunDataIterator(counted), []
+    for _ in range(2):
+        while get_rerun_state_machine().should_run_forward_backward(iterator):
+            given = {"data_iterator": [iterator], "decoder_seq_length": SEQUENCE}
+            reports = run(schedule, model, step, pg_collection=groups(world, alone), **given)
+            assert len(iterator.saved_microbatches) == MICROBATCHES
+            seen.append((reports, gradients(model)))
+    destroy_rerun_state_machine()
+    first, again, second, _ = seen
+    assert first[0] == again[0] and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
+    assert len(first[0]) == MICROBATCHES * world.rank()
+    assert not torch.equal(first[1]["linear.weight"], second[1]["linear.weight"])
+    assert counted.read == 2 * MICROBATCHES
+
+
 def check_ranks_that_disagree(world, alone) -> None:
     """All ranks hear of it, and before the first message."""
     for differing in ({"schedule": ("1f1b", "gpipe")[world.rank()]}, {"k": 1 + world.rank()}):
@@ -180,6 +252,21 @@ def failing_step(world):
     return step
 
 
+def stuck_step(world):
+    """Rank 1 does not come back; rank 0 raises in its fourth call, when nobody has asked for what it sent."""
+    calls = []
+
+    def step(data_iterator, model):
+        calls.append(None)
+        if world.rank() == 1:
+            time.sleep(90)
+        if len(calls) == 4:
+            raise KeyError("no more data")
+        return forward_step(data_iterator, model)
+
+    return step
+
+
 def check_failure_of_one_rank(world, alone) -> None:
     """The other ranks hear of it within the timeout even if the process of the failed one lives on. Has to be last."""
     start = time.monotonic()
@@ -193,10 +280,15 @@ def check_failure_of_one_rank(world, alone) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fail", action="store_true", help="rank 1 fails, with nobody to catch it")
+    parser.add_argument("--stuck", action="store_true", help="rank 0 fails while rank 1 does nothing")
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     alone, _ = dist.new_subgroups(1)
-    if parser.parse_args().fail:
+    args = parser.parse_args()
+    if args.stuck:
+        given = {"microbatches": 6, "pg_collection": groups(world, alone)}
+        run(executor("gpipe", timeout=600), stage(world), stuck_step(world), **given)
+    if args.fail:
         run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
     for name, check in list(globals().items()):
         if name.startswith("check_"):

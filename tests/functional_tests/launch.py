@@ -112,7 +112,9 @@ class Launcher:
         self._zygote.stdin.write(json.dumps(job) + "\n")
         self._zygote.stdin.flush()
         codes = json.loads(self._zygote.stdout.readline())
-        return Job(next((code for code in codes if code), 0), log.read_text(errors="replace"))
+        # A rank that failed says more than those that were ended because of it.
+        code = next((code for code in codes if code > 0), min(codes))
+        return Job(code, log.read_text(errors="replace"))
 
     def close(self) -> None:
         self._zygote.stdin.close()

@@ -17,9 +17,23 @@ RANKS = {
     "pp2-tp2-split": 4,
     "tp2": 2,
     "pp2-tp2": 4,
+    "pp2-documents": 2,
+    "pp2-tp2-documents": 4,
+    "pp2-positions": 2,
+    "pp2-mla": 2,
+    "tp2-mla": 2,
+    "pp2-moe": 2,
+    "pp2-moe-losses": 2,
+    "pp1-moe-global": 1,
+    "dp2-moe": 2,
+    "pp2-dp2-moe": 4,
+    "tp2-moe": 2,
     "dp2": 2,
     "pp2-dp2": 4,
     "pp2-dp2-overlap": 4,
+    "pp2-v": 2,
+    "pp4-v": 4,
+    "pp2-dp2-v": 4,
 }
 
 

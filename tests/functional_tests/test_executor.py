@@ -18,3 +18,10 @@ def test_a_rank_that_fails_ends_its_job_at_once_with_the_place_in_the_schedule(l
     job = launch(2, ["--fail"], script=WORKER, timeout=100)
     assert job.code != 0 and time.monotonic() - start < 50
     assert "pipeline rank 1 failed at 1F1.0, among" in job.log
+
+
+def test_a_rank_that_fails_does_not_wait_for_messages_that_nobody_takes(launch):
+    start = time.monotonic()
+    job = launch(2, ["--stuck"], script=WORKER, timeout=60)
+    assert job.code == 1 and time.monotonic() - start < 30
+    assert "pipeline rank 0 failed at 0F3.0, among" in job.log

@@ -1,11 +1,12 @@
 """pretrain_gpt.py with our flags trains and evaluates like Megatron's own schedule without them."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
 from functional_tests.launch import ROOT, TINY_GPT
-from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, read_timeline, write_csv
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
@@ -64,6 +65,28 @@ def test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile(l
     assert ours.losses() == pytest.approx(chunks_of_megatron.losses(), abs=1e-5)
 
 
+@pytest.mark.parametrize("align", [[], ["--no-align-param-gather"]], ids=" ".join)
+def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
+    """Also its parameters are gathered before its first forward ends; all of it is in the trace."""
+    flags = ["--pipeline-schedule", "breadth-first", "--sequence-splits", "2", "--global-batch-size", "16", *align]
+    launch(4, [*CHUNKS, *flags, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "4"]).check()
+    traces = [read_timeline(tmp_path / f"iteration-4-pipeline-{first}.json") for first in (0, 1)]
+    for timeline, rank in itertools.product(traces, range(2)):
+        placement, spans = timeline.shape.placement, timeline.ranks[rank]
+        first, last = placement.stages_of(rank)
+        by_action = {str(span.action): span for span in spans}
+        ends = {
+            (span.action.kind, span.action.stage): span.end for span in spans if span.action.kind in (Kind.F, Kind.B)
+        }
+        assert by_action[f"{last}REDUCE"].start < ends[Kind.B, first]
+        assert by_action[f"{first}REDUCE"].end > by_action[f"{last}REDUCE"].start
+        for stage in (first, last):
+            gather = by_action[f"{stage}GATHER"]
+            assert gather.start < gather.end <= by_action[f"{stage}F0.0"].end
+            assert align or gather.start < by_action[f"{first}F0.1"].start
+    assert len({len(spans) for timeline in traces for spans in timeline.ranks}) == 1
+
+
 def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
     write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
     flags = ["--pipeline-schedule-file", tmp_path / "mine.csv", "--sequence-splits", "2"]
@@ -104,11 +127,23 @@ def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segment
 
 
 def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
-    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], timeout=60)
+    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--attention-backend", "fused"], timeout=60)
     assert job.code not in (0, None)
     assert job.log.count("error: ") == 1
-    assert "error: --attention-dropout above 0 " in job.log
-    assert "; add --attention-dropout 0." in job.log
+    assert "error: --attention-backend fused " in job.log
+    assert "; use --attention-backend flash." in job.log
+
+
+def test_attention_dropout_and_recomputation_that_repeats_it(launch):
+    """Megatron's default. Masks differ from Megatron's own, whose random numbers are those of whole sequences."""
+    flags = [*PIPELINE, "--sequence-splits", "4"]
+    dropout = [*flags, "--attention-dropout", "0.1"]
+    without, stored = launch(2, flags).check(), launch(2, dropout).check()
+    assert stored.losses() == pytest.approx(without.losses(), rel=0.01)
+    assert stored.losses() != without.losses()
+    assert stored.log.count("warning: attention dropout on a CPU") == 1
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    assert launch(2, [*dropout, *full]).check().losses() == stored.losses()
 
 
 def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
@@ -116,5 +151,5 @@ def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     script = Path(__file__).with_name("foreign_script.py")
     job = launch(2, [script, *PIPELINE, *EVALUATE, "--sequence-splits", "4"], script=OVERLAY).check()
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
-    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--attention-dropout", "0.1"], script=OVERLAY)
-    assert refused.code != 0 and "add --attention-dropout 0." in refused.log
+    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--attention-backend", "fused"], script=OVERLAY)
+    assert refused.code != 0 and "error: --attention-backend fused " in refused.log

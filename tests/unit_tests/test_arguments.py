@@ -5,7 +5,13 @@ import argparse
 import pytest
 
 from megatron.seq1f1b import compatibility
-from megatron.seq1f1b.arguments import add_arguments, pipeline_config, validate, wants_segment_attention
+from megatron.seq1f1b.arguments import (
+    add_arguments,
+    follows_documents,
+    pipeline_config,
+    validate,
+    wants_segment_attention,
+)
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement, Shape, build, write_csv
 
 MEGATRON = dict(
@@ -21,14 +27,13 @@ MEGATRON = dict(
     distributed_backend="gloo",
     bf16=False,
     fp16=False,
-    attention_dropout=0.0,
     transformer_impl="local",
     pipeline_model_parallel_size=2,
     virtual_pipeline_model_parallel_size=None,
     global_batch_size=12,
     micro_batch_size=2,
     data_parallel_size=2,
-    rampup_batch_size=None,
+    step_batch_size_schedule=None,
     moe_router_topk=2,
     moe_ffn_hidden_size=None,
     moe_shared_expert_intermediate_size=None,
@@ -42,7 +47,7 @@ def parsed(*flags, **megatron):
 
 
 def test_without_our_flags_megatrons_own_schedule_runs():
-    args = parsed(num_experts=8, attention_dropout=0.1)
+    args = parsed(moe_expert_capacity_factor=1.0, qk_clip=True)
     validate(args)
     assert pipeline_config(args).schedule is None
 
@@ -79,10 +84,14 @@ def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_paral
 @pytest.mark.parametrize(
     "flags, megatron, sentence",
     [
-        (["--sequence-splits", "4"], {"num_experts": 8}, "--num-experts"),
+        (["--sequence-splits", "4"], {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
+        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": ["quantile_balancing"]}, "quantile_balancing"),
         (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --context-parallel-size 1"),
-        (["--sequence-splits", "4"], {"attention_dropout": 0.1}, "add --attention-dropout 0"),
-        (["--sequence-splits", "4"], {"distributed_backend": "nccl"}, "add --bf16"),
+        (["--sequence-splits", "4"], {"log_max_attention_logit": True}, "drop it"),
+        (["--sequence-splits", "4"], {"attention_backend": argparse.Namespace(name="fused")}, "-backend flash"),
+        (["--sequence-splits", "4"], {"flash_attention_version": 3}, "use 2 or 4"),
+        (["--sequence-splits", "4"], {"flash_attention_version": 2, "distributed_backend": "nccl"}, "install flash"),
         (["--pipeline-schedule", "1f1b"], {"cuda_graph_impl": "local"}, "use --cuda-graph-impl none"),
         (["--sequence-splits", "20000"], {}, "use at most 16384 segments"),
         (["--sequence-splits", "0"], {}, "at least 1"),
@@ -129,7 +138,7 @@ def test_a_file_takes_the_place_of_a_family(file):
         {"virtual_pipeline_model_parallel_size": 2},
         {"global_batch_size": 16},
         {"sequence_splits": None},
-        {"rampup_batch_size": [4, 4, 100]},
+        {"step_batch_size_schedule": "0:4 100:8"},
         {"transformer_impl": "transformer_engine"},
     ],
     ids=str,
@@ -152,7 +161,8 @@ def test_a_file_that_is_not_there_or_cannot_run_says_so(capsys, tmp_path):
 
 
 def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
-    validate(parsed("--pipeline-schedule", "1f1b", num_experts=8, attention_dropout=0.1, context_parallel_size=2))
+    refused = {"moe_expert_capacity_factor": 1.0, "qk_clip": True, "context_parallel_size": 2}
+    validate(parsed("--pipeline-schedule", "1f1b", **refused))
 
 
 def test_every_refusal_names_its_flag_and_a_way_out():
@@ -167,8 +177,8 @@ def test_local_layers_get_segment_attention_unless_it_was_declined():
     local = argparse.Namespace(name="local")
     assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=local))
     assert not wants_segment_attention(parsed(transformer_impl="transformer_engine", attention_backend=backend))
-    dropout = parsed(transformer_impl="local", attention_backend=backend, attention_dropout=0.1)
-    assert not wants_segment_attention(dropout)
+    impossible = parsed(transformer_impl="local", attention_backend=backend, qk_clip=True)
+    assert not wants_segment_attention(impossible)
 
 
 def test_balanced_looks_at_the_slowest_stage():
@@ -195,8 +205,8 @@ def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, cap
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
     assert "holds 3 segments, not --sequence-splits 4" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        validate(parsed("--sequence-split-file", str(path), num_experts=8))
-    assert "--num-experts" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
+        validate(parsed("--sequence-split-file", str(path), qk_clip=True))
+    assert "--qk-clip" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
 
 
 def test_the_profile_strategy_needs_a_profile(capsys):
@@ -212,3 +222,27 @@ def test_short_segments_on_a_cpu_are_warned_of_once(capsys, monkeypatch, device,
     assert ("512 tokens; on a CPU attention is" in capsys.readouterr().err) == warned
     validate(parsed("--sequence-splits", "4", "--device", device, seq_length=4096))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "sft", "dataloader_inter_document_masking"])
+def test_our_schedules_keep_documents_apart_where_megatrons_flags_ask_for_it(flag):
+    packed, backend = {flag: True}, argparse.Namespace(name="auto")
+    assert follows_documents(parsed("--sequence-splits", "4", **packed))
+    assert follows_documents(parsed("--pipeline-schedule", "1f1b", **packed))
+    assert not follows_documents(parsed("--sequence-splits", "4"))
+    # What segments cannot serve keeps Megatron's attention, and with it Megatron's way to tell of documents.
+    assert not follows_documents(parsed("--pipeline-schedule", "1f1b", context_parallel_size=2, **packed))
+    assert not follows_documents(parsed(**packed))
+    assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend, **packed))
+
+
+def test_lengths_follow_documents_where_the_strategy_can():
+    documents = [(0, 8192, *range(8448, 16384, 256))]
+
+    def cuts(*flags):
+        config = pipeline_config(parsed("--sequence-splits", "4", *flags))
+        return config.cuts_by_documents, config.cut(16384, documents) != config.cut(16384)
+
+    assert cuts("--sequence-split-strategy", "balanced") == (True, True)
+    assert cuts("--sequence-split-strategy", "even") == (False, False)
+    assert cuts("--sequence-split-strategy", "uniform_comp") == (False, False)

@@ -91,6 +91,17 @@ REDIRECTS = (
         wraps=True,
     ),
     Redirect(
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        upstream.sized_for_latent_attention,
+        "refuses the head sizes that multi-latent attention passes",
+        wraps=True,
+    ),
+    Redirect(
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        upstream.on_cpu,
+        "hands tensors on as split sizes, which all-to-all does not take",
+    ),
+    Redirect(
         "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
         optimizer.state_dict_before_first_step,
         "without Apex, fails when a checkpoint is to be loaded",

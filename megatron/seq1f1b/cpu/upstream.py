@@ -67,3 +67,25 @@ def torch_norm(new):
         return norm
 
     return build
+
+
+def sized_for_latent_attention(init):
+    """``DotProductAttention.__init__``, that takes the head sizes of keys and values.
+
+    Multi-latent attention passes them to every attention; upstream's own, the only one without
+    CUDA kernels, could compute with them but does not know the words.
+    """
+
+    @functools.wraps(init)
+    def initialize(attention, *args, k_channels=None, v_channels=None, **kwargs):
+        init(attention, *args, **kwargs)
+        if v_channels is not None:
+            heads = attention.num_attention_heads_per_partition
+            attention.hidden_size_per_partition = heads * v_channels
+
+    return initialize
+
+
+def on_cpu(tensor, as_numpy=False, record_stream=False):
+    """``maybe_move_tensor_to_cpu``, which forgets ``as_numpy`` where there is nothing to move."""
+    return tensor.numpy() if as_numpy and tensor is not None else tensor

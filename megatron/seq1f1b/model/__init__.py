@@ -1,15 +1,18 @@
 """A Megatron model on one segment: attention with a KV cache, positions that start where the segment
 starts, weight gradients apart from input gradients."""
 
-from .attach import attach, use_segment_attention, weight_gradients_left_in
+from .attach import attach, collectives_watched, use_segment_attention, weight_gradients_left_in
+from .documents import Documents
 from .segment import Segment, SegmentContext
 from .weight_gradient import WeightGradientStore
 
 __all__ = [
+    "Documents",
     "Segment",
     "SegmentContext",
     "WeightGradientStore",
     "attach",
+    "collectives_watched",
     "use_segment_attention",
     "weight_gradients_left_in",
 ]

@@ -5,29 +5,37 @@ projection. Without a running segment, or where the segment is the whole sequenc
 same kernel, so that comparing two schedules compares schedules and not kernels.
 """
 
+from contextlib import nullcontext
 from math import sqrt
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import Kernel, kernel_for
+from .kernels import Kernel, KernelChoice
 from .kv_cache import KVCache
+from .packing import within_documents
 from .segment import Segment, SegmentContext
 
 
 class SegmentAttention(torch.nn.Module):
-    """Drop-in for `core_attention`: query [n, b, h, d], key and value [n, b, g, d] to context [n, b, h·d].
+    """Drop-in for `core_attention`: query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e] to context [n, b, h·e].
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
-    is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·(2·d·e + 4) bytes per token for e
-    bytes an element; keys and values live in the KVCache of the micro-batch.
+    is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·((d + e)·w + 4) bytes per token for
+    w bytes an element; keys and values live in the KVCache of the micro-batch.
     """
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, kernels: KernelChoice | None = None
+    ) -> None:
         super().__init__()
-        self.softmax_scale = config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.softmax_scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout
+        self.has_own_random_state = not config.sequence_parallel
+        self.kernels = kernels or KernelChoice()
         self.context: SegmentContext | None = None
 
     def forward(
@@ -41,39 +49,52 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        # The mask of a causal layer is the triangle that the kernel applies by itself; what is not a triangle
-        # (reset masks, windows, packed documents) is refused at start-up.
+        # The mask of a causal layer is the triangle that the kernel applies by itself, within each of the documents
+        # that the segment tells of; any other (windows) is refused at start-up.
         assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
         segment = self.context.segment if self.context is not None else None
-        kernel = kernel_for(query)
+        dropout = self.dropout if self.training else 0.0
+        kernel = self.kernels.kernel(query, value, dropout)
+        if segment is not None and segment.documents is not None:
+            assert query.shape[1] == len(segment.documents), (
+                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
+                "flattens packed batches; use --micro-batch-size 1"
+            )
+            kernel = within_documents(kernel, segment.documents)
         if segment is None or segment.is_whole_sequence:
-            return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale)
+            with self._random_numbers(dropout):
+                return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, dropout)
         assert query.shape[0] == segment.length, (
             f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value))
-        output = _OneSegment.apply(query, key, value, self, segment, cache, kernel)
+        with self._random_numbers(dropout):
+            output = _OneSegment.apply(query, key, value, self, segment, cache, kernel, dropout)
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
         return output
+
+    def _random_numbers(self, dropout: float):
+        """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
+        return get_cuda_rng_tracker().fork() if dropout and self.has_own_random_state else nullcontext()
 
 
 class _WholeSequence(torch.autograd.Function):
     """Causal attention of a sequence that is not cut."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float) -> Tensor:
-        output, logsumexp = kernel.forward(query, key, value, 0, scale)
-        ctx.save_for_backward(query, key, value, output, logsumexp)
-        ctx.kernel, ctx.scale = kernel, scale
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float, dropout: float) -> Tensor:
+        output, saved = kernel.forward(query, key, value, 0, scale, dropout)
+        ctx.save_for_backward(query, key, value, output, *saved)
+        ctx.kernel, ctx.scale, ctx.dropout = kernel, scale, dropout
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        query, key, value, output, logsumexp = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad_output, query, key, value, output, logsumexp, 0, ctx.scale)
-        return grads.query, grads.key, grads.value, None, None
+        query, key, value, output, *saved = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad_output, query, key, value, output, tuple(saved), 0, ctx.scale, ctx.dropout)
+        return grads.query, grads.key, grads.value, None, None, None
 
 
 class _OneSegment(torch.autograd.Function):
@@ -92,24 +113,32 @@ class _OneSegment(torch.autograd.Function):
         segment: Segment,
         cache: KVCache,
         kernel: Kernel,
+        dropout: float,
     ) -> Tensor:
         cache.write(segment.start, segment.end, key, value)
-        output, logsumexp = kernel.forward(query, *cache.read(segment.end), segment.start, layer.softmax_scale)
-        ctx.save_for_backward(query, output, logsumexp)
-        ctx.layer, ctx.segment, ctx.cache, ctx.kernel = layer, segment, cache, kernel
+        output, saved = kernel.forward(query, *cache.read(segment.end), segment.start, layer.softmax_scale, dropout)
+        ctx.save_for_backward(query, output, *saved)
+        ctx.layer, ctx.segment, ctx.cache, ctx.kernel, ctx.dropout = layer, segment, cache, kernel, dropout
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        query, output, logsumexp = ctx.saved_tensors
+        query, output, *saved = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
         grads = ctx.kernel.backward(
-            grad_output, query, *cache.read(segment.end), output, logsumexp, segment.start, layer.softmax_scale
+            grad_output,
+            query,
+            *cache.read(segment.end),
+            output,
+            tuple(saved),
+            segment.start,
+            layer.softmax_scale,
+            ctx.dropout,
         )
         grad_key, grad_value = cache.exchange_gradients(
             segment.start, segment.end, (grads.key, grads.value), grads.prefix
         )
         if segment.is_first:
             layer.context.release(layer, segment.microbatch)
-        return grads.query, grad_key, grad_value, None, None, None, None
+        return grads.query, grad_key, grad_value, None, None, None, None, None

@@ -5,18 +5,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .documents import Documents
 from .kv_cache import KVCache
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments."""
+    """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments.
+
+    Where sequences are packed, `documents` says where those of the whole micro-batch start.
+    """
 
     microbatch: int
     index: int
     start: int
     end: int
     sequence_length: int
+    documents: Documents | None = None
 
     @property
     def length(self) -> int:

@@ -5,7 +5,8 @@ Start with cut (the strategies) and cost (what a segment costs on a stage).
 
 from .balanced import balanced, segment_costs
 from .cost import StageCost, Time, analytic_costs, slowest
-from .cut import STRATEGIES, STRATEGIES_BY_COST, cut_sequence
+from .cut import STRATEGIES, STRATEGIES_BY_COST, STRATEGIES_BY_DOCUMENTS, cut_sequence
+from .documents import balanced_by_documents, within_documents
 from .errors import SplitError
 from .even import even
 from .joint import Part, terapipe_joint
@@ -21,6 +22,7 @@ __all__ = [
     "CPU_CORE",
     "STRATEGIES",
     "STRATEGIES_BY_COST",
+    "STRATEGIES_BY_DOCUMENTS",
     "Experts",
     "FitError",
     "LatentAttention",
@@ -34,6 +36,7 @@ __all__ = [
     "Time",
     "analytic_costs",
     "balanced",
+    "balanced_by_documents",
     "check_lengths",
     "check_profile",
     "cut_sequence",
@@ -45,5 +48,6 @@ __all__ = [
     "terapipe",
     "terapipe_joint",
     "uniform_comp",
+    "within_documents",
     "write_profile",
 ]

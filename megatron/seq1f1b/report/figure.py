@@ -1,7 +1,7 @@
 """Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
 
 Colour says the kind of action, shade the segment (dark is late), the number the micro-batch, a bar
-below a box the model chunk; idle time stays white.
+below a box the model chunk; idle time stays white. Lines above a row are collectives beside compute.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ _COLOURS = {
     Kind.I: ("#f7d9e6", "#c2588a"),
     Kind.W: ("#d3ecd0", "#4fa35c"),
 }
+_LINES = {Kind.GATHER: ("#5e3c99", "parameter gathering"), Kind.REDUCE: ("#b2182b", "gradient reduction")}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _ROW, _BOX = 0.28, 0.14  # inches: height of a rank, width of a short action
 _MAX_LABELS = 6000  # more would be too small to read and slow to draw
@@ -80,12 +81,14 @@ def _typical_duration(timelines: Sequence[Timeline]) -> float:
 def _draw(axes, timeline: Timeline, title: str, longest: float) -> None:
     from matplotlib.collections import PolyCollection
 
-    boxes, colours, bars = [], [], []
+    boxes, colours, bars, lines, line_colours = [], [], [], [], []
     for rank, spans in enumerate(timeline.ranks):
         for action, start, end in spans:
-            if action.kind not in _COLOURS:
-                continue
             left, right = start - timeline.start, end - timeline.start
+            if action.kind in _LINES:
+                lines.append(_rectangle(left, right, rank - 0.5, rank - 0.42))
+                line_colours.append(_LINES[action.kind][0])
+                continue
             boxes.append(_rectangle(left, right, rank - 0.46, rank + 0.46))
             colours.append(_shade(action.kind, action.segment, timeline.shape.num_segments))
             chunk = timeline.shape.placement.chunk_of(action.stage)
@@ -94,6 +97,7 @@ def _draw(axes, timeline: Timeline, title: str, longest: float) -> None:
                 bars.append(_rectangle(left, right, rank + 0.46 - 0.16 * share, rank + 0.46))
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#404040", linewidths=0.3))
     axes.add_collection(PolyCollection(bars, facecolors="#404040", linewidths=0))
+    axes.add_collection(PolyCollection(lines, facecolors=line_colours or "none", linewidths=0))
     _label(axes, timeline, longest)
 
     ranks = range(len(timeline.ranks))
@@ -152,6 +156,7 @@ def _add_legend(figure, timelines: Sequence[Timeline], height: float) -> None:
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
     entries = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _COLOURS if kind in used}
+    entries |= {name: Patch(facecolor=colour) for kind, (colour, name) in _LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, _COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Timeline
+from ..schedule import Kind, Timeline
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
@@ -19,12 +19,20 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
             {"ph": "M", "pid": rank, "tid": 0, "name": "process_name",
              "args": {"name": f"rank {rank}"}}
         )  # fmt: skip
+        chunks = {action.stage for action, _, _ in spans if action.kind in (Kind.GATHER, Kind.REDUCE)}
+        rows = {stage: row for row, stage in enumerate(sorted(chunks), start=1)}
+        for stage, row in rows.items():
+            events.append(
+                {"ph": "M", "pid": rank, "tid": row, "name": "thread_name",
+                 "args": {"name": f"collectives of stage {stage}"}}
+            )  # fmt: skip
         for action, start, end in spans:
             events.append(
                 {
                     "ph": "X",
                     "pid": rank,
-                    "tid": 0,
+                    # Beside compute, and on a row for each stage: what overlaps cannot share one.
+                    "tid": rows[action.stage] if action.kind in (Kind.GATHER, Kind.REDUCE) else 0,
                     "name": str(action),
                     "cat": action.kind.value,
                     "ts": (start - timeline.start) * scale,

@@ -1,7 +1,9 @@
 """Doing it: the interpreter of a schedule, its messages, losses, gradient reduction and traces."""
 
+from .documents import Packing
 from .executor import PipelineExecutor
 from .tracer import Tracer
+from .upstream_functions import UpstreamFunctions
 from .upstream_steps import UpstreamSteps
 
-__all__ = ["PipelineExecutor", "Tracer", "UpstreamSteps"]
+__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamFunctions", "UpstreamSteps"]

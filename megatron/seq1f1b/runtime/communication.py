@@ -5,10 +5,13 @@ both ends the same order and says when a receive is posted, so neither shapes no
 `schedule/lowering.py` says why this cannot hang.
 """
 
+import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -46,7 +49,7 @@ class Communicator:
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = {} if self._is_gloo else groups_per_communicator(group, channels, timeout)
         # That a gloo send has left is only known by waiting for it; a thread does so off the compute's path.
-        self._waiter = ThreadPoolExecutor(1, "sends") if self._is_gloo else None
+        self._waiter = _Waiter() if self._is_gloo else None
         self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}
         self._sending: deque[tuple[dist.Work, Tensor] | Future] = deque()
         self._connect(channels)
@@ -72,7 +75,7 @@ class Communicator:
         message = message.contiguous()
         work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
         if self._waiter is not None:
-            self._sending.append(self._waiter.submit(self._wait, work, message))
+            self._sending.append(self._waiter.submit(lambda: self._wait(work, message)))
         else:
             self._sending.append((work, message))
         while self._sending and _has_left(self._sending[0]):
@@ -118,6 +121,34 @@ class Communicator:
             elif rank == channel.source:
                 self.send(channel, torch.zeros(1, dtype=self._dtype, device=self._device))
                 self.finish()
+
+
+class _Waiter:
+    """A thread that waits for one thing after the other.
+
+    It is a daemon: a program that fails must not wait at its end for messages that nobody takes.
+    """
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[tuple[Future, Callable] | None] = SimpleQueue()
+        threading.Thread(target=_wait_for_each, args=(self._waits,), name="sends", daemon=True).start()
+        weakref.finalize(self, self._waits.put, None)
+
+    def submit(self, wait: Callable[[], None]) -> Future:
+        """Call `wait` after all that was submitted before."""
+        future = Future()
+        self._waits.put((future, wait))
+        return future
+
+
+def _wait_for_each(waits: SimpleQueue) -> None:
+    while (submitted := waits.get()) is not None:
+        future, wait = submitted
+        try:
+            future.set_result(wait())
+        except Exception as error:
+            future.set_exception(error)
+        del submitted, future, wait  # while waiting for the next, hold no message
 
 
 def groups_per_communicator(

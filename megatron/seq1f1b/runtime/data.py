@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from ..model import Segment
 
@@ -33,19 +33,33 @@ class SegmentIterator:
 
     def __next__(self) -> Any:
         segment = self._segment
-        while self._read <= segment.microbatch:
+        self._read_to(segment.microbatch + 1)
+        batch = self._kept.pop(segment.microbatch) if segment.is_last else self._kept[segment.microbatch]
+        if segment.is_whole_sequence:
+            return batch
+        return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
+
+    def read_ahead(self, num_microbatches: int) -> list[Any]:
+        """The whole batches of a step that is about to begin; they stay to be handed out."""
+        self._read_to(num_microbatches)
+        return [self._kept[microbatch] for microbatch in range(num_microbatches)]
+
+    def _read_to(self, num_microbatches: int) -> None:
+        while self._read < num_microbatches:
             self._kept[self._read] = next(self._batches)
             self._read += 1
-        batch = self._kept.pop(segment.microbatch) if segment.is_last else self._kept[segment.microbatch]
-        return batch if segment.is_whole_sequence else tree_map(lambda leaf: cut(leaf, segment), batch)
 
 
-def cut(leaf: Any, segment: Segment) -> Any:
+def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
     """The part of a batch entry that belongs to `segment`: every dimension after the first (the sequences of the
     micro-batch) that is as long as a sequence is narrowed to it; anything else is handed through.
+
+    Positions where documents start (`cu_seqlens`) become those in the segment, whose tokens are a packed batch too.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if "cu_seqlens" in name:
+        return (leaf - segment.start).clamp(0, segment.length)
     for dimension in range(1, leaf.dim()):
         if leaf.shape[dimension] == segment.sequence_length:
             leaf = leaf.narrow(dimension, segment.start, segment.length)

@@ -1,8 +1,9 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,11 +13,20 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from ..model import Segment, SegmentContext, WeightGradientStore, attach, weight_gradients_left_in
+from ..model import (
+    Documents,
+    Segment,
+    SegmentContext,
+    WeightGradientStore,
+    attach,
+    collectives_watched,
+    weight_gradients_left_in,
+)
 from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
+from .documents import Packing, documents_of_step
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Step
 from .loss import LossLedger
@@ -28,9 +38,11 @@ class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
     `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
-    `cut(sequence_length)` gives the lengths of the segments; `costs(lengths)` what `auto` plans for, equal costs if it
-    is None. `sequence_length_is(length)` is entered around the user's
-    forward step, for code that derives shapes from a global sequence length. No state of a step survives it.
+    `cut(sequence_length)` gives the lengths of the segments if there are several; `costs(lengths)` what `auto` plans
+    for, equal costs if it is None. `sequence_length_is(length)` is entered around the user's forward step, for code
+    that derives shapes from a global sequence length. With `packing` attention stays within the documents of a
+    sequence. `placement` says which stages the model chunks of a rank are, see `Placement`; a whole schedule has its
+    own. No state of a step survives it.
     """
 
     def __init__(
@@ -41,14 +53,18 @@ class PipelineExecutor:
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
+        packing: Packing | None = None,
         costs: Callable[[Sequence[int]], Costs] | None = None,
+        placement: str = "looped",
     ) -> None:
         self._plan = Plan(schedule, costs)
+        self._placement = schedule.shape.placement.style if isinstance(schedule, Schedule) else placement
         self._num_segments = num_segments
         self._cut = cut
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
         self._tracer = tracer
+        self._packing = packing
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -61,8 +77,8 @@ class PipelineExecutor:
         data_iterator: Any,
         model: torch.nn.Module | list[torch.nn.Module],
         num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
+        seq_length: int | None,
+        micro_batch_size: int | None,
         decoder_seq_length: int | None = None,
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
@@ -76,8 +92,8 @@ class PipelineExecutor:
 
         Returns one report per micro-batch on the rank that computes the loss, an empty list elsewhere.
         """
-        if decoder_seq_length not in (None, seq_length):
-            raise ValueError("--decoder-seq-length differs from --seq-length, which our schedules do not support")
+        if self._num_segments > 1 and decoder_seq_length not in (None, seq_length):
+            raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
         if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
             raise ValueError(
                 "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, "
@@ -88,31 +104,53 @@ class PipelineExecutor:
             raise ValueError("a p2p_communicator needs its pg_collection")
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        seq_length = seq_length or 0  # Megatron leaves it out where no message is sent
+        if len(iterators) != len(chunks):
+            raise ValueError(f"{len(chunks)} model chunks need a data iterator each, but {len(iterators)} were given")
         config = get_model_config(chunks[0])
+        if config.variable_seq_lengths or config.mtp_standalone:
+            raise ValueError(
+                "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
+                "every message, which our schedules know in advance; run this model with Megatron's own schedule"
+            )
+        if not hasattr(config, "calculate_per_token_loss"):
+            config.calculate_per_token_loss = False  # Megatron asks for it, but only a TransformerConfig has it
         groups = pg_collection or _build_default_pg_collection()
-        device = next(chunks[0].parameters()).device
+        device = torch.device(torch.cuda.current_device())
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
-        placement = Placement(pipeline.size(), len(chunks))
+        placement = Placement(pipeline.size(), len(chunks), self._placement)
         shape = Shape(placement, num_microbatches, self._num_segments)
-        lengths = self._cut(seq_length)
-        segments = self._segments(num_microbatches, lengths)
-        self._agree(shape, lengths, micro_batch_size, forward_only)
-        actions = self._plan.program(shape, lengths, pipeline.rank(), forward_only)
-        if self._num_segments > 1:  # an uncut sequence needs nothing, so the model then keeps its own attention
+        self._agree(shape, seq_length, micro_batch_size, forward_only)
+        actions = self._plan.program(shape, self._lengths(seq_length), pipeline.rank(), forward_only)
+        # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
+        if self._num_segments > 1 or self._packing is not None:
             attach(chunks, self._context)
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        batches = [iterator and SegmentIterator(iterator) for iterator in iterators]
+        documents: list[Documents | None] = [None] * num_microbatches
+        if self._packing is not None:
+            documents = documents_of_step(
+                batches[placement.chunk_of(0)],
+                (num_microbatches, micro_batch_size, seq_length),
+                self._packing.end_of_document,
+                placement.rank_of(0),
+                pipeline,
+                groups.tp,
+                device,
+            )
         step = Step(
             forward_step_func=forward_step_func,
             chunks=chunks,
-            batches=[iterator and SegmentIterator(iterator) for iterator in iterators],
-            segments=segments,
+            batches=batches,
+            segments=[self._segments(number, seq_length, packed) for number, packed in enumerate(documents)],
             config=config,
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
                 micro_batch_size=micro_batch_size,
-                decoder_seq_length=None,
+                # As Megatron's functions have it: interleaved ones do not look at it.
+                decoder_seq_length=decoder_seq_length if shape.num_segments == shape.num_chunks == 1 else None,
                 config=config,
                 tp_group=groups.tp,
                 cp_group=groups.cp,
@@ -122,9 +160,8 @@ class PipelineExecutor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
-        per_token_loss = getattr(config, "calculate_per_token_loss", False)
-        losses = LossLedger(per_token_loss)
-        sync = GradientSync(config, chunks)
+        losses = LossLedger(config.calculate_per_token_loss)
+        sync = GradientSync(config, chunks, ends_last=len(chunks) == 1 and pipeline.rank() == 0)
         communicator = self._communicator(pipeline, placement, config.pipeline_dtype, device)
         is_split = any(action.kind is Kind.W for action in actions)
         splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
@@ -132,7 +169,10 @@ class PipelineExecutor:
         if self._tracer is not None and not forward_only:
             tracing = self._tracer.step(self._plan.name, shape, pipeline, device)
         try:
-            with splitting, tracing as recorder:
+            with splitting, tracing as recorder, ExitStack() as watching:
+                if recorder is not None:
+                    stages = placement.stages_of(pipeline.rank())
+                    watching.enter_context(collectives_watched(chunks, stages, recorder.collective))
                 Interpreter(
                     step,
                     placement,
@@ -145,28 +185,35 @@ class PipelineExecutor:
                     self._sequence_length_is,
                     recorder,
                 ).run(actions)
+                sync.close()
+                if config.finalize_model_grads_func is not None and not forward_only:
+                    num_tokens = None
+                    if config.calculate_per_token_loss:
+                        num_tokens = losses.total_num_tokens(device)
+                        _take_from_last_stage(num_tokens, placement, pipeline)
+                    config.finalize_model_grads_func(
+                        chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+                    )
         finally:
             sync.close()
             self._context.clear()
             self._weight_gradients.clear()
 
-        if config.finalize_model_grads_func is not None and not forward_only:
-            num_tokens = losses.total_num_tokens(device) if per_token_loss else None
-            config.finalize_model_grads_func(
-                chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-            )
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return losses.reports()
 
-    def _segments(self, num_microbatches: int, lengths: Sequence[int]) -> list[list[Segment]]:
-        ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    def _lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
+        if self._num_segments == 1:
+            return (sequence_length,)
+        follows = documents is not None and self._packing.cut is not None
+        return self._packing.cut(sequence_length, documents) if follows else self._cut(sequence_length)
+
+    def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
+        lengths = self._lengths(sequence_length, documents)
         return [
-            [
-                Segment(microbatch, index, end - length, end, ends[-1])
-                for index, (length, end) in enumerate(zip(lengths, ends, strict=True))
-            ]
-            for microbatch in range(num_microbatches)
+            Segment(microbatch, index, end - length, end, sequence_length, documents)
+            for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
         ]
 
     def _communicator(
@@ -182,13 +229,23 @@ class PipelineExecutor:
             self._communicators[key] = Communicator(group, channels, dtype, device, self._timeout)
         return self._communicators[key]
 
-    def _agree(self, shape: Shape, lengths: Sequence[int], micro_batch_size: int, forward_only: bool) -> None:
+    def _agree(self, shape: Shape, sequence_length: int, micro_batch_size: int | None, forward_only: bool) -> None:
         """Compare this step with that of the other ranks, the first time that it is asked for."""
+        is_packed, lengths = self._packing is not None, str(list(self._lengths(sequence_length)))
+        if is_packed and self._packing.cut is not None:
+            lengths = f"{shape.num_segments} times a length that follows the documents, of {sequence_length} in all,"
         plan = (
             f"{self._plan.name}, {'evaluation' if forward_only else 'training'} on {shape.num_ranks} ranks with "
-            f"{shape.num_chunks} model chunks, {shape.num_microbatches} micro-batches of {micro_batch_size} sequences, "
-            f"segments of {list(lengths)} tokens"
+            f"{shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches of "
+            f"{micro_batch_size} sequences, segments of {lengths} tokens{' within documents' if is_packed else ''}"
         )
         if plan not in self._agreed:
             check_agreement(plan)
             self._agreed.add(plan)
+
+
+def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:
+    """Megatron takes the count from the last rank, but the last stage of a V is on the first."""
+    rank = placement.rank_of(placement.num_stages - 1)
+    if rank != placement.num_ranks - 1:
+        dist.broadcast(num_tokens, src=dist.get_process_group_ranks(pipeline)[rank], group=pipeline)

@@ -14,11 +14,15 @@ import torch
 
 
 class GradientSync:
-    """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank."""
+    """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank.
 
-    def __init__(self, config: Any, chunks: list[torch.nn.Module]) -> None:
+    `ends_last`: the rank has one chunk and is the last to end its backwards, so that there is nobody to wait for, and
+    the hooks may reduce even where Megatron asked to be called.
+    """
+
+    def __init__(self, config: Any, chunks: list[torch.nn.Module], ends_last: bool = False) -> None:
         self._chunks = chunks
-        self._start_reduction = _per_chunk(config.grad_sync_func, len(chunks))
+        self._start_reduction = None if ends_last else _per_chunk(config.grad_sync_func, len(chunks))
         self._start_gather = _per_chunk(config.param_sync_func, len(chunks))
         self._make_no_sync = _per_chunk(config.no_sync_func, len(chunks)) or [nullcontext] * len(chunks)
         self._no_sync: list[Any] = [None] * len(chunks)
@@ -36,7 +40,7 @@ class GradientSync:
         self._enter_no_sync(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
-        """Start the reduction of the whole chunk where Megatron asked for that (`--align-grad-reduce`)."""
+        """Start the reduction of the whole chunk where Megatron asked for that (`align_grad_reduce`)."""
         self._leave_no_sync(chunk)
         if self._start_reduction:
             self._start_reduction[chunk](self._chunks[chunk].parameters())

@@ -74,6 +74,8 @@ class Interpreter:
         self._sequence_length_is = sequence_length_is
         self._recorder = recorder
         self._started_chunks: set[int] = set()
+        # Forwards that recompute all layers in their backward, where Megatron asks for that by micro-batch.
+        self._recomputed: frozenset[Action] | None = None
         # The last actions of each chunk that give input gradients, and that give weight gradients.
         self._last: set[tuple[Kind, Action]] = set()
         # Keyed by the F of a unit: what went into it and came out, until its backward.
@@ -98,6 +100,7 @@ class Interpreter:
         for half in (Kind.I, Kind.W):
             last = {action.stage: action for action in program if action.kind in (Kind.B, half)}
             self._last.update((half, action) for action in last.values())
+        self._recomputed = self._all_but_partially_checkpointed(program)
         for position, action in enumerate(program):
             try:
                 self._handlers[action.kind](action)
@@ -109,6 +112,20 @@ class Interpreter:
         self._context.assert_empty()
         self._weight_gradients.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
+
+    def _all_but_partially_checkpointed(self, program: Sequence[Action]) -> frozenset[Action] | None:
+        """What is left by `num_microbatches_with_partial_activation_checkpoints`, None if Megatron does not ask.
+
+        As many micro-batches may keep more, of those that are in flight at once (arXiv 2205.05198, appendix C).
+        """
+        limit = self._step.config.num_microbatches_with_partial_activation_checkpoints
+        if limit is None:
+            return None
+        order = [action for action in program if action.kind in (Kind.F, Kind.B, Kind.I)]
+        in_flight = next((index for index, action in enumerate(order) if action.kind is not Kind.F), len(order))
+        forwards = (action for action in order if action.kind is Kind.F)
+        num_segments = len(self._step.segments[0])
+        return frozenset(f for index, f in enumerate(forwards) if index % in_flight >= limit * num_segments)
 
     def _forward(self, action: Action) -> None:
         step, chunk = self._step, self._placement.chunk_of(action.stage)
@@ -128,6 +145,7 @@ class Interpreter:
                 step.config,
                 cp_group_size=step.context_parallel_size,
                 collect_non_loss_data=step.collect_non_loss_data,
+                checkpoint_activations_microbatch=None if self._recomputed is None else action in self._recomputed,
                 is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
                 current_microbatch=action.microbatch,
                 vp_stage=chunk if len(step.chunks) > 1 else None,
@@ -156,7 +174,7 @@ class Interpreter:
 
     def _weight_gradient(self, action: Action) -> None:
         segment = self._step.segments[action.microbatch][action.segment]
-        with self._running(action, segment):
+        with self._running(action, segment), self._timed("backward-compute"):
             self._compute_weight_gradients(action)
 
     def _compute_weight_gradients(self, action: Action) -> None:
@@ -182,7 +200,8 @@ class Interpreter:
             self._deallocate(handed, is_forward)
         else:
             receive = action._replace(kind=Kind.RECV_F if is_forward else Kind.RECV_B)
-            tensor = self._communicator.receive(channel_of(receive, self._placement))
+            with self._timed("forward-recv" if is_forward else "backward-recv"):
+                tensor = self._communicator.receive(channel_of(receive, self._placement))
         return tensor.requires_grad_(is_forward)
 
     def _post_receive(self, action: Action) -> None:
@@ -191,9 +210,10 @@ class Interpreter:
         self._communicator.post_receive(channel, self._step.message_shape(segment.length))
 
     def _send(self, action: Action) -> None:
-        tensor = self._outgoing.pop(action)
-        self._communicator.send(channel_of(action, self._placement), tensor)
-        self._deallocate(tensor, action.kind is Kind.SEND_F)
+        tensor, is_forward = self._outgoing.pop(action), action.kind is Kind.SEND_F
+        with self._timed("forward-send" if is_forward else "backward-send"):
+            self._communicator.send(channel_of(action, self._placement), tensor)
+        self._deallocate(tensor, is_forward)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Of an output that went on to the next stage the graph needs the grad_fn only, not the storage."""
@@ -214,3 +234,14 @@ class Interpreter:
         span = self._recorder.span(action) if self._recorder else nullcontext()
         with self._context.running(segment, keeps_for_backward=not self._step.forward_only), span:
             yield
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Under a name that Megatron's log knows; its `forward_step` and `backward_step` time themselves."""
+        timers = self._step.config.timers
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=2).start()
+        yield
+        timers(name).stop()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..model import Segment
 
@@ -23,6 +24,7 @@ class LossLedger:
         self._per_token_loss = per_token_loss
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
+        self._are_outputs = False
 
     def reports_of(self, segment: Segment) -> list[Any]:
         """Where Megatron's forward_step puts the report of a segment."""
@@ -33,6 +35,7 @@ class LossLedger:
 
         def observed(*args: Any) -> tuple[Any, Callable | None]:
             output, loss_func = forward_step_func(*args)
+            self._are_outputs |= loss_func is None
             return output, loss_func and partial(self._loss, loss_func, segment)
 
         return observed
@@ -40,6 +43,7 @@ class LossLedger:
     def _loss(self, loss_func: Callable, segment: Segment, output: Any, **kwargs: Any) -> Any:
         result = loss_func(output, **kwargs)
         if kwargs.get("non_loss_data"):
+            self._are_outputs = True
             return result
         if len(result) == 3:
             loss, num_tokens, report = result
@@ -74,19 +78,24 @@ class LossLedger:
             if self._reports[microbatch]
         ]
 
-    @staticmethod
-    def _merge(reports: list[Any], num_tokens: list[Tensor]) -> Any:
+    def _merge(self, reports: list[Any], num_tokens: list[Tensor]) -> Any:
         """[sum, count] pairs add up; a single number is taken for a mean over tokens; outputs are joined in order."""
         if len(reports) == 1:
             return reports[0]
-        if isinstance(reports[0], Tensor):
-            return torch.cat(reports, dim=1)
+        if self._are_outputs:
+            return tree_map(_joined, *reports)
         merged = {}
         for key in reports[0]:
-            values = torch.stack([report[key].view(-1) for report in reports])
+            values = torch.stack([torch.as_tensor(report[key]).view(-1) for report in reports])
             if values.shape[1] == 1:
                 weights = torch.stack(num_tokens).to(values)
                 merged[key] = (values[:, 0] * weights).sum() / weights.sum().clamp(min=1)
             else:
                 merged[key] = values.sum(dim=0)
         return merged
+
+
+def _joined(*outputs: Any) -> Any:
+    """Outputs [b, n, ...] of n tokens each as one of all tokens; anything else as a list."""
+    are_cut = all(isinstance(output, Tensor) and output.dim() > 1 for output in outputs)
+    return torch.cat(outputs, dim=1) if are_cut else list(outputs)

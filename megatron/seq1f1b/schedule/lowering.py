@@ -2,7 +2,8 @@
 
 Adds the messages between ranks (SEND_*, RECV_*), the start of the gathering of parameters before
 the first forward of a model chunk (GATHER), and the start of the gradient reduction after its last
-backward (REDUCE).
+backward (REDUCE). Gathering and reduction disturb compute, so where Megatron asks our runtime to
+start them (--align-param-gather, --align-grad-reduce) all ranks shall do so at about the same time.
 
 A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send
 follows the action that produces the value and does not block the rank. A receive is posted, without
@@ -78,13 +79,13 @@ def lower_rank(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) 
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
 
-    for index, action in _gathers(order):
+    for index, action in _gathers(shape, order):
         before[index].append(action)
     for index, action in _receives(shape, orders, rank):
         before[index].append(action)
     for index, action in _sends(shape, order):
         after[index].append(action)
-    for index, action in _reductions(order):
+    for index, action in _reductions(shape, order):
         after[index].append(action)
 
     lowered: list[Action] = []
@@ -142,16 +143,28 @@ def _sends(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]
             yield index, Action(leaves[kind, stage], stage, microbatch, segment)
 
 
-def _gathers(order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """Like a receive, a gathering starts one compute action ahead of its first use."""
-    seen = set()
-    for index, action in enumerate(order):
-        if action.stage not in seen:
-            seen.add(action.stage)
-            yield max(index - 1, 0), Action(Kind.GATHER, action.stage)
+def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    """Two chunks at the start; chunk c + 1 when chunk c starts on the rank that comes to it first."""
+    forwards = [index for index, action in enumerate(order) if action.kind is Kind.F]
+    stages = list(dict.fromkeys(order[index].stage for index in forwards))
+    for number, stage in enumerate(stages):
+        at = 0
+        if number > 1:
+            before = stages[number - 1]
+            first = next(i for i, index in enumerate(forwards) if order[index].stage == before)
+            at = forwards[max(first - _depth(shape, before), 0)]
+        yield at, Action(Kind.GATHER, stage)
 
 
-def _reductions(order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    last = {action.stage: index for index, action in enumerate(order)}
-    for stage, index in last.items():
-        yield index, Action(Kind.REDUCE, stage)
+def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    """After the last action of a chunk, when the rank that comes last to that is there too, or at the end."""
+    ends = [index for index, action in enumerate(order) if action.kind in (Kind.B, Kind.W)]
+    last = {order[index].stage: i for i, index in enumerate(ends)}
+    for stage, i in last.items():
+        late = i + _depth(shape, stage)
+        yield ends[late] if late < len(ends) else len(order) - 1, Action(Kind.REDUCE, stage)
+
+
+def _depth(shape: Shape, stage: int) -> int:
+    """Position of a stage in its chunk: its forwards start as many ticks late, its backwards end as many early."""
+    return stage % shape.num_ranks

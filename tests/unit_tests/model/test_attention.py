@@ -8,18 +8,25 @@ import torch
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
-SHAPES = [(96, 1, 4, 4, 16), (75, 2, 8, 2, 8), (64, 1, 4, 1, 40)]
+# Tokens, sequences, query heads, KV heads, head size of queries and keys, of values.
+SHAPES = [(96, 1, 4, 4, 16, 16), (75, 2, 8, 2, 8, 8), (64, 1, 4, 1, 40, 40), (50, 2, 4, 4, 24, 16)]
 CUTS = {1: None, 2: (0.6,), 3: (0.5, 0.8), 4: (0.25, 0.5, 0.75), 7: (0.1, 0.2, 0.3, 0.31, 0.5, 0.97)}
 
 
+def attention(size, dropout=0.0):
+    """A layer for heads of `size`."""
+    config = SimpleNamespace(kv_channels=size, softmax_scale=None, attention_dropout=dropout, sequence_parallel=False)
+    return SegmentAttention(config)
+
+
 def plain_attention(query, key, value):
-    """softmax(Q·Kᵀ/√d + causal)·V with explicit scores; [s, b, h, d] to [s, b, h·d]."""
-    length, batch, heads, size = query.shape
+    """softmax(Q·Kᵀ/√d + causal)·V with explicit scores; [s, b, h, d] to [s, b, h·e]."""
+    length, _, heads, size = query.shape
     key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) / size**0.5
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     weights = scores.masked_fill(~causal, float("-inf")).softmax(dim=-1)
-    return torch.einsum("bhst,tbhd->sbhd", weights, value).reshape(length, batch, heads * size)
+    return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
 
 
 def bounds_of(length, k):
@@ -29,7 +36,7 @@ def bounds_of(length, k):
 
 def run_segments(query, key, value, grad, bounds):
     """Forward of all segments in order, backward in reverse; output and input gradients of the whole."""
-    layer = SegmentAttention(SimpleNamespace(kv_channels=query.shape[3], softmax_scale=None))
+    layer = attention(query.shape[3])
     layer.context = context = SegmentContext()
     segments = [Segment(0, i, start, end, len(query)) for i, (start, end) in enumerate(bounds)]
     inputs, outputs = [], []
@@ -50,11 +57,12 @@ def run_segments(query, key, value, grad, bounds):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("k", CUTS)
 def test_segments_equal_plain_attention(dtype, tolerance, shape, k):
-    length, batch, heads, groups, size = shape
+    length, batch, heads, groups, size, value_size = shape
     torch.manual_seed(k)
     query = torch.randn(length, batch, heads, size, dtype=dtype)
-    key, value = (torch.randn(length, batch, groups, size, dtype=dtype) for _ in range(2))
-    grad = torch.randn(length, batch, heads * size, dtype=dtype)
+    key = torch.randn(length, batch, groups, size, dtype=dtype)
+    value = torch.randn(length, batch, groups, value_size, dtype=dtype)
+    grad = torch.randn(length, batch, heads * value_size, dtype=dtype)
 
     exact = [x.double().requires_grad_() for x in (query, key, value)]
     expected = plain_attention(*exact)
@@ -68,7 +76,7 @@ def test_segments_equal_plain_attention(dtype, tolerance, shape, k):
 
 def test_gradients_accumulate_in_fp32_for_16_bit_models():
     query, key, value = (torch.randn(64, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3))
-    layer = SegmentAttention(SimpleNamespace(kv_channels=8, softmax_scale=None))
+    layer = attention(8)
     layer.context = context = SegmentContext()
     outputs = []
     for i, (start, end) in enumerate([(0, 32), (32, 64)]):
@@ -82,7 +90,7 @@ def test_gradients_accumulate_in_fp32_for_16_bit_models():
 
 def test_evaluation_frees_the_cache_after_the_last_segment():
     query, key, value = (torch.randn(32, 1, 2, 8) for _ in range(3))
-    layer = SegmentAttention(SimpleNamespace(kv_channels=8, softmax_scale=None))
+    layer = attention(8)
     layer.context = context = SegmentContext()
     with torch.no_grad():
         for i, (start, end) in enumerate([(0, 16), (16, 32)]):
@@ -102,7 +110,7 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        layer = SegmentAttention(SimpleNamespace(kv_channels=16, softmax_scale=None))
+        layer = attention(16)
         layer.context = context = SegmentContext()
         keep = []
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -119,7 +127,7 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
 
 def test_a_batch_that_was_not_cut_is_an_error():
     query = torch.randn(64, 1, 2, 8)
-    layer = SegmentAttention(SimpleNamespace(kv_channels=8, softmax_scale=None))
+    layer = attention(8)
     layer.context = context = SegmentContext()
     running = context.running(Segment(0, 0, 0, 32, 64), keeps_for_backward=True)
     with running, pytest.raises(AssertionError, match="64 tokens for a segment of 32"):

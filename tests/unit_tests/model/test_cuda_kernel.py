@@ -1,24 +1,401 @@
-"""The CUDA kernel without a GPU: its calls fit the operators, by shapes and types alone. Numbers need a GPU."""
+"""The kernels for GPUs without a GPU: their calls fit the operators, and with stand-ins for these the numbers fit too.
+
+What the real kernels compute, scripts/gpu_test.sh finds out.
+"""
+
+import inspect
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+import fake_flash
+from megatron.seq1f1b.model.attention import SegmentAttention
+from megatron.seq1f1b.model.documents import WithinDocuments
+from megatron.seq1f1b.model.kernels import KernelChoice, Packing, cuda
 from megatron.seq1f1b.model.kernels.cuda import CudaFlash
+from megatron.seq1f1b.model.kernels.flash_attn_2 import FlashAttention2
+from megatron.seq1f1b.model.kernels.flash_attn_4 import FlashAttention4
+from megatron.seq1f1b.model.kernels.padded import Padded
+from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.packing import PackedDocuments, within_documents
+from megatron.seq1f1b.model.segment import Segment, SegmentContext
+
+# Sequences, query heads, KV heads, head size of queries and keys, of values.
+HEADS = {
+    "64": (1, 2, 2, 64, 64),
+    "80, grouped": (2, 4, 2, 80, 80),
+    "96": (2, 2, 1, 96, 96),
+    "128": (1, 2, 2, 128, 128),
+    "latent": (2, 2, 2, 192, 128),
+    "odd": (1, 3, 1, 33, 33),
+}
+
+
+def named(operator, args, kwargs):
+    """The arguments of a call of a PyTorch operator by the names of its schema."""
+    schema = operator.default._schema
+    positional = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+    assert len(args) == len(positional)
+    by_name = dict(zip(positional, args, strict=True)) | kwargs
+    assert by_name.keys() <= {argument.name for argument in schema.arguments}
+    return SimpleNamespace(**by_name)
+
+
+def torch_operators(monkeypatch):
+    """PyTorch's operators: batch first with the lengths of the tensors, or packed with cumulative lengths."""
+
+    def packing(call):
+        assert call.is_causal is True
+        lengths = call.cum_seq_q, call.cum_seq_k, call.max_q, call.max_k
+        if call.query.dim() == 3:
+            return lengths
+        assert lengths == (None, None, call.query.shape[1], call.key.shape[1])
+
+    def forward(*args, **kwargs):
+        call = named(torch.ops.aten._flash_attention_forward, args, kwargs)
+        lengths = packing(call)
+        assert call.return_debug_mask is False
+        state = fake_flash.random_state(call.dropout_p)
+        tensors = call.query, call.key, call.value
+        if lengths:
+            results = fake_flash.forward_packed(*tensors, lengths, call.scale, call.dropout_p, state)
+        else:
+            results = fake_flash.forward(*tensors, call.scale, call.dropout_p, state)
+        return *results, state, torch.empty((), dtype=torch.uint64), torch.empty(0)
+
+    def backward(*args, **kwargs):
+        call = named(torch.ops.aten._flash_attention_backward, args, kwargs)
+        lengths = packing(call)
+        assert call.unused.shape == ()
+        tensors = call.grad_out, call.query, call.key, call.value, call.out, call.logsumexp
+        if lengths:
+            return fake_flash.backward_packed(*tensors, lengths, call.scale, call.dropout_p, call.rng_state)
+        return fake_flash.backward(*tensors, call.scale, call.dropout_p, call.rng_state)
+
+    monkeypatch.setattr(cuda, "_flash", forward)
+    monkeypatch.setattr(cuda, "_flash_backward", backward)
+    return CudaFlash()
+
+
+def flash_attention_2(monkeypatch):
+    """The functions of flash-attn 2.7 and 2.8."""
+
+    def forward(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ):
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        assert return_softmax is False
+        state = fake_flash.random_state(dropout_p)
+        output, logsumexp = fake_flash.forward(q, k, v, softmax_scale, dropout_p, state, causal)
+        return output, logsumexp, torch.empty(0), state
+
+    def backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        assert deterministic is False
+        grads = fake_flash.backward(dout, q, k, v, out, softmax_lse, softmax_scale, dropout_p, rng_state, causal)
+        for target, like, grad in zip((dq, dk, dv), (q, k, v), grads, strict=True):
+            assert target.shape == like.shape and target.dtype == like.dtype and target.stride(-1) == 1
+            target.copy_(grad)
+        return torch.empty(0)
+
+    def packed_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
+    ):
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        assert causal and return_softmax is False
+        state = fake_flash.random_state(dropout_p)
+        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        output, logsumexp = fake_flash.forward_packed(q, k, v, packing, softmax_scale, dropout_p, state)
+        return output, logsumexp, torch.empty(0), state
+
+    def packed_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        assert causal and deterministic is False
+        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        tensors = dout, q, k, v, out, softmax_lse
+        grads = fake_flash.backward_packed(*tensors, packing, softmax_scale, dropout_p, rng_state)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+        return torch.empty(0)
+
+    provide(
+        monkeypatch,
+        "flash_attn",
+        "flash_attn_interface",
+        _flash_attn_forward=forward,
+        _flash_attn_backward=backward,
+        _flash_attn_varlen_forward=packed_forward,
+        _flash_attn_varlen_backward=packed_backward,
+    )
+    return FlashAttention2()
+
+
+def flash_attention_4(monkeypatch):
+    """The functions of flash-attn-4, as far as they are used: the names of the arguments are those of 4.0.0b36."""
+
+    def forward(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
+        assert return_lse
+        return *fake_flash.forward(q, k, v, softmax_scale, 0.0, NO_DROPOUT, causal), None, None, None
+
+    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, deterministic=False):
+        assert deterministic is False
+        return fake_flash.backward(dout, q, k, v, out, lse, softmax_scale, 0.0, NO_DROPOUT, causal)
+
+    provide(monkeypatch, "flash_attn.cute", "interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    return FlashAttention4()
+
+
+NO_DROPOUT = torch.zeros(2, dtype=torch.uint64)
+
+
+def provide(monkeypatch, package, module, **functions):
+    """A package that can be imported, with one module of these functions."""
+    names = package.split(".")
+    for i in range(len(names)):
+        monkeypatch.setitem(sys.modules, ".".join(names[: i + 1]), ModuleType(names[i]))
+    content = ModuleType(module)
+    for name, function in functions.items():
+        setattr(content, name, function)
+    monkeypatch.setattr(sys.modules[package], module, content, raising=False)
+    monkeypatch.setitem(sys.modules, f"{package}.{module}", content)
+
+
+KERNELS = {"PyTorch": torch_operators, "flash-attn": flash_attention_2, "flash-attn-4": flash_attention_4}
+BOUNDS = [(0, 11), (11, 12), (12, 40)]
+
+
+def step(kernel, query, key, value, grad, dropout=0.0, documents=None):
+    """Output and gradients of all segments, through the attention layer."""
+    config = SimpleNamespace(
+        kv_channels=query.shape[3], softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
+    )
+    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda query, value, dropout: kernel))
+    layer.context = SegmentContext()
+    segments = [Segment(0, i, start, end, len(query), documents) for i, (start, end) in enumerate(BOUNDS)]
+    parts, outputs = [], []
+    for segment in segments:
+        parts.append([x[segment.start : segment.end].clone().requires_grad_() for x in (query, key, value)])
+        with layer.context.running(segment, keeps_for_backward=True):
+            outputs.append(layer(*parts[-1]))
+    for segment, output in zip(reversed(segments), reversed(outputs), strict=True):
+        with layer.context.running(segment, keeps_for_backward=True):
+            output.backward(grad[segment.start : segment.end])
+    return [torch.cat(outputs).detach(), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
+
+
+def inputs(heads):
+    batch, h, g, size, value_size = heads
+    torch.manual_seed(0)
+    shapes = [(40, batch, h, size), (40, batch, g, size), (40, batch, g, value_size), (40, batch, h * value_size)]
+    return [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("provider", KERNELS.values(), ids=KERNELS)
+def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
+    kernel = provider(monkeypatch)
+    if heads[3] % 8 or heads[3] != heads[4]:
+        kernel = Padded(kernel, 8)
+    tensors = inputs(heads)
+    for result, expected in zip(step(kernel, *tensors), step(Unfused(), *tensors), strict=True):
+        assert result.dtype == torch.bfloat16
+        # Both compute in more than 16 bits and round once, gradients of earlier segments once per segment.
+        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("documents", [((0,),), ((0, 5, 11, 25, 39),), ((0, 12, 13), (0, 30))], ids=str)
+@pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
+def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
+    kernel = provider(monkeypatch)
+    assert isinstance(within_documents(kernel, documents), PackedDocuments)
+    assert isinstance(within_documents(Unfused(), documents), WithinDocuments)
+    tensors = inputs((len(documents), 4, 2, 64, 64))
+    apart = step(Unfused(), *tensors, documents=documents)
+    for result, expected in zip(step(kernel, *tensors, documents=documents), apart, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("provider", KERNELS.values(), ids=KERNELS)
+def test_what_is_saved_is_the_logsumexp_and_a_random_state(monkeypatch, provider):
+    query, key, value, _ = inputs(HEADS["80, grouped"])
+    _, saved = provider(monkeypatch).forward(query[30:], key, value, 30, 0.125, 0.0)
+    assert sum(x.nbytes for x in saved) <= 4 * 10 * 2 * 4 + 24
+
+
+@pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
+def test_dropout_draws_once_and_the_backward_gets_the_same_state(monkeypatch, provider):
+    kernel = provider(monkeypatch)
+    tensors = inputs(HEADS["80, grouped"])
+    torch.manual_seed(3)
+    dropped = step(kernel, *tensors, dropout=0.5)
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for a, b in zip(dropped, step(kernel, *tensors, dropout=0.5), strict=True))
+    assert not torch.equal(dropped[0], step(kernel, *tensors, dropout=0.5)[0])
+    # Backward with the forward's mask: the output is linear in the values, so their gradient gives it back.
+    query, key, value, grad = tensors
+    torch.manual_seed(3)
+    output, _, _, grad_value = step(kernel, query, key, value, grad, dropout=0.5)
+    assert float((grad_value.double() * value).sum()) == pytest.approx(float((output.double() * grad).sum()), rel=0.02)
 
 
 @pytest.mark.parametrize("start", [0, 48])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_calls_fit_the_flash_operators(start, groups):
+def test_calls_fit_the_operators_of_pytorch(start, groups):
+    """The real operators, by shapes and types alone."""
     length, batch, heads, size = 16, 2, 4, 64
     query = torch.empty(length, batch, heads, size, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(start + length, batch, groups, size, dtype=torch.bfloat16, device="meta") for _ in "kv")
     kernel = CudaFlash()
-    output, logsumexp = kernel.forward(query, key, value, start, 0.125)
+    output, saved = kernel.forward(query, key, value, start, 0.125, 0.1)
     assert output.shape == (length, batch, heads * size)
-    grads = kernel.backward(torch.empty_like(output), query, key, value, output, logsumexp, start, 0.125)
+    grads = kernel.backward(torch.empty_like(output), query, key, value, output, saved, start, 0.125, 0.1)
     assert grads.query.shape == query.shape
     assert grads.key.shape == grads.value.shape == (length, batch, groups, size)
     if start:
         assert all(grad.shape == (start, batch, groups, size) for grad in grads.prefix)
     else:
         assert grads.prefix is None
+
+
+def test_packed_calls_fit_the_operators_of_pytorch():
+    query = torch.empty(30, 4, 64, dtype=torch.bfloat16, device="meta")
+    key, value = (torch.empty(50, 2, 64, dtype=torch.bfloat16, device="meta") for _ in "kv")
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    packing = Packing(ends, ends, 20, 40)
+    output, saved = CudaFlash().forward_packed(query, key, value, packing, 0.125, 0.1)
+    assert output.shape == query.shape
+    grads = CudaFlash().backward_packed(output, query, key, value, output, saved, packing, 0.125, 0.1)
+    assert [x.shape for x in grads] == [query.shape, key.shape, value.shape]
+
+
+@pytest.mark.parametrize(
+    "provider, module, functions",
+    [
+        (flash_attention_2, "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward")),
+        (flash_attention_4, "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd")),
+    ],
+    ids=["flash-attn", "flash-attn-4"],
+)
+def test_stand_ins_take_what_the_installed_package_takes(monkeypatch, provider, module, functions):
+    real = pytest.importorskip(module)
+    signatures = [inspect.signature(getattr(real, name)).parameters for name in functions]
+    provider(monkeypatch)
+    for name, parameters in zip(functions, signatures, strict=True):
+        stand_in = inspect.signature(getattr(sys.modules[module], name)).parameters
+        assert stand_in.keys() <= parameters.keys()
+
+
+def tensor(size, dtype=torch.bfloat16, is_cuda=True):
+    return SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4, 1, 2, size))
+
+
+@pytest.mark.parametrize(
+    "flags, size, value_size, dtype, is_cuda, dropout, expected",
+    [
+        ({}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
+        ({}, 80, 80, torch.float16, True, 0.1, "CudaFlash"),
+        ({}, 192, 128, torch.bfloat16, True, 0.0, "Padded CudaFlash"),
+        ({}, 100, 100, torch.bfloat16, True, 0.0, "Padded CudaFlash"),
+        ({}, 320, 320, torch.bfloat16, True, 0.0, "Unfused"),
+        ({}, 64, 64, torch.float32, True, 0.0, "Unfused"),
+        ({}, 64, 64, torch.float32, False, 0.0, "CpuFlash"),
+        ({}, 100, 100, torch.bfloat16, False, 0.0, "CpuFlash"),
+        ({}, 192, 128, torch.float32, False, 0.0, "Padded CpuFlash"),
+        ({}, 64, 64, torch.float32, False, 0.1, "Unfused"),
+        ({"backend": "flash"}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
+        ({"backend": "unfused"}, 64, 64, torch.bfloat16, True, 0.0, "Unfused"),
+        ({"backend": "local"}, 64, 64, torch.float32, False, 0.0, "Unfused"),
+        ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, True, 0.1, "FlashAttention2"),
+        ({"flash_attention_version": 4}, 192, 128, torch.bfloat16, True, 0.0, "Padded FlashAttention4"),
+        ({"flash_attention_version": 4}, 64, 64, torch.bfloat16, True, 0.1, "CudaFlash"),
+        ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, False, 0.0, "CpuFlash"),
+    ],
+)
+def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, expected):
+    flash_attention_2(monkeypatch)
+    flash_attention_4(monkeypatch) if flags.get("flash_attention_version") == 4 else None
+    kernel = KernelChoice(**flags).kernel(tensor(size, dtype, is_cuda), tensor(value_size, dtype, is_cuda), dropout)
+    kinds = [type(kernel).__name__]
+    if isinstance(kernel, Padded):
+        kinds.append(type(kernel.kernel).__name__)
+    assert " ".join(kinds) == expected
+
+
+def test_what_is_not_fused_is_said_once_on_rank_0(monkeypatch, capsys):
+    kernels = KernelChoice()
+    for _ in range(3):
+        kernels.kernel(tensor(64, torch.float32), tensor(64, torch.float32), 0.0)
+        kernels.kernel(tensor(320), tensor(320), 0.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "torch.float32 on a GPU" in lines[0] and "more than 256" in lines[1]
+    monkeypatch.setenv("RANK", "1")
+    KernelChoice().kernel(tensor(320), tensor(320), 0.0)
+    assert capsys.readouterr().err == ""

@@ -62,6 +62,17 @@ def test_aligned_reduction_is_started_by_one_call_per_chunk(num_chunks):
     assert [chunk.called for chunk in chunks] == [[[chunk.weight]] for chunk in chunks]
 
 
+def test_a_rank_that_nobody_waits_for_reduces_by_hooks():
+    chunk = Chunk()
+    none = dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func"))
+    config = SimpleNamespace(**{**none, "no_sync_func": chunk.no_sync, "grad_sync_func": chunk.hook})
+    sync = GradientSync(config, [chunk], ends_last=True)
+    with sync.last_backward(0):
+        assert chunk.may_reduce
+    sync.after_last_backward(0)
+    assert chunk.called == []
+
+
 def test_parameters_are_gathered_where_megatron_asks_for_it():
     chunks = [Chunk(), Chunk()]
     sync = sync_of(chunks, param_sync_func=[chunk.hook for chunk in chunks])

@@ -83,3 +83,20 @@ def test_an_average_of_unknown_weight_is_refused():
     output, loss_func = observed(None, None)
     with pytest.raises(ValueError, match="has to return .loss sum, number of tokens, report."):
         loss_func(output)
+
+
+@pytest.mark.parametrize("collect", [False, True])
+def test_outputs_of_any_structure_are_joined_along_the_tokens(collect):
+    """Without a loss function, and by `non_loss_data`."""
+    whole = {"logits": torch.rand(2, 12, 5), "pair": (torch.rand(2, 12), "name")}
+    ledger = LossLedger(per_token_loss=False)
+    for segment in segments(0):
+        part = slice(segment.start, segment.end)
+        output = {"logits": whole["logits"][:, part], "pair": (whole["pair"][0][:, part], "name")}
+        loss_func = (lambda output, non_loss_data: output) if collect else None
+        output, function = ledger.observe(lambda *_, given=(output, loss_func): given, segment)()
+        assert (function is None) == (not collect)
+        ledger.reports_of(segment).append(function(output, non_loss_data=True) if collect else output)
+    (report,) = ledger.reports()
+    assert torch.equal(report["logits"], whole["logits"]) and torch.equal(report["pair"][0], whole["pair"][0])
+    assert report["pair"][1] == ["name"] * 3

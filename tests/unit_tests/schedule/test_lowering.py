@@ -16,6 +16,7 @@ from megatron.seq1f1b.schedule import (
     lower,
     parse_action,
     program,
+    simulate,
 )
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS
 from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
@@ -91,7 +92,31 @@ def test_gather_before_the_first_and_reduce_after_the_last_action_of_a_chunk(fam
             assert actions.index(Action(Kind.GATHER, stage)) < compute[0]
             reduce = actions.index(Action(Kind.REDUCE, stage))
             assert reduce > compute[-1]
-            assert not any(a.kind in COMPUTE_KINDS for a in actions[compute[-1] + 1 : reduce])
+            between = [a for a in actions[compute[-1] + 1 : reduce] if a.kind in (Kind.B, Kind.W)]
+            is_at_the_end = not any(a.kind in COMPUTE_KINDS for a in actions[reduce:])
+            assert len(between) == stage % shape.num_ranks or is_at_the_end and len(between) < shape.num_ranks
+
+
+def moments(timeline, lowered, kind, stage):
+    """When a chunk's GATHER or REDUCE comes, on the rank of `stage`: at the end of what runs before it."""
+    rank = timeline.shape.placement.rank_of(stage)
+    ends = {span.action: span.end for span in timeline.ranks[rank]}
+    actions = lowered.ranks[rank]
+    before = [ends[action] for action in actions[: actions.index(Action(kind, stage))] if action in ends]
+    return max(before, default=0.0)
+
+
+def test_all_ranks_reduce_and_gather_at_about_the_same_time():
+    """To within two forwards and backwards, where the first and the last to end a chunk are farther apart."""
+    shape = Shape(Placement(4, 2), 8)
+    schedule = build("breadth-first", shape)
+    timeline, lowered = simulate(schedule), lower(schedule)
+    for chunk, kind in ((0, Kind.GATHER), (1, Kind.GATHER), (1, Kind.REDUCE)):
+        stages = range(4 * chunk, 4 * chunk + 4)
+        times = [moments(timeline, lowered, kind, stage) for stage in stages]
+        assert max(times) - min(times) <= 2, (kind, chunk, times)
+    ends = [max(span.end for span in spans if span.action.stage >= 4) for spans in timeline.ranks]
+    assert max(ends) - min(ends) > 4
 
 
 def test_breadth_first_reduces_a_chunk_while_others_go_backward():
@@ -102,7 +127,7 @@ def test_breadth_first_reduces_a_chunk_while_others_go_backward():
     ] * 4 + [(Kind.REDUCE, 0)]
     gathers = [actions.index(Action(Kind.GATHER, stage)) for stage in (0, 2, 4)]
     firsts = [actions.index(Action(Kind.F, stage, 0, 0)) for stage in (0, 2, 4)]
-    assert gathers[0] < firsts[0] < gathers[1] < firsts[1] < gathers[2] < firsts[2]
+    assert max(gathers[:2]) < firsts[0] < gathers[2] < firsts[1] < firsts[2]
 
 
 def test_a_receive_is_posted_early_where_its_channel_has_to_deliver_another_message_first():

@@ -16,18 +16,19 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 class CpuFlash:
-    """fp32, fp64, bf16 and fp16; grouped KV heads without expansion; no dropout."""
+    """fp32, fp64, bf16 and fp16; grouped KV heads without expansion; heads of one size; no dropout."""
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert dropout == 0, "the operator has no dropout"
         q = _heads_first(query)
         output, logsumexp = _flash(q, _heads_first(key[start:]), _heads_first(value[start:]), 0.0, True, scale=scale)
         if start:
             prefix = _flash(q, _heads_first(key[:start]), _heads_first(value[:start]), 0.0, False, scale=scale)
             output, logsumexp = _merge(output, logsumexp, *prefix)
         length, batch, heads, size = query.shape
-        return output.permute(2, 0, 1, 3).reshape(length, batch, heads * size), logsumexp
+        return output.permute(2, 0, 1, 3).reshape(length, batch, heads * size), (logsumexp,)
 
     def backward(
         self,
@@ -36,10 +37,12 @@ class CpuFlash:
         key: Tensor,
         value: Tensor,
         output: Tensor,
-        logsumexp: Tensor,
+        saved: tuple[Tensor, ...],
         start: int,
         scale: float,
+        dropout: float,
     ) -> Gradients:
+        (logsumexp,) = saved
         q, o, grad = (_heads_first(x.reshape(query.shape)) for x in (query, output, grad_output))
 
         def part(rows: slice, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,9 +62,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.permute(1, 2, 0, 3)
 
 
-def _merge(
-    output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor
-) -> tuple[Tensor, Tensor]:
+def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """One softmax over two sets of keys, from the softmax over each: [b, h, n, d] and [b, h, n]."""
     weight = torch.sigmoid(other_logsumexp - logsumexp).unsqueeze(-1)
     # In 16 bits each part is already rounded; blend in fp32 so that only one more rounding follows.

@@ -9,8 +9,8 @@ def breadth_first(shape: Shape, rank: int) -> list[Action]:
     """All units of a model chunk before the next chunk (arXiv 2106.02679).
 
     So the gradients of a chunk are complete, and their reduction starts, while the other chunks
-    still go backward, and its parameters are needed from its first forward on and not before
-    (REDUCE and GATHER of the lowered schedule).
+    still go backward, and its parameters are needed from its first forward on and not before: they
+    are gathered while the chunk before it runs (REDUCE and GATHER of the lowered schedule).
     """
     # Groups so long that a chunk has ended on all ranks before the next one starts on any.
     tick = grouped(shape, group=shape.num_units + smallest_group(shape))

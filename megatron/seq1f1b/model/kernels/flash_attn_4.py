@@ -1,0 +1,50 @@
+"""The kernels of the package flash-attn-4 (`flash_attn.cute`), for Hopper GPUs and later."""
+
+import torch
+from torch import Tensor
+
+from .interface import Gradients
+
+
+class FlashAttention4:
+    """bf16 and fp16; heads of one size, a multiple of 8 up to 128 or 256; grouped KV heads; no dropout."""
+
+    def __init__(self) -> None:
+        from flash_attn.cute import interface
+
+        self._forward, self._backward = interface._flash_attn_fwd, interface._flash_attn_bwd
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        assert dropout == 0, "the kernel has no dropout"
+        output, logsumexp, *_ = self._forward(
+            *(x.transpose(0, 1) for x in (query, key, value)), softmax_scale=scale, causal=True, return_lse=True
+        )
+        return output.transpose(0, 1).flatten(2), (logsumexp,)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        saved: tuple[Tensor, ...],
+        start: int,
+        scale: float,
+        dropout: float,
+    ) -> Gradients:
+        (logsumexp,) = saved
+        grads = self._backward(
+            *(x.transpose(0, 1) for x in (query, key, value)),
+            output.reshape(query.shape).transpose(0, 1),
+            grad_output.reshape(query.shape).transpose(0, 1),
+            logsumexp,
+            softmax_scale=scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads[:3])
+        prefix = (grad_key[:start], grad_value[:start]) if start else None
+        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)

@@ -1,0 +1,119 @@
+"""Attention as plain matrix products, for what no fused kernel serves: any device, type, head size, and dropout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .interface import Gradients
+
+
+@dataclass(frozen=True)
+class Unfused:
+    """Works on blocks of queries, so that at most about `scores_at_once` scores are in memory; in at least fp32.
+
+    Saved are the log-sum-exp and, with dropout, a seed; the backward computes the weights and the masks again.
+    """
+
+    scores_at_once: int = 2**24
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        q, k, v = (_by_group(x, key.shape[2]) for x in (query, key, value))
+        seed = (torch.randint(2**62, (1,), device=query.device),) if dropout else ()
+        masks = _Masks(dropout, *seed)
+        outputs, logsumexps = [], []
+        for rows, keys in self._blocks(q, start):
+            scores = _scores(q[..., rows, :], k[..., keys, :], scale)
+            logsumexps.append(scores.logsumexp(-1))
+            weights = masks.apply(scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_())
+            outputs.append((weights @ v[..., keys, :]).to(query.dtype))
+        output = _by_token(torch.cat(outputs, -2)).flatten(2)
+        return output, (torch.cat(logsumexps, -1), *seed)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        saved: tuple[Tensor, ...],
+        start: int,
+        scale: float,
+        dropout: float,
+    ) -> Gradients:
+        logsumexp, *seed = saved
+        heads = query.shape[2], value.shape[3]
+        q, k, v, o, grad = (
+            _by_group(x, key.shape[2])
+            for x in (query, key, value, output.unflatten(2, heads), grad_output.unflatten(2, heads))
+        )
+        masks = _Masks(dropout, *seed)
+        # Σ weight · its gradient, over the keys of a query; dropout leaves this identity as it is.
+        expected = (o * grad).sum(-1, keepdim=True)
+        grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
+        for rows, keys in self._blocks(q, start):
+            q_rows, k_seen, grad_rows = q[..., rows, :], k[..., keys, :], grad[..., rows, :]
+            weights = _scores(q_rows, k_seen, scale).sub_(logsumexp[..., rows, None]).exp_()
+            grad_weights = grad_rows @ v[..., keys, :].mT
+            kept = masks.draw(weights)
+            grad_value[..., keys, :] += ((weights if kept is None else weights * kept).mT @ grad_rows).sum(2, True)
+            if kept is not None:
+                grad_weights *= kept
+            grad_scores = grad_weights.sub_(expected[..., rows, :]).mul_(weights).mul_(scale)
+            grad_queries.append(grad_scores @ k_seen)
+            grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
+        grad_query = _by_token(torch.cat(grad_queries, -2)).to(query.dtype)
+        grad_key, grad_value = _by_token(grad_key).to(key.dtype), _by_token(grad_value).to(value.dtype)
+        prefix = (grad_key[:start], grad_value[:start]) if start else None
+        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+
+    def _blocks(self, q: Tensor, start: int) -> Iterator[tuple[slice, slice]]:
+        """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
+        batch, groups, heads, length, _ = q.shape
+        rows = max(1, self.scores_at_once // (batch * groups * heads * (start + length)))
+        for first in range(0, length, rows):
+            end = min(first + rows, length)
+            yield slice(first, end), slice(start + end)
+
+
+class _Masks:
+    """The dropout masks of the blocks, in their order: 0 for what is dropped, 1 / (1 − dropout) for what stays."""
+
+    def __init__(self, dropout: float, seed: Tensor | None = None) -> None:
+        self._keep = 1.0 - dropout
+        self._generator = None
+        if seed is not None:
+            self._generator = torch.Generator(seed.device).manual_seed(int(seed))
+
+    def draw(self, weights: Tensor) -> Tensor | None:
+        if self._generator is None:
+            return None
+        return torch.empty_like(weights).bernoulli_(self._keep, generator=self._generator).div_(self._keep)
+
+    def apply(self, weights: Tensor) -> Tensor:
+        mask = self.draw(weights)
+        return weights if mask is None else weights.mul_(mask)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scores [b, g, h/g, rows, keys], causal: the last row sees the last key."""
+    scores = (q @ k.mT).mul_(scale)
+    rows, keys = scores.shape[-2:]
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    scores[..., keys - rows :].masked_fill_(hidden, float("-inf"))
+    return scores
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[s, b, h, d] to [b, g, h/g, s, d], in the type of the computation."""
+    x = x.unflatten(2, (groups, -1)).permute(1, 2, 3, 0, 4)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[b, g, h/g, s, d] to [s, b, h, d]."""
+    return x.permute(3, 0, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,96 @@
+"""Where the documents of packed sequences start: found by the rank that reads the data, told to all that need it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..model import Documents
+from .data import SegmentIterator
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed into sequences.
+
+    `end_of_document` is the id of the token that ends one. `cut(sequence_length, documents)` gives the lengths of the
+    segments of a micro-batch, where they follow its documents.
+    """
+
+    end_of_document: int
+    cut: Callable[[int, Documents], Sequence[int]] | None = None
+
+
+def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) -> Tensor:
+    """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
+
+    What says so is, in this order, `cu_seqlens` (b rows of ascending positions, 0 and s among them), a boolean
+    `attention_mask` [b, 1, s, s] that hides a token from the one after it where a document ends, and `tokens` that end
+    a document, as in Megatron's GPTDataset. Raises ValueError if there is none of them, or one of another shape.
+    """
+    entries = batch if isinstance(batch, dict) else {}
+    starts = torch.zeros(shape, dtype=torch.bool)
+    starts[:, 0] = True
+    num_sequences, length = shape
+    for name in ("cu_seqlens_padded", "cu_seqlens"):
+        positions = entries.get(name)
+        if positions is not None:
+            positions = positions.cpu().view(-1, positions.shape[-1]).long()
+            if len(positions) != num_sequences or positions.max() != length:
+                raise ValueError(
+                    f"{name} {list(positions.shape)} in a batch reaches to token {positions.max()}, but must have a "
+                    f"row that ends at {length} for each of the {num_sequences} sequences of a micro-batch"
+                )
+            return torch.nn.functional.pad(starts, (0, 1)).scatter_(1, positions, True)[:, :length]
+    mask = entries.get("attention_mask")
+    if mask is not None:
+        _check(mask[:, 0], (*shape, length), "attention_mask")
+        starts[:, 1:] = mask[:, 0].diagonal(-1, 1, 2).cpu()
+        return starts
+    tokens = entries.get("tokens")
+    if tokens is None:
+        raise ValueError(
+            "documents are to be kept apart, but a batch is no dict with cu_seqlens, attention_mask or tokens; drop "
+            "--sequence-splits and --pipeline-schedule to run Megatron's own schedule"
+        )
+    _check(tokens, shape, "tokens")
+    starts[:, 1:] = tokens[:, :-1].cpu() == end_of_document
+    return starts
+
+
+def documents_of_step(
+    batches: SegmentIterator | None,
+    shape: tuple[int, int, int],
+    end_of_document: int,
+    source: int,
+    pipeline: dist.ProcessGroup,
+    tensor: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Documents]:
+    """The documents of every micro-batch of a step, on all ranks of a model; `shape` = (m, b, s).
+
+    Rank `source` of the pipeline holds the first stage; of its tensor-parallel ranks the first has the `batches`, and
+    reads all m of them ahead. One bit a token is broadcast: to the other stages, then to the other tensor-parallel
+    ranks.
+    """
+    num_microbatches, *of_batch = shape
+    bits = torch.empty(-(-num_microbatches * of_batch[0] * of_batch[1] // 8), dtype=torch.uint8)
+    if pipeline.rank() == source and tensor.rank() == 0:
+        read = batches.read_ahead(num_microbatches)
+        starts = torch.stack([document_starts(batch, tuple(of_batch), end_of_document) for batch in read])
+        bits = torch.from_numpy(np.packbits(starts.numpy()))
+    bits = bits if dist.get_backend(pipeline) == "gloo" else bits.to(device)
+    if tensor.rank() == 0:
+        dist.broadcast(bits, dist.get_global_rank(pipeline, source), group=pipeline)
+    dist.broadcast(bits, dist.get_global_rank(tensor, 0), group=tensor)
+    starts = np.unpackbits(bits.cpu().numpy(), count=num_microbatches * of_batch[0] * of_batch[1]).reshape(shape)
+    return [tuple(tuple(np.flatnonzero(row).tolist()) for row in batch) for batch in starts]
+
+
+def _check(entry: Tensor, shape: tuple[int, ...], name: str) -> None:
+    if entry.shape != shape:
+        raise ValueError(f"{name} {list(entry.shape)} in a batch does not fit micro-batches of {list(shape)} tokens")

@@ -1,0 +1,129 @@
+"""What flash attention kernels for GPUs compute, on the CPU and with their demands on the arguments.
+
+In place of the real kernels it shows that the code around them passes the right tensors in the right layout, and reads
+the results rightly. It cannot show that the real kernels do what is written here; scripts/gpu_test.sh does, on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+
+def check_inputs(*tensors: Tensor) -> None:
+    """As the kernels do: query first, [b, s, h, d] or packed [t, h, d], heads of one size."""
+    query, *rest = tensors
+    assert query.dtype in (torch.bfloat16, torch.float16)
+    size = query.shape[-1]
+    assert size % 8 == 0 and size <= 256
+    for x in tensors:
+        assert x.dtype == query.dtype and x.dim() == query.dim() and x.shape[-1] == size and x.stride(-1) == 1
+    assert all(query.shape[-2] % x.shape[-2] == 0 for x in rest)
+
+
+def random_state(dropout: float) -> Tensor:
+    """Two numbers, from PyTorch's generator where there is something to drop."""
+    return torch.randint(2**31, (2,)).to(torch.uint64) if dropout else torch.zeros(2, dtype=torch.uint64)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, rng_state: Tensor, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Output [b, n, h, d] and log-sum-exp [b, h, n] in fp32; the causal mask is aligned bottom-right."""
+    assert causal
+    check_inputs(query, key, value)
+    scores = _scores(query, key, scale)
+    logsumexp = scores.logsumexp(-1)
+    weights = (scores - logsumexp.unsqueeze(-1)).exp() * _mask(scores.shape, dropout, rng_state)
+    output = torch.einsum("bhst,bthd->bshd", weights, _expanded(value, query))
+    return output.to(query.dtype).contiguous(), logsumexp.float()
+
+
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    scale: float,
+    dropout: float,
+    rng_state: Tensor,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, from what the forward left."""
+    assert causal
+    check_inputs(query, key, value, output, grad)
+    batch, length, heads, _ = query.shape
+    assert grad.shape == output.shape == query.shape
+    assert logsumexp.shape == (batch, heads, length) and logsumexp.dtype == torch.float32
+    scores = _scores(query, key, scale)
+    weights = (scores - logsumexp.double().unsqueeze(-1)).exp()
+    mask = _mask(scores.shape, dropout, rng_state)
+    grad_value = torch.einsum("bhst,bshd->bthd", weights * mask, grad.double())
+    grad_weights = torch.einsum("bshd,bthd->bhst", grad.double(), _expanded(value, query)) * mask
+    expected = (grad.double() * output.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
+    grad_scores = weights * (grad_weights - expected) * scale
+    grad_query = torch.einsum("bhst,bthd->bshd", grad_scores, _expanded(key, query))
+    grad_key = torch.einsum("bhst,bshd->bthd", grad_scores, query.double())
+    of_groups = (x.unflatten(2, (key.shape[2], -1)).sum(3) for x in (grad_key, grad_value))
+    return tuple(x.to(query.dtype).contiguous() for x in (grad_query, *of_groups))
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    scores = torch.einsum("bshd,bthd->bhst", query.double(), _expanded(key, query)) * scale
+    rows, keys = scores.shape[-2:]
+    assert keys >= rows
+    hidden = torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1)
+    return scores.masked_fill(hidden, float("-inf"))
+
+
+def _expanded(x: Tensor, query: Tensor) -> Tensor:
+    return x.double().repeat_interleave(query.shape[2] // x.shape[2], dim=2)
+
+
+def _mask(shape: torch.Size, dropout: float, rng_state: Tensor) -> Tensor:
+    assert rng_state.dtype == torch.uint64 and rng_state.shape == (2,)
+    generator = torch.Generator().manual_seed(int(rng_state[0]) * 2**31 + int(rng_state[1]))
+    return torch.empty(shape, dtype=torch.float64).bernoulli_(1 - dropout, generator=generator) / (1 - dropout)
+
+
+def forward_packed(
+    query: Tensor, key: Tensor, value: Tensor, packing: tuple, scale: float, dropout: float, rng_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output [t, h, d] and log-sum-exp [h, t]."""
+    check_inputs(query, key, value)
+    parts = [
+        forward(*(x[None] for x in (query[rows], key[keys], value[keys])), scale, dropout, rng_state)
+        for rows, keys in _documents(packing, query, key)
+    ]
+    return torch.cat([output[0] for output, _ in parts]), torch.cat([logsumexp[0] for _, logsumexp in parts], -1)
+
+
+def backward_packed(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    packing: tuple,
+    scale: float,
+    dropout: float,
+    rng_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_inputs(query, key, value, output, grad)
+    parts = []
+    for rows, keys in _documents(packing, query, key):
+        tensors = (x[None] for x in (grad[rows], query[rows], key[keys], value[keys], output[rows], logsumexp[:, rows]))
+        parts.append(backward(*tensors, scale, dropout, rng_state))
+    return tuple(torch.cat([x[0] for x in of_one]) for of_one in zip(*parts, strict=True))
+
+
+def _documents(packing: tuple, query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
+    query_ends, key_ends, most_queries, most_keys = packing
+    assert query_ends.dtype == key_ends.dtype == torch.int32
+    assert query_ends.is_contiguous() and key_ends.is_contiguous()
+    assert query_ends[0] == key_ends[0] == 0
+    assert query_ends[-1] == query.shape[0] and key_ends[-1] == key.shape[0]
+    assert (most_queries, most_keys) == (int(query_ends.diff().max()), int(key_ends.diff().max()))
+    rows, keys = ([slice(a, b) for a, b in zip(x[:-1], x[1:], strict=True)] for x in (query_ends, key_ends))
+    return list(zip(rows, keys, strict=True))

@@ -1,0 +1,346 @@
+"""What callers of Megatron's `forward_backward_*` functions see: of Megatron's own, and of ours in their place.
+
+Started on four ranks. Every check that compares runs the same calls twice, on models that know nothing of Megatron.
+"""
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from megatron.seq1f1b import cpu
+
+cpu.activate()
+
+from megatron.core import ModelParallelConfig, parallel_state, pipeline_parallel  # noqa: E402
+from megatron.core.hyper_comm_grid import HyperCommGrid  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+from megatron.seq1f1b import install  # noqa: E402
+
+ALONE, PIPELINE, INTERLEAVED = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+MEGATRONS = {name: getattr(schedules, name) for name in (ALONE, PIPELINE, INTERLEAVED)}
+SEQUENCE, BATCH, HIDDEN, RANKS = 8, 2, 4, 4
+
+
+class Chunk(torch.nn.Module):
+    """One linear layer; notes the calls that Megatron's functions make."""
+
+    def __init__(self, config: ModelParallelConfig, stage: int, vp_stage: int | None = None, width: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.config, self.model_type, self.vp_stage = config, None, vp_stage
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(width)))
+        self.input, self.calls = None, []
+
+    def set_input_tensor(self, tensors: list) -> None:
+        self.input = tensors[0]
+
+    def set_is_first_microbatch(self) -> None:
+        self.calls.append("first micro-batch")
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls.append("forward")
+        return self.layers(tokens if self.input is None else self.input).tanh()
+
+
+class Timers:
+    """Stands in for Megatron's."""
+
+    def __init__(self) -> None:
+        self.started = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(
+            start=lambda barrier=False: self.started.append((name, log_level, barrier)), stop=lambda: None
+        )
+
+
+def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Chunk]:
+    """Of this rank; chunks of different sizes if there are several."""
+    made = ModelParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        virtual_pipeline_model_parallel_size=count if count > 1 else None,
+        pipeline_dtype=torch.float32,
+        **config,
+    )
+    made.hidden_size = HIDDEN
+    rank = dist.get_rank() if ranks > 1 else 0
+    return [Chunk(made, c * ranks + rank, c if count > 1 else None, 1 + c) for c in range(count)]
+
+
+def batches(count: int):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+
+
+def mean_square(output: torch.Tensor):
+    loss = output.square().mean()
+    return loss, {"loss": loss.detach()}
+
+
+def sum_of_squares(output: torch.Tensor):
+    loss, count = output.square().sum(), torch.tensor(output.numel())
+    return loss, count, {"loss": loss.detach()}
+
+
+def summed(data_iterator, model):
+    return model(next(data_iterator)), sum_of_squares
+
+
+def forward_step(data_iterator, model, *checkpointed):
+    model.calls += checkpointed
+    return model(next(data_iterator)), mean_square
+
+
+def integers(data_iterator, model):
+    """Data that nobody reads, losses and reports that are no tensors."""
+    return torch.rand(SEQUENCE, BATCH, HIDDEN), lambda output: (5, {"loss": 7})
+
+
+def call(function, model: list[Chunk], m: int, step=forward_step, **given):
+    arguments = {
+        "forward_step_func": step,
+        "data_iterator": [batches(m) for _ in model],
+        "model": model,
+        "num_microbatches": m,
+        "seq_length": SEQUENCE,
+        "micro_batch_size": BATCH,
+    }
+    return function(**{**arguments, **given})
+
+
+def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None = None, per_token_loss=False, **given):
+    """All that a caller sees of one call on a new model: what it returns, gradients, hooks, timers."""
+    model = chunks(count, ranks, **(config or {}))
+    timers, finalized = Timers(), []
+    model[0].config.timers = timers
+    model[0].config.calculate_per_token_loss = per_token_loss
+
+    def finalize(model, num_tokens, *, pg_collection, force_all_reduce) -> None:
+        count = num_tokens if num_tokens is None else int(num_tokens)
+        finalized.append((len(model), count, pg_collection.cp.size(), force_all_reduce))
+
+    model[0].config.finalize_model_grads_func = finalize
+    reports = call(function, model, m, **given)
+    compute = [entry for entry in timers.started if not entry[0].endswith(("-recv", "-send"))]
+    return {
+        "reports": [{name: float(value) for name, value in report.items()} for report in reports],
+        "gradients": [None if p.grad is None else p.grad.tolist() for chunk in model for p in chunk.parameters()],
+        "calls": [chunk.calls for chunk in model],
+        "timers": sorted(compute, key=str),
+        "finalized": finalized,
+    }
+
+
+def check_same(name: str, *args, **kwargs) -> dict:
+    expected = seen(MEGATRONS[name], *args, **kwargs)
+    actual = seen(getattr(schedules, name), *args, **kwargs)
+    for what, value in expected.items():
+        assert actual[what] == value, f"{name} {args} {kwargs}: {what} is {actual[what]}, with Megatron {value}"
+    return actual
+
+
+def raises(kind: type[Exception] | tuple, function, *args, **kwargs) -> str:
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind}")
+
+
+def groups_by_hand(shape: list[int]) -> tuple[P2PCommunicator, ProcessGroupCollection]:
+    grid = HyperCommGrid(shape, ["tp", "cp", "pp", "dp"])
+    collection = ProcessGroupCollection(embd=None, pos_embd=None)
+    for name in ("tp", "cp", "pp"):
+        setattr(collection, name, grid.create_pg(name))
+    collection.dp_cp = grid.create_pg(["dp", "cp"])
+    config = ModelParallelConfig(pipeline_model_parallel_size=collection.pp.size(), pipeline_dtype=torch.float32)
+    return P2PCommunicator(collection.pp, config), collection
+
+
+def check_who_is_asked_gets_ours_under_megatrons_names() -> None:
+    for pipeline, virtual, name in ((1, None, ALONE), (4, None, PIPELINE), (4, 2, INTERLEAVED), (2, 4, INTERLEAVED)):
+        parallel_state.initialize_model_parallel(1, pipeline, virtual)
+        for module in (schedules, pipeline_parallel):
+            assert module.get_forward_backward_func() == getattr(schedules, name) != MEGATRONS[name]
+        parallel_state.destroy_model_parallel()
+
+
+def check_no_pipeline() -> None:
+    """The lengths and the iterator may be nothing at all."""
+    parallel_state.initialize_model_parallel(1, 1)
+    unread = {"step": integers, "data_iterator": range(9), "seq_length": None, "micro_batch_size": None}
+    assert call(schedules.forward_backward_no_pipelining, chunks(1, 1), 4, forward_only=True, **unread) == [
+        {"loss": 7}
+    ] * 4
+    for m in (1, 3):
+        check_same(ALONE, 1, m, 1)
+        check_same(ALONE, 1, m, 1, step=summed, per_token_loss=m == 3)
+    _, collection = groups_by_hand([2, 1, 1, 2])
+    check_same(ALONE, 1, 3, 1, pg_collection=collection, force_all_reduce=True)
+    del collection.pp
+    check_same(ALONE, 1, 3, 1, pg_collection=collection)
+    parallel_state.destroy_model_parallel()
+
+
+def check_one_chunk_a_rank() -> None:
+    parallel_state.initialize_model_parallel(1, RANKS)
+    last = dist.get_rank() == RANKS - 1
+    reports = call(
+        schedules.forward_backward_pipelining_without_interleaving,
+        chunks(),
+        8,
+        step=integers,
+        data_iterator=None,
+        forward_only=True,
+    )
+    assert reports == ([{"loss": 7}] * 8 if last else [])
+    for m in (1, 3, 4, 9):
+        check_same(PIPELINE, 1, m)
+        check_same(PIPELINE, 1, m, forward_only=True)
+        check_same(PIPELINE, 1, m, step=summed, per_token_loss=m == 3)
+    check_same(PIPELINE, 1, 3, config={"deallocate_pipeline_outputs": True})
+    communicator, collection = groups_by_hand([1, 1, 4, 1])
+    check_same(PIPELINE, 1, 3, p2p_communicator=communicator, pg_collection=collection, force_all_reduce=True)
+    parallel_state.destroy_model_parallel()
+
+
+def check_interleaved_chunks_of_unequal_size() -> None:
+    parallel_state.initialize_model_parallel(1, RANKS, 2)
+    last = dist.get_rank() == RANKS - 1
+    own = schedules.forward_backward_pipelining_with_interleaving
+    unread = {"step": integers, "data_iterator": [range(9), range(9)], "forward_only": True}
+    for chunk in (chunks(2), [chunks(2)[1]] * 2):
+        for decoder_length in (None, SEQUENCE, 2 * SEQUENCE):
+            for one in chunk:
+                one.vp_stage = None if chunk[0] is chunk[1] else one.vp_stage
+            assert call(own, chunk, 8, decoder_seq_length=decoder_length, **unread) == [{"loss": 7}] * 8 * last
+    for m, group_size in ((4, 4), (8, 4), (10, 5), (9, 5), (10, 6)):
+        config = {"microbatch_group_size_per_vp_stage": group_size}
+        check_same(INTERLEAVED, 2, m, config=config)
+        check_same(INTERLEAVED, 2, m, config=config, forward_only=True)
+    communicator, collection = groups_by_hand([1, 1, 4, 1])
+    communicator.virtual_pipeline_model_parallel_size = 2
+    check_same(INTERLEAVED, 2, 4, p2p_communicator=communicator, pg_collection=collection)
+    parallel_state.destroy_model_parallel()
+
+
+def check_wrong_numbers_of_micro_batches() -> None:
+    parallel_state.initialize_model_parallel(1, RANKS, 2)
+    for function in (MEGATRONS[INTERLEAVED], schedules.forward_backward_pipelining_with_interleaving):
+        raises(RuntimeError, call, function, chunks(2), 7, data_iterator=[range(9)])
+        raises(RuntimeError, call, function, chunks(2, microbatch_group_size_per_vp_stage=5), 8)
+        raises(ValueError, call, function, chunks(2), 3)
+        raises(ValueError, call, function, chunks(2, microbatch_group_size_per_vp_stage=3), 8)
+    parallel_state.destroy_model_parallel()
+
+
+def check_wrong_arguments() -> None:
+    parallel_state.initialize_model_parallel(1, RANKS, 2)
+    communicator, collection = groups_by_hand([1, 1, 4, 1])
+    bare, missing = ProcessGroupCollection(tp=collection.tp), (AssertionError, AttributeError)
+    for functions in (MEGATRONS, vars(schedules)):
+        alone, pipeline, interleaved = (functions[name] for name in (ALONE, PIPELINE, INTERLEAVED))
+        for function in (pipeline, interleaved):
+            model = chunks(2) if function is interleaved else chunks()
+            raises(ValueError, call, function, model, 4, p2p_communicator=communicator)
+            raises(ValueError, call, function, model, 4, pg_collection=collection)
+            raises(missing, call, function, model, 4, p2p_communicator=communicator, pg_collection=bare)
+        for function in (alone, pipeline):
+            raises(AssertionError, call, function, chunks(2), 4)
+            raises(AssertionError, call, function, chunks(), 4, data_iterator=[batches(4)] * 2)
+        raises(TypeError, call, pipeline, chunks(), 4, p2p_communicator=communicator, pg_collection=object())
+        raises(missing, call, alone, chunks(1, 1), 4, pg_collection=bare)
+        raises(AssertionError, call, alone, chunks(1, 1), 4, adjust_tensor_shapes_fn=lambda *shapes: shapes)
+        raises(ValueError, call, pipeline, chunks(overlap_p2p_comm=True, batch_p2p_comm=False), 4)
+        raises(AssertionError, call, interleaved, [chunks(2)[0], "no module"], 4)
+        raises(AssertionError, call, interleaved, chunks(2), 4, data_iterator=batches(4))
+        raises(AssertionError, call, interleaved, chunks(2), 4, adjust_tensor_shapes_fn=lambda *shapes: shapes)
+        raises(ValueError, call, interleaved, chunks(2, overlap_p2p_comm=True, batch_p2p_comm=True), 4)
+    parallel_state.destroy_model_parallel()
+
+
+def check_partial_activation_checkpoints() -> None:
+    """Megatron says which micro-batches keep more, by a third argument of the forward step."""
+    config = {"num_microbatches_with_partial_activation_checkpoints": 1}
+    for virtual, name, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
+        parallel_state.initialize_model_parallel(1, RANKS, virtual)
+        flags = [flag for chunk in check_same(name, virtual or 1, m, config=config)["calls"] for flag in chunk]
+        assert False in flags and (True in flags) == (dist.get_rank() < RANKS - 1 or virtual is not None)
+        parallel_state.destroy_model_parallel()
+
+
+def check_what_is_not_a_loss() -> None:
+    """Outputs as they are, dictionaries too, and what `non_loss_data` gives."""
+
+    def outputs(data_iterator, model):
+        output = model(next(data_iterator))
+        return ({"logits": output} if dist.get_rank() == RANKS - 1 else output), None
+
+    def shapes(data_iterator, model):
+        return model(next(data_iterator)), lambda output, non_loss_data=False: non_loss_data and output.shape
+
+    parallel_state.initialize_model_parallel(1, RANKS)
+    for step, collect in ((outputs, False), (shapes, True)):
+        given = {"step": step, "forward_only": True, "collect_non_loss_data": collect}
+        expected = call(MEGATRONS[PIPELINE], chunks(), 3, **given)
+        actual = call(schedules.forward_backward_pipelining_without_interleaving, chunks(), 3, **given)
+        assert len(actual) == (3 if dist.get_rank() == RANKS - 1 else 0)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert mine == theirs if collect else torch.equal(mine["logits"], theirs["logits"])
+    parallel_state.destroy_model_parallel()
+
+
+def check_first_step_of_a_validation() -> None:
+    """Transformer Engine is told once a step, in a validation once in its first step."""
+    parallel_state.initialize_model_parallel(1, RANKS)
+    for first_val_step in (None, True, False):
+        for forward_only in (True, False):
+            check_same(PIPELINE, 1, 5, first_val_step=first_val_step, forward_only=forward_only)
+    parallel_state.destroy_model_parallel()
+
+
+def check_names_of_timers() -> None:
+    """Those of messages too: all that ours use are names that Megatron logs."""
+    parallel_state.initialize_model_parallel(1, RANKS)
+    timers, model = Timers(), chunks()
+    model[0].config.timers = timers
+    call(schedules.forward_backward_pipelining_without_interleaving, model, 4)
+    rank, expected = dist.get_rank(), {("forward-backward", 1, True), ("forward-compute", 2, False)}
+    expected |= {("backward-compute", 2, False)}
+    if rank > 0:
+        expected |= {("forward-recv", 2, False), ("backward-send", 2, False)}
+    if rank < RANKS - 1:
+        expected |= {("forward-send", 2, False), ("backward-recv", 2, False)}
+    assert set(timers.started) == expected, timers.started
+    parallel_state.destroy_model_parallel()
+
+
+def check_what_goes_to_megatrons_own() -> None:
+    parallel_state.initialize_model_parallel(1, RANKS)
+    check_same(PIPELINE, 1, 3, config={"variable_seq_lengths": True})
+    check_same(PIPELINE, 1, 3, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    install(always=True)
+    install(always=True)
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and name != "check_same":
+            check()
+            dist.barrier()
+            print(f"passed: {name} on rank {dist.get_rank()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

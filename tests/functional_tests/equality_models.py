@@ -1,0 +1,168 @@
+"""The models that equality_worker.py compares: what they are made of, and how Megatron builds them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
+
+
+def options(**values: Any) -> tuple[tuple[str, Any], ...]:
+    """Keyword arguments that can be hashed; tuples become lists again."""
+    return tuple(sorted(values.items()))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model is made of; `config` goes to Megatron's TransformerConfig, `gpt` to its GPTModel."""
+
+    dtype: torch.dtype = torch.float64
+    layers: int = 4
+    kv_heads: int = HEADS
+    positions: str = "rope"
+    tied: bool = False
+    recompute: str | None = None
+    per_token_loss: bool = False
+    config: tuple[tuple[str, Any], ...] = ()
+    gpt: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def balance(self) -> tuple[str, ...]:
+        """The balance losses of its experts."""
+        return dict(self.config).get("moe_router_load_balancing_type", ())
+
+    @property
+    def auxiliary(self) -> tuple[str, ...]:
+        """The losses of its experts."""
+        return self.balance + (("z_loss",) if dict(self.config).get("moe_z_loss_coeff") else ())
+
+    def with_config(self, **values: Any) -> "Model":
+        return replace(self, config=options(**(dict(self.config) | values)))
+
+    def transformer_config(self, **layout: Any) -> TransformerConfig:
+        """Megatron's configuration of the model, cut over ranks as `layout` says."""
+        recompute = {"recompute_granularity": self.recompute} if self.recompute else {}
+        if self.recompute == "full":
+            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in self.config}
+        # What Megatron reads from the configuration without declaring it there.
+        undeclared = {name: given.pop(name) for name in list(given) if name.startswith("yarn_")}
+        kind = MLATransformerConfig if "kv_lora_rank" in given else TransformerConfig
+        config = kind(
+            num_layers=self.layers,
+            hidden_size=HIDDEN,
+            num_attention_heads=HEADS,
+            num_query_groups=self.kv_heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
+            deallocate_pipeline_outputs=True,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            calculate_per_token_loss=self.per_token_loss,
+            **recompute,
+            **given,
+            **layout,
+        )
+        vars(config).update(undeclared)
+        return config
+
+    def build(
+        self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
+    ) -> GPTModel:
+        """One stage of the model; `groups` is Megatron's pg_collection."""
+        return GPTModel(
+            config,
+            get_gpt_decoder_block_spec(
+                config,
+                use_transformer_engine=False,
+                normalization=config.normalization,
+                qk_l2_norm=config.qk_l2_norm,
+                vp_stage=chunk,
+            ),
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=is_first,
+            post_process=is_last,
+            position_embedding_type="none" if isinstance(config, MLATransformerConfig) else self.positions,
+            share_embeddings_and_output_weights=self.tied,
+            vp_stage=chunk,
+            pg_collection=groups,
+            **dict(self.gpt),
+        ).to(self.dtype)
+
+
+def variants() -> list[Model]:
+    """The exact one, and each way in which models differ."""
+    exact = Model()
+    return [
+        replace(exact, kv_heads=2),
+        replace(exact, kv_heads=1, positions="learned_absolute", tied=True),
+        replace(exact, recompute="full"),
+        replace(exact, recompute="selective"),
+        replace(exact, per_token_loss=True),
+        replace(exact, dtype=torch.float32),
+    ]
+
+
+def positions() -> list[Model]:
+    """Ways to tell attention of positions, and what else layers do to queries, keys and the output of attention."""
+    yarn = {
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 16,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_mscale": 1.0,
+        "yarn_mscale_all_dim": 0.5,
+        "yarn_correction_range_round_to_int": True,
+    }
+    two = Model(layers=2)
+    return [
+        replace(two.with_config(rotary_interleaved=True, qk_layernorm=True), gpt=options(rotary_percent=0.5)),
+        replace(
+            two.with_config(no_rope_freq=(0, 1), attention_output_gate=True),
+            gpt=options(rope_scaling=True, seq_len_interpolation_factor=2.0),
+        ),
+        replace(two, positions="yarn").with_config(qk_l2_norm=True, **yarn),
+    ]
+
+
+def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
+    """Multi-latent attention; the heads of keys (12) are larger than those of values (8)."""
+    yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
+    return Model(layers=2).with_config(
+        q_lora_rank=query_rank,
+        kv_lora_rank=16,
+        qk_head_dim=8,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=8,
+        rope_type=rope,
+        qk_layernorm=query_rank is not None,
+        **yarn if rope == "yarn" else {},
+    )
+
+
+def mixture(**values: Any) -> Model:
+    """A dense layer and one with experts, two of four for each token."""
+    return Model(layers=2).with_config(
+        **{
+            "num_moe_experts": 4,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 24,
+            "moe_router_load_balancing_type": (),
+            "moe_aux_loss_coeff": (),
+            "add_bias_linear": False,
+        }
+        | values
+    )
+
+
+def balanced(*kinds: str, **values: Any) -> Model:
+    """With balance losses heavy enough to be seen beside the model's own."""
+    coefficients = tuple(0.3 / (1 + i) for i in range(len(kinds)))
+    return mixture(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients, **values)

@@ -1,0 +1,95 @@
+"""A program that uses megatron-core as a library; with flags it trains one step under our schedules.
+
+Started on two ranks. Writes its reports and gradients to the file RESULT.RANK; further arguments are `name=value` for
+`install`. Has nothing of megatron.training.
+"""
+
+import sys
+
+import megatron.seq1f1b
+from megatron.seq1f1b import cpu
+
+OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
+if OPTIONS:
+    megatron.seq1f1b.install(**OPTIONS)
+cpu.activate()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 32, 2, 64, 3
+
+
+def build() -> DistributedDataParallel:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float64,
+        params_dtype=torch.float64,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).double()
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(MICROBATCHES):
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.6).double()
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
+
+
+def forward_step(data_iterator, model):
+    batch = next(data_iterator)
+    positions = torch.arange(batch["tokens"].shape[1]).expand(BATCH, -1)
+    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+
+    def loss_func(losses):
+        loss, count = (losses * batch["mask"]).sum(), batch["mask"].sum().int()
+        return loss, count, {"loss": torch.stack([loss.detach(), count.double()])}
+
+    return output, loss_func
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(1, 2)
+    model_parallel_cuda_manual_seed(1)
+    model = build()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches(),
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+    gradients = {name: param.main_grad for name, param in model.module.named_parameters()}
+    torch.save((reports, gradients), f"{sys.argv[1]}.{dist.get_rank()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Megatron's three functions, with our interpreter in their place for every call (see contract_worker.py)."""
+
+import re
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("contract_worker.py")
+
+
+def test_callers_see_what_megatrons_own_functions_show_them(launch):
+    log = launch(4, script=WORKER, timeout=240).check().log
+    for check in set(re.findall(r"def (check_\w+)", WORKER.read_text())) - {"check_same"}:
+        assert log.count(f"passed: {check} ") == 4

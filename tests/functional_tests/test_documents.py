@@ -1,0 +1,97 @@
+"""pretrain_gpt.py on packed documents: our schedules, which make no mask, train like Megatron's own with its mask."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from functional_tests.launch import TINY_GPT
+
+END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
+RESET = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
+
+
+@pytest.fixture(scope="module")
+def training(launch, tmp_path_factory):
+    """Flags for a data set of documents of 1 to 60 tokens, where sequences have 64, and to start from the same weights:
+    random ones depend on the layout of the ranks."""
+    prefix = tmp_path_factory.mktemp("corpus") / "short"
+    generator = np.random.default_rng(1)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in generator.integers(1, 60, size=400):
+        tokens = (generator.integers(1, 9) * np.arange(length - 1)) % END_OF_DOCUMENT
+        builder.add_document(torch.tensor([*tokens, END_OF_DOCUMENT]), [length])
+    builder.finalize(f"{prefix}.idx")
+    flags, weights = [*TINY_GPT, "--data-path", prefix, "--split", "80,20,0"], tmp_path_factory.mktemp("weights")
+    launch(1, [*flags, "--train-iters", 1, "--save", weights, "--save-interval", 1]).check()
+    return [*flags, *EVALUATE, "--load", weights, "--finetune"]
+
+
+@pytest.fixture(scope="module")
+def masked(launch, training):
+    """The losses of Megatron's own attention with a mask of s × s; on one stage, since the middle ones of its own
+    schedules get no mask."""
+    return launch(1, [*training, *RESET, "--attention-backend", "local"]).check()
+
+
+def test_documents_matter(launch, training, masked):
+    flags = [flag for flag in RESET if flag != "--reset-attention-mask"]
+    unmasked = launch(1, [*training, *flags, "--attention-backend", "local"]).check()
+    assert unmasked.losses() != pytest.approx(masked.losses(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-schedule 1f1b",
+        "--sequence-splits 4",
+        "--sequence-splits 3 --sequence-split-strategy balanced --num-layers-per-virtual-pipeline-stage 1",
+    ],
+)
+def test_losses_are_those_of_megatrons_own_mask(launch, training, masked, flags):
+    job = launch(2, [*training, *PIPELINE, *RESET, *flags.split()]).check()
+    assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)
+    assert len(job.losses("lm loss value")) >= 3
+    assert job.losses("lm loss value") == pytest.approx(masked.losses("lm loss value"), abs=1e-5)
+
+
+def test_documents_of_the_packed_format(launch, training, masked):
+    """Every document of this corpus is one of the index, so that lengths and tokens tell of the same ones."""
+    flags = ["--dataloader-inter-document-masking", "--eod-mask-loss", "--sequence-splits", "4"]
+    job = launch(2, [*training, *PIPELINE, *flags]).check()
+    assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)
+    refused = launch(2, [*training, *PIPELINE, *flags[:2]])
+    assert refused.code != 0 and "add --sequence-splits or --pipeline-schedule" in refused.log
+
+
+def test_conversations(launch, tmp_path):
+    """--sft packs several into a sequence; segments that follow them give the losses of whole sequences."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["<unk>", "<eos>", *map(str, range(100))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    splitting = tokenizers.Tokenizer(model)
+    splitting.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitting, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    generator = np.random.default_rng(1)
+    with open(tmp_path / "chats.jsonl", "w") as file:
+        for num_turns in generator.integers(3, 15, size=100):
+            said = [" ".join(map(str, generator.integers(0, 100, size=size))) for size in range(2, 2 + num_turns)]
+            roles = ("system", "user", "assistant") * 5
+            chat = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
+            file.write(json.dumps({"messages": chat}) + "\n")
+
+    flags = [*TINY_GPT, *PIPELINE, *EVALUATE, "--train-iters", "3", "--split", "80,20,0"]
+    flags[flags.index("NullTokenizer")] = "SFTTokenizer"
+    flags += ["--sft", "--sft-tokenizer-prompt-format", "identity", "--tokenizer-model", tmp_path / "tokenizer"]
+    flags += ["--data-path", tmp_path / "chats.jsonl"]
+    script = Path(__file__).with_name("sft_script.py")
+    whole = launch(2, [*flags, "--pipeline-schedule", "1f1b"], script=script).check()
+    cut = launch(2, [*flags, "--sequence-splits", "3", "--sequence-split-strategy", "balanced"], script=script).check()
+    assert cut.losses() == pytest.approx(whole.losses(), abs=1e-5)
+    assert cut.losses("lm loss value") == pytest.approx(whole.losses("lm loss value"), abs=1e-5)

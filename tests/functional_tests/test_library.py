@@ -1,0 +1,70 @@
+"""Our schedules in a program without Megatron's training loop and arguments (see library_worker.py)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.seq1f1b.install import install
+from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
+
+WORKER = Path(__file__).with_name("library_worker.py")
+
+
+def result(launch, path, *options) -> list[tuple]:
+    """(reports, gradients) of each rank."""
+    launch(2, [path, *options], script=WORKER).check()
+    return [torch.load(f"{path}.{rank}") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def megatrons_own(launch, tmp_path_factory):
+    return result(launch, tmp_path_factory.mktemp("own") / "own")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["pipeline_schedule=1f1b", "sequence_splits=4"],
+        ["sequence_splits=3", "sequence_split_strategy=balanced"],
+        ["pipeline_schedule=zb-h1", "sequence_splits=2"],
+        ["pipeline_schedule_file=mine.csv", "sequence_splits=2", "pipeline_trace=trace", "pipeline_trace_iterations=1"],
+    ],
+    ids=" ".join,
+)
+def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, tmp_path, options):
+    write_csv(build("auto", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
+    for name in ("mine", "trace"):
+        options = [option.replace(f"={name}", f"={tmp_path}/{name}") for option in options]
+    for rank, (reports, gradients) in enumerate(result(launch, tmp_path / "ours", *options)):
+        own_reports, own_gradients = megatrons_own[rank]
+        assert len(reports) == len(own_reports) == 3 * rank
+        for mine, own in zip(reports, own_reports, strict=True):
+            assert torch.allclose(mine["loss"], own["loss"], rtol=1e-10)
+        assert gradients.keys() == own_gradients.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - own_gradients[name]).abs().max() <= 1e-10 * own_gradients[name].abs().max(), name
+    if any("trace" in option for option in options):
+        timeline = read_timeline(tmp_path / "trace" / "iteration-1-pipeline-0.json")
+        assert len(timeline.ranks[0]) >= 12
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["sequence_splits=40"], "use at most 32 segments"),
+        (["sequence_splits=2", "sequence_split_strategy=profile"], "needs --sequence-split-profile"),
+        (["pipeline_schedule=2f2b"], "invalid choice: '2f2b'"),
+        (["segments=2"], "--segments is not a flag of megatron.seq1f1b"),
+        (["placement=w"], "unknown placement 'w'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path, options, sentence):
+    job = launch(2, [tmp_path / "refused", *options], script=WORKER)
+    assert job.code == 1 and "ValueError: " in job.log and sentence in job.log
+
+
+def test_options_that_are_no_flags_are_refused_before_anything_happens():
+    with pytest.raises(ValueError, match="--segments is not a flag"):
+        install(segments=2)

@@ -1,0 +1,139 @@
+"""Attention by segments in bf16 against fp64, beside the errors of the same kernel on whole sequences."""
+
+from importlib.util import find_spec
+from math import sqrt
+
+import torch
+from common import Report, attend, attention_layer, parse
+
+from megatron.seq1f1b.model.kernels import KernelChoice
+from megatron.seq1f1b.model.kernels.unfused import Unfused
+
+# What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
+CASES = [
+    ("heads of 64", 2, 8, 8, 64, 64),
+    ("heads of 80", 1, 8, 8, 80, 80),
+    ("heads of 96", 1, 8, 8, 96, 96),
+    ("heads of 128, 4 to a KV head", 2, 16, 4, 128, 128),
+    ("heads of 256", 1, 4, 4, 256, 256),
+    ("latent attention, 192 and 128", 1, 8, 8, 192, 128),
+    ("heads of 100", 1, 4, 4, 100, 100),
+]
+PARTS = ("output", "dQ", "dK", "dV")
+PACKAGES = {None: "PyTorch", 2: "flash-attn", 4: "flash-attn-4"}
+
+
+def is_installed(version: int | None) -> bool:
+    module = {None: "torch", 2: "flash_attn.flash_attn_interface", 4: "flash_attn.cute"}[version]
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def random(case: tuple, length: int, device: str) -> list[torch.Tensor]:
+    _, batch, heads, groups, size, value_size = case
+    shapes = [(length, batch, heads, size), (length, batch, groups, size), (length, batch, groups, value_size)]
+    shapes.append((length, batch, heads * value_size))
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+
+
+def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    """Root mean square, relative."""
+    return [
+        ((a.double() - b).square().mean() / b.square().mean()).sqrt().item()
+        for a, b in zip(results, exact, strict=True)
+    ]
+
+
+def compare(report: Report, version: int | None, case: tuple, length: int, device: str) -> None:
+    torch.manual_seed(0)
+    tensors = random(case, length, device)
+    query, _, value, _ = tensors
+    kernel = KernelChoice(flash_attention_version=version).kernel(query, value, 0.0)
+    layer = attention_layer(kernel, case[4])
+    exact = attend(attention_layer(Unfused(), case[4]), [length], *(x.double() for x in tensors))
+    whole = errors(attend(layer, [length], *tensors), exact)
+    uneven = [length - 7 * (length // 9), *[length // 9] * 7]
+    cut = errors(attend(layer, uneven, *tensors), exact)
+    ratios = [a / b for a, b in zip(cut, whole, strict=True)]
+    report.check(
+        f"{PACKAGES[version]}, {case[0]}: error of 8 segments at most 1.5 times that of the whole",
+        max(ratios) <= 1.5 and max(whole) < 0.02,
+        ", ".join(f"{part} {e:.1e} ({r:.2f}x)" for part, e, r in zip(PARTS, cut, ratios, strict=True)),
+    )
+
+
+def documents(report: Report, version: int | None, length: int, device: str) -> None:
+    """In one call where the kernel can."""
+    torch.manual_seed(0)
+    tensors = random(CASES[0], length, device)
+    query, _, value, _ = tensors
+    starts = (0, length // 7, length // 3, length // 3 + 1, length - 2), (0, length // 2)
+    layer = attention_layer(KernelChoice(flash_attention_version=version).kernel(query, value, 0.0), CASES[0][4])
+    exact_layer = attention_layer(Unfused(), CASES[0][4])
+    exact = attend(exact_layer, [length], *(x.double() for x in tensors), documents=starts)
+    found = errors(attend(layer, [length // 2, length - length // 2], *tensors, documents=starts), exact)
+    report.check(
+        f"{PACKAGES[version]}, packed documents: attention and gradients stay within each",
+        max(found) < 0.01,
+        ", ".join(f"{part} {e:.1e}" for part, e in zip(PARTS, found, strict=True)),
+    )
+
+
+def dropout(report: Report, version: int | None, length: int, device: str) -> None:
+    """The mask is that of a seed, the same forward and backward, and right in the mean."""
+    case = CASES[0]
+    torch.manual_seed(0)
+    tensors = random(case, length, device)
+    query, _, value, grad = tensors
+    kernel = KernelChoice(flash_attention_version=version).kernel(query, value, 0.2)
+    layer = attention_layer(kernel, case[4], dropout=0.2)
+    lengths = [length // 4] * 4
+
+    def run(seed: int) -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return attend(layer, lengths, *tensors)
+
+    first, again, other = run(1), run(1), run(2)
+    name = f"{PACKAGES[version]}, dropout"
+    same = torch.equal(first[0], again[0])
+    report.check(
+        f"{name}: a seed gives one output, another seed another",
+        same and not torch.equal(first[0], other[0]),
+        f"same: {same}",
+    )
+    # The output is linear in the values, so Σ dV·V = Σ dO·O if the backward has the mask of the forward.
+    left, right = (float((a.double() * b.double()).sum()) for a, b in ((first[3], value), (first[0], grad)))
+    spread = float((first[0].double() * grad.double()).square().sum().sqrt())
+    report.check(
+        f"{name}: the backward has the mask of the forward",
+        abs(left - right) <= 0.05 * spread,
+        f"{left:.2f} and {right:.2f}, of a spread of {spread:.1f}",
+    )
+    trials = 64
+    outputs = torch.stack([run(seed)[0].float() for seed in range(trials)])
+    expected = attend(attention_layer(KernelChoice().kernel(query, value, 0.0), case[4]), lengths, *tensors)[0]
+    off = (outputs.mean(0) - expected.float()).abs() / (outputs.std(0) / sqrt(trials) + 1e-2)
+    report.check(f"{name}: the mean over masks is the output without", off.max() <= 6, f"off by {off.max():.1f} errors")
+
+
+def main() -> None:
+    args = parse()
+    report = Report(args.output)
+    length = 90 if args.tiny else 2052
+    for version in PACKAGES:
+        if args.device == "cpu" and version:
+            continue
+        if not is_installed(version):
+            report.figure(package=PACKAGES[version], installed=False)
+            continue
+        for case in CASES:
+            compare(report, version, case, length, args.device)
+        documents(report, version, length, args.device)
+        if version != 4:
+            dropout(report, version, 32 if args.tiny else 512, args.device)
+
+
+if __name__ == "__main__":
+    main()

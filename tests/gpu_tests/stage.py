@@ -1,0 +1,170 @@
+"""The first of 8 stages of the 2.7b model, alone on a GPU, in the order of its pipeline rank: time, memory, room.
+
+Its neighbours are left out: what they would send is random numbers. So it computes and keeps what a rank of the
+pipeline does, and never waits.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from common import Report, parse, seconds, segments_of, start_megatron
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.seq1f1b.model import SegmentContext, attach
+from megatron.seq1f1b.partition import A100, CPU_CORE, ModelShape, analytic_costs, cut_sequence
+from megatron.seq1f1b.runtime.memory import PeakMemory
+from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
+
+STAGES = 8
+# Layers of a stage, hidden size, heads, vocabulary: MODEL_SIZE=2.7b of the launch scripts.
+SIZES, TINY = (4, 2560, 32, 32768), (1, 32, 2, 64)
+GIB = 2**30
+
+
+class Stage:
+    """The model, and the actions of its rank on sequences of any length."""
+
+    def __init__(self, sizes: tuple[int, int, int, int], device: str, longest: int) -> None:
+        layers, hidden, heads, vocabulary = sizes
+        self.device = torch.device(device)
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        self.shape = ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
+        config = TransformerConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            params_dtype=self.dtype,
+            pipeline_dtype=self.dtype,
+            bf16=self.dtype is torch.bfloat16,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+        )
+        self.model = GPTModel(
+            config, get_gpt_layer_local_spec(), vocabulary, longest, post_process=False, position_embedding_type="rope"
+        ).to(self.device)
+        # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
+        self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
+        self.context = SegmentContext()
+        attach([self.model], self.context)
+
+    def run(self, length: int, k: int, actions: list[Action]) -> None:
+        """The forwards and backwards among `actions`, on sequences of `length` tokens in k segments."""
+        segments = self._segments(length, k)
+        tokens = torch.randint(self.shape.vocab_size, (1, length), device=self.device)
+        positions = torch.arange(length, device=self.device)[None]
+        gradient = torch.randn(length, 1, self.shape.hidden_size, device=self.device, dtype=self.dtype)
+        kept = {}
+        try:
+            for action in actions:
+                segment = replace(segments[action.segment], microbatch=action.microbatch)
+                rows = slice(segment.start, segment.end)
+                with self.context.running(segment, keeps_for_backward=True):
+                    if action.kind is Kind.F:
+                        kept[action[2:]] = self.model(tokens[:, rows], positions[:, rows], None)
+                    else:
+                        kept.pop(action[2:]).backward(gradient[rows])
+        finally:
+            self.context.clear()
+
+    def free(self) -> None:
+        """Give back what the last run left, gradients of weights too."""
+        self.model.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _segments(self, length: int, k: int):
+        rates = CPU_CORE if self.device.type == "cpu" else A100
+        costs = analytic_costs(self.shape, [self.shape.num_layers], rates)
+        return segments_of(cut_sequence("balanced", length, k, 1, self.shape, costs, rates.full_speed_rows, 16))
+
+
+def first_rank(num_microbatches: int, k: int) -> list[Action]:
+    return list(build("1f1b", Shape(Placement(STAGES), num_microbatches, k)).ranks[0])
+
+
+def until_the_first_backward(k: int) -> list[Action]:
+    """As far as the most activations are kept."""
+    actions = first_rank(2 * STAGES, k)
+    return actions[: 1 + next(i for i, action in enumerate(actions) if action.kind is Kind.B)]
+
+
+def longest_that_fits(fits: Callable[[int], bool], step: int, limit: int) -> int:
+    """The largest multiple of `step` up to `limit` for which `fits` holds, as it does for all below it; else 0."""
+    low, high = 0, 1
+    while high * step <= limit and fits(high * step):
+        low, high = high, 2 * high
+    high = min(high, limit // step + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+def time_and_memory(report: Report, stage: Stage, args) -> None:
+    length, microbatches = (64, 8) if args.tiny else (16384, 16)
+    times = {}
+    for k in (1, 2, 4, 8):
+        actions = first_rank(microbatches, k)
+        for _ in range(2):  # the first warms up
+            stage.free()
+            peak = PeakMemory(stage.device)
+            try:
+                times[k], _ = seconds(args.device, lambda k=k, actions=actions: stage.run(length, k, actions))
+            except torch.OutOfMemoryError:
+                report.figure(length=length, segments=k, out_of_memory=True)
+                break
+        if k in times:
+            report.figure(
+                length=length,
+                segments=k,
+                seconds_per_sequence=times[k] / microbatches,
+                tokens_per_second=length * microbatches / times[k],
+                peak_gib=peak.peak() / GIB,
+            )
+    fewest, most = min(times), max(times)
+    ratio = times[most] / times[fewest]
+    report.check(
+        f"{most} segments: a stage computes at most 1.15 times as long as with {fewest}",
+        None if args.tiny else ratio <= 1.15,
+        f"{ratio:.3f} times",
+    )
+
+
+def room(report: Report, stage: Stage, args) -> None:
+    step, limit = (64, 512) if args.tiny else (4096, 524288)
+
+    def fits(k: int, length: int) -> bool:
+        stage.free()
+        try:
+            stage.run(length, k, until_the_first_backward(k))
+        except torch.OutOfMemoryError:
+            return False
+        # A CPU swaps before it runs out of memory, so the limits of the tiny sizes are made up.
+        return not args.tiny or length <= 192 * min(k, 2)
+
+    found = {}
+    for k in (1, 8):
+        found[k] = longest_that_fits(lambda length, k=k: fits(k, length), step, limit)
+        report.figure(segments=k, longest_sequence=found[k])
+    ratio = found[8] / max(found[1], 1)
+    report.check(
+        "longest sequence with 8 segments at least twice that of whole ones",
+        None if args.tiny else ratio >= 2,
+        f"{ratio:.1f} times",
+    )
+
+
+def main() -> None:
+    args = parse(part="time")
+    start_megatron()
+    stage = Stage(TINY if args.tiny else SIZES, args.device, 524288)
+    {"time": time_and_memory, "room": room}[args.part](Report(args.output), stage, args)
+
+
+if __name__ == "__main__":
+    main()

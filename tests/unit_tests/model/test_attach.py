@@ -1,0 +1,22 @@
+"""What `attach` changes in the modules of a model, where no equality test reaches it."""
+
+import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+from megatron.seq1f1b.model import Segment, SegmentContext, attach
+
+
+def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
+    """The fused rotary embedding of multi-latent attention, a CUDA kernel, takes them from a cache."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    rotary = YarnRotaryEmbedding(8, original_max_position_embeddings=16, use_cpu_initialization=True)
+    whole = rotary.get_cached_cos_sin(48, dtype=torch.float32)
+    context = SegmentContext()
+    attach([torch.nn.ModuleList([rotary])], context)
+    attach([torch.nn.ModuleList([rotary])], context)
+    for start, end in ((0, 20), (20, 32), (32, 48)):
+        with context.running(Segment(0, 0, start, end, 48), keeps_for_backward=True):
+            part = rotary.get_cached_cos_sin(end - start, dtype=torch.float32)
+        for got, expected in zip(part, whole, strict=True):
+            assert torch.equal(got, expected[start:end]) and got.is_contiguous()
+    assert torch.equal(rotary.get_cached_cos_sin(48, dtype=torch.float32)[0], whole[0])

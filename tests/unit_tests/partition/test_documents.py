@@ -1,0 +1,125 @@
+"""Splits of packed sequences."""
+
+import random
+import time
+
+import pytest
+
+from megatron.seq1f1b.partition import (
+    A100,
+    CPU_CORE,
+    ModelShape,
+    SplitError,
+    analytic_costs,
+    balanced_by_documents,
+    cut_sequence,
+    segment_costs,
+    slowest,
+    within_documents,
+)
+from megatron.seq1f1b.partition.cost import AnalyticTime
+from megatron.seq1f1b.partition.fitted_time import FittedTime
+
+MODEL = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    head_dim=128,
+    num_kv_heads=32,
+    ffn_hidden_size=16384,
+    vocab_size=51200,
+)
+COST = slowest(analytic_costs(MODEL, [8] * 4, A100))
+EVERY_TOKEN = range(97)
+DOCUMENTS = ((0, 5, 6, 40, 96 - 1), (0,), (0, 48))
+
+
+@pytest.mark.parametrize("first, last", [(0, 96), (0, 1), (3, 40), (5, 6), (39, 41), (60, 96), (95, 96)])
+def test_cost_counts_the_pairs_within_documents(first, last):
+    """A query sees itself and the tokens before it in its document."""
+    time = AnalyticTime(fixed=7.0, per_token=3.0, per_pair=0.5)
+    pairs = [
+        query - max(start for start in starts if start <= query) + 1
+        for starts in DOCUMENTS
+        for query in range(first, last)
+    ]
+    expected = 7 + 3 * (last - first) + 0.5 * sum(pairs) / len(DOCUMENTS)
+    assert within_documents(time, DOCUMENTS, EVERY_TOKEN)(first, last) == pytest.approx(expected)
+
+
+def test_one_document_costs_what_an_unpacked_sequence_does():
+    packed = within_documents(COST, [(0,)], EVERY_TOKEN)
+    for first, last in ((0, 96), (10, 20), (95, 96)):
+        assert packed(first, last) == pytest.approx(COST(first, last))
+
+
+def test_measured_costs_tell_pairs_from_tokens():
+    """A fit of measurements that take 3 for a token and 0.5 for a pair: the same numbers as by formula."""
+    lengths = tuple(range(16, 128, 16))
+    per_token = tuple(3 + 0.5 * (length + 1) / 2 for length in lengths)
+    measured = within_documents(FittedTime(lengths, per_token, (0.0, 0.0, 0.0, 0.5)), DOCUMENTS, EVERY_TOKEN)
+    formula = within_documents(AnalyticTime(per_token=3.0, per_pair=0.5), DOCUMENTS, EVERY_TOKEN)
+    for first, last in ((0, 96), (0, 16), (3, 40), (30, 60), (60, 96)):
+        assert measured(first, last) == pytest.approx(formula(first, last))
+
+
+def packed(sequence_length, mean, count, seed=1):
+    generator = random.Random(seed)
+    sequences = []
+    for _ in range(count):
+        starts = [0]
+        while (start := starts[-1] + 1 + int(generator.expovariate(1 / mean))) < sequence_length:
+            starts.append(start)
+        sequences.append(tuple(starts))
+    return sequences
+
+
+@pytest.mark.parametrize("mean", [300, 20000, 100000])
+@pytest.mark.parametrize("count", [1, 3])
+def test_segments_of_a_micro_batch_cost_the_same(mean, count):
+    documents = packed(131072, mean, count)
+    lengths = balanced_by_documents(131072, 16, COST, documents)
+    assert sum(lengths) == 131072 and all(length % 128 == 0 for length in lengths)
+    costs = segment_costs(lengths, within_documents(COST, documents, range(131073)))
+    assert max(costs) < 1.05 * min(costs)
+
+
+def test_a_long_document_gets_more_segments_than_short_ones():
+    """32k tokens of one document have far more pairs than 32k tokens of small ones."""
+    lengths = balanced_by_documents(65536, 8, COST, [(*range(0, 32768, 128), 32768)])
+    assert max(lengths) == lengths[0] and sum(length for length in lengths[:3]) > 32768
+
+
+@pytest.mark.parametrize("multiple_of, sequence_length", [(1, 97), (4, 100), (8, 8 * 5)])
+def test_lengths_are_multiples_even_of_short_sequences(multiple_of, sequence_length):
+    lengths = balanced_by_documents(sequence_length, 5, COST, [(0, 3), (0, 30)], multiple_of)
+    assert len(lengths) == 5 and sum(lengths) == sequence_length
+    assert all(length > 0 and length % multiple_of == 0 for length in lengths)
+
+
+def test_too_many_segments_are_refused():
+    with pytest.raises(SplitError, match="leaves empty segments"):
+        balanced_by_documents(8, 9, COST, [(0,)])
+
+
+@pytest.mark.parametrize("strategy", ["even", "uniform_comp"])
+def test_other_strategies_take_no_notice(strategy):
+    def cut(strategy, documents=None):
+        return cut_sequence(strategy, 16384, 4, 1, MODEL, documents=documents)
+
+    documents = packed(16384, 100, 1)
+    assert cut(strategy, documents) == cut(strategy)
+    assert cut("balanced", documents) != cut("balanced")
+
+
+def test_a_jump_of_the_cost_is_no_obstacle():
+    """On a CPU short segments are slower, so that equal costs may not exist."""
+    cost = slowest(analytic_costs(MODEL, [8] * 4, CPU_CORE))
+    assert sum(balanced_by_documents(4096, 8, cost, packed(4096, 500, 2))) == 4096
+
+
+def test_a_long_sequence_is_cut_at_once():
+    documents = packed(131072, 500, 1)
+    start = time.process_time()
+    balanced_by_documents(131072, 16, COST, documents)
+    assert time.process_time() - start < 0.1

@@ -1,0 +1,58 @@
+"""Where documents start, by what a batch brings."""
+
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+from megatron.seq1f1b.runtime.documents import document_starts
+
+END = 9
+SHAPE = (2, 12)
+
+
+@pytest.fixture
+def tokens():
+    tokens = torch.arange(24).view(SHAPE) % 8
+    tokens[0, [2, 3, 11]] = END
+    tokens[1, 0] = END
+    return tokens
+
+
+def positions(starts):
+    return [torch.nonzero(row).flatten().tolist() for row in starts]
+
+
+def test_a_token_that_ends_a_document(tokens):
+    """It belongs to the document that it ends; after the last token nothing starts."""
+    assert positions(document_starts({"tokens": tokens}, SHAPE, END)) == [[0, 3, 4], [0, 1]]
+
+
+def test_megatrons_mask_says_the_same(tokens):
+    masks = [_get_ltor_masks_and_position_ids(row, END, False, True, False, True)[0] for row in tokens]
+    batch = {"tokens": torch.zeros_like(tokens), "attention_mask": torch.stack(masks)}
+    assert positions(document_starts(batch, SHAPE, END)) == [[0, 3, 4], [0, 1]]
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seqlens_padded"])
+def test_cumulative_lengths(tokens, name):
+    """Filled up to one length, as data sets do to stack them; they come before anything else."""
+    lengths = torch.tensor([[0, 5, 6, 12, 12], [0, 12, 12, 12, 12]], dtype=torch.int32)
+    batch = {"tokens": tokens, "attention_mask": None, "cu_seqlens": None, name: lengths}
+    assert positions(document_starts(batch, SHAPE, END)) == [[0, 5, 6], [0]]
+    assert positions(document_starts({"cu_seqlens": lengths[0]}, (1, 12), END)) == [[0, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    "batch, message",
+    [
+        ({"cu_seqlens": torch.tensor([[0, 12, 24]])}, "reaches to token 24, but must have a row that ends at 12 for"),
+        ({"cu_seqlens": torch.tensor([[0, 12]])}, r"cu_seqlens \[1, 2\] .* each of the 2 sequences"),
+        ({"tokens": torch.zeros(1, 24)}, r"tokens \[1, 24\] in a batch does not fit"),
+        ({"attention_mask": torch.zeros(1, 1, 12, 12)}, r"attention_mask \[1, 12, 12\] in a batch does not fit"),
+        ({"text": torch.zeros(2, 13)}, "no dict with cu_seqlens, attention_mask or tokens; drop"),
+        (torch.zeros(2, 13), "no dict with"),
+    ],
+)
+def test_a_batch_that_does_not_tell_is_an_error(batch, message):
+    with pytest.raises(ValueError, match=message):
+        document_starts(batch, SHAPE, END)
