@@ -84,3 +84,46 @@ def _mask(shape: torch.Size, dropout: float, rng_state: Tensor) -> Tensor:
     assert rng_state.dtype == torch.uint64 and rng_state.shape == (2,)
     generator = torch.Generator().manual_seed(int(rng_state[0]) * 2**31 + int(rng_state[1]))
     return torch.empty(shape, dtype=torch.float64).bernoulli_(1 - dropout, generator=generator) / (1 - dropout)
+
+
+def forward_packed(
+    query: Tensor, key: Tensor, value: Tensor, packing: tuple, scale: float, dropout: float, rng_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output [t, h, d] and log-sum-exp [h, t]."""
+    check_inputs(query, key, value)
+    parts = [
+        forward(*(x[None] for x in (query[rows], key[keys], value[keys])), scale, dropout, rng_state)
+        for rows, keys in _documents(packing, query, key)
+    ]
+    return torch.cat([output[0] for output, _ in parts]), torch.cat([logsumexp[0] for _, logsumexp in parts], -1)
+
+
+def backward_packed(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    packing: tuple,
+    scale: float,
+    dropout: float,
+    rng_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_inputs(query, key, value, output, grad)
+    parts = []
+    for rows, keys in _documents(packing, query, key):
+        tensors = (x[None] for x in (grad[rows], query[rows], key[keys], value[keys], output[rows], logsumexp[:, rows]))
+        parts.append(backward(*tensors, scale, dropout, rng_state))
+    return tuple(torch.cat([x[0] for x in of_one]) for of_one in zip(*parts, strict=True))
+
+
+def _documents(packing: tuple, query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
+    query_ends, key_ends, most_queries, most_keys = packing
+    assert query_ends.dtype == key_ends.dtype == torch.int32
+    assert query_ends.is_contiguous() and key_ends.is_contiguous()
+    assert query_ends[0] == key_ends[0] == 0
+    assert query_ends[-1] == query.shape[0] and key_ends[-1] == key.shape[0]
+    assert (most_queries, most_keys) == (int(query_ends.diff().max()), int(key_ends.diff().max()))
+    rows, keys = ([slice(a, b) for a, b in zip(x[:-1], x[1:], strict=True)] for x in (query_ends, key_ends))
+    return list(zip(rows, keys, strict=True))

@@ -125,7 +125,7 @@ class PipelineConfig:
 
     def action_costs(self, lengths: Sequence[int]) -> Costs:
         """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
-        return action_costs(self.costs(), self.layers_per_stage, lengths)
+        return action_costs(self.costs, self.layers_per_stage, lengths)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

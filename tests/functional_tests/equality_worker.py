@@ -530,7 +530,7 @@ def documents_suite():
         )
     ]
     yield Model(), Layout(pipeline=2), cases
-    for model in variants():
+    for model in (*variants(), latent(), mixture()):
         yield model, Layout(pipeline=2), cases[1:4]
     yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[3:6]]
 
@@ -586,10 +586,10 @@ def global_balance_suite():
     yield balanced("global_aux_loss"), Layout(), few_cases()
 
 
-def expert_parallel_suite(pipeline: int):
+def expert_parallel_suite(layout: Layout):
     for dispatcher, family in (("allgather", "1f1b"), ("alltoall", "zb-h1")):
         model = balanced("aux_loss", moe_z_loss_coeff=0.1, moe_token_dispatcher_type=dispatcher)
-        yield model, Layout(pipeline=pipeline, expert=2), few_cases((family,))
+        yield model, layout, few_cases((family,))
 
 
 def experts_tensor_suite():
@@ -625,8 +625,10 @@ SUITES = {
     "pp2-moe": experts_suite,
     "pp2-moe-losses": router_losses_suite,
     "pp1-moe-global": global_balance_suite,
-    "dp2-moe": lambda: expert_parallel_suite(1),
-    "pp2-dp2-moe": lambda: expert_parallel_suite(2),
+    "dp2-moe": lambda: expert_parallel_suite(Layout(expert=2)),
+    "pp2-dp2-moe": lambda: expert_parallel_suite(
+        Layout(pipeline=2, expert=2, overlap=True, distributed_optimizer=True)
+    ),
     "tp2-moe": experts_tensor_suite,
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),

@@ -1,5 +1,8 @@
 """pretrain_gpt.py on packed documents: our schedules, which make no mask, train like Megatron's own with its mask."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +67,31 @@ def test_documents_of_the_packed_format(launch, training, masked):
     assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)
     refused = launch(2, [*training, *PIPELINE, *flags[:2]])
     assert refused.code != 0 and "add --sequence-splits or --pipeline-schedule" in refused.log
+
+
+def test_conversations(launch, tmp_path):
+    """--sft packs several into a sequence; segments that follow them give the losses of whole sequences."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = ["<unk>", "<eos>", *map(str, range(100))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    splitting = tokenizers.Tokenizer(model)
+    splitting.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=splitting, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    generator = np.random.default_rng(1)
+    with open(tmp_path / "chats.jsonl", "w") as file:
+        for num_turns in generator.integers(3, 15, size=100):
+            said = [" ".join(map(str, generator.integers(0, 100, size=size))) for size in range(2, 2 + num_turns)]
+            roles = ("system", "user", "assistant") * 5
+            chat = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
+            file.write(json.dumps({"messages": chat}) + "\n")
+
+    flags = [*TINY_GPT, *PIPELINE, *EVALUATE, "--train-iters", "3", "--split", "80,20,0"]
+    flags[flags.index("NullTokenizer")] = "SFTTokenizer"
+    flags += ["--sft", "--sft-tokenizer-prompt-format", "identity", "--tokenizer-model", tmp_path / "tokenizer"]
+    flags += ["--data-path", tmp_path / "chats.jsonl"]
+    script = Path(__file__).with_name("sft_script.py")
+    whole = launch(2, [*flags, "--pipeline-schedule", "1f1b"], script=script).check()
+    cut = launch(2, [*flags, "--sequence-splits", "3", "--sequence-split-strategy", "balanced"], script=script).check()
+    assert cut.losses() == pytest.approx(whole.losses(), abs=1e-5)
+    assert cut.losses("lm loss value") == pytest.approx(whole.losses("lm loss value"), abs=1e-5)

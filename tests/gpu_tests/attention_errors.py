@@ -64,6 +64,23 @@ def compare(report: Report, version: int | None, case: tuple, length: int, devic
     )
 
 
+def documents(report: Report, version: int | None, length: int, device: str) -> None:
+    """In one call where the kernel can."""
+    torch.manual_seed(0)
+    tensors = random(CASES[0], length, device)
+    query, _, value, _ = tensors
+    starts = (0, length // 7, length // 3, length // 3 + 1, length - 2), (0, length // 2)
+    layer = attention_layer(KernelChoice(flash_attention_version=version).kernel(query, value, 0.0), CASES[0][4])
+    exact_layer = attention_layer(Unfused(), CASES[0][4])
+    exact = attend(exact_layer, [length], *(x.double() for x in tensors), documents=starts)
+    found = errors(attend(layer, [length // 2, length - length // 2], *tensors, documents=starts), exact)
+    report.check(
+        f"{PACKAGES[version]}, packed documents: attention and gradients stay within each",
+        max(found) < 0.01,
+        ", ".join(f"{part} {e:.1e}" for part, e in zip(PARTS, found, strict=True)),
+    )
+
+
 def dropout(report: Report, version: int | None, length: int, device: str) -> None:
     """The mask is that of a seed, the same forward and backward, and right in the mean."""
     case = CASES[0]
@@ -113,6 +130,7 @@ def main() -> None:
             continue
         for case in CASES:
             compare(report, version, case, length, args.device)
+        documents(report, version, length, args.device)
         if version != 4:
             dropout(report, version, 32 if args.tiny else 512, args.device)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 # What a section says about itself, among all that Megatron says.
 MARKED = re.compile("  · ")
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
@@ -120,7 +121,17 @@ def training(suite: Suite, deadline: float) -> dict:
         *("--attention-dropout", "0", "--hidden-dropout", "0", "--bf16", "--transformer-impl", "local"),
         *("--no-rope-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
         *("--no-masked-softmax-fusion", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
-        *("--num-workers", "0", "--log-interval", "1", "--eval-iters", "0", "--device", suite.device),
+        *(
+            "--disable-jit-fuser",
+            "--num-workers",
+            "0",
+            "--log-interval",
+            "1",
+            "--eval-iters",
+            "0",
+            "--device",
+            suite.device,
+        ),
     ]
     losses, checks = [], []
     for more in (["--attention-backend", "local"], ["--sequence-splits", "4"]):
@@ -175,10 +186,7 @@ def table(results: list[dict]) -> str:
     lines = []
     for result in results:
         lines.append(f"{result['title']} ({result['seconds']:.0f} s)")
-        lines += [
-            f"  {'ok' if check['passed'] else 'FAILED':8}{check['name']}: {check['found']}"
-            for check in result["checks"]
-        ]
+        lines += [f"  {VERDICTS[check['passed']]:12}{check['name']}: {check['found']}" for check in result["checks"]]
     return "\n".join(lines)
 
 
@@ -209,7 +217,7 @@ def main() -> None:
         results.append({"title": section.title, "seconds": time.monotonic() - start, **found})
         args.output.write_text(json.dumps({"device": name, "torch": torch.__version__, "sections": results}, indent=1))
     print(f"\n{table(results)}\n\nWritten to {args.output}.")
-    raise SystemExit(not all(check["passed"] for result in results for check in result["checks"]))
+    raise SystemExit(any(check["passed"] is False for result in results for check in result["checks"]))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,12 @@ class Stage:
         finally:
             self.context.clear()
 
+    def free(self) -> None:
+        """Give back what the last run left, gradients of weights too."""
+        self.model.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _segments(self, length: int, k: int):
         rates = CPU_CORE if self.device.type == "cpu" else A100
         costs = analytic_costs(self.shape, [self.shape.num_layers], rates)
@@ -101,26 +107,30 @@ def longest_that_fits(fits: Callable[[int], bool], step: int, limit: int) -> int
 
 def time_and_memory(report: Report, stage: Stage, args) -> None:
     length, microbatches = (64, 8) if args.tiny else (16384, 16)
+    times = {}
     for k in (1, 2, 4, 8):
         actions = first_rank(microbatches, k)
-        found = []
         for _ in range(2):  # the first warms up
+            stage.free()
             peak = PeakMemory(stage.device)
-            taken, _ = seconds(args.device, lambda k=k, actions=actions: stage.run(length, k, actions))
-            found.append((taken, peak.peak()))
-        taken, peak_bytes = found[-1]
-        report.figure(
-            length=length,
-            segments=k,
-            seconds_per_sequence=taken / microbatches,
-            tokens_per_second=length * microbatches / taken,
-            peak_activations_gib=peak_bytes / GIB,
-        )
-    first, last = report.figures[0], report.figures[-1]
-    ratio = last["seconds_per_sequence"] / first["seconds_per_sequence"]
+            try:
+                times[k], _ = seconds(args.device, lambda k=k, actions=actions: stage.run(length, k, actions))
+            except torch.OutOfMemoryError:
+                report.figure(length=length, segments=k, out_of_memory=True)
+                break
+        if k in times:
+            report.figure(
+                length=length,
+                segments=k,
+                seconds_per_sequence=times[k] / microbatches,
+                tokens_per_second=length * microbatches / times[k],
+                peak_gib=peak.peak() / GIB,
+            )
+    fewest, most = min(times), max(times)
+    ratio = times[most] / times[fewest]
     report.check(
-        "8 segments: a stage's compute at most 1.15 times that of whole sequences",
-        args.tiny or ratio <= 1.15,
+        f"{most} segments: a stage computes at most 1.15 times as long as with {fewest}",
+        None if args.tiny else ratio <= 1.15,
         f"{ratio:.3f} times",
     )
 
@@ -129,23 +139,24 @@ def room(report: Report, stage: Stage, args) -> None:
     step, limit = (64, 512) if args.tiny else (4096, 524288)
 
     def fits(k: int, length: int) -> bool:
-        actions = until_the_first_backward(k)
+        stage.free()
         try:
-            stage.run(length, k, actions)
+            stage.run(length, k, until_the_first_backward(k))
         except torch.OutOfMemoryError:
             return False
-        finally:
-            stage.model.zero_grad()
-            if args.device == "cuda":
-                torch.cuda.empty_cache()
-        return not args.tiny or length * (1 if k > 1 else 2) <= 384
+        # A CPU swaps before it runs out of memory, so the limits of the tiny sizes are made up.
+        return not args.tiny or length <= 192 * min(k, 2)
 
     found = {}
     for k in (1, 8):
         found[k] = longest_that_fits(lambda length, k=k: fits(k, length), step, limit)
         report.figure(segments=k, longest_sequence=found[k])
     ratio = found[8] / max(found[1], 1)
-    report.check("longest sequence with 8 segments at least twice that of whole ones", ratio >= 2, f"{ratio:.1f} times")
+    report.check(
+        "longest sequence with 8 segments at least twice that of whole ones",
+        None if args.tiny else ratio >= 2,
+        f"{ratio:.1f} times",
+    )
 
 
 def main() -> None:

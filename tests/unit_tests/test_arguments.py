@@ -5,7 +5,13 @@ import argparse
 import pytest
 
 from megatron.seq1f1b import compatibility
-from megatron.seq1f1b.arguments import add_arguments, pipeline_config, validate, wants_segment_attention
+from megatron.seq1f1b.arguments import (
+    add_arguments,
+    follows_documents,
+    pipeline_config,
+    validate,
+    wants_segment_attention,
+)
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement, Shape, build, write_csv
 
 MEGATRON = dict(
@@ -216,3 +222,27 @@ def test_short_segments_on_a_cpu_are_warned_of_once(capsys, monkeypatch, device,
     assert ("512 tokens; on a CPU attention is" in capsys.readouterr().err) == warned
     validate(parsed("--sequence-splits", "4", "--device", device, seq_length=4096))
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "sft", "dataloader_inter_document_masking"])
+def test_our_schedules_keep_documents_apart_where_megatrons_flags_ask_for_it(flag):
+    packed, backend = {flag: True}, argparse.Namespace(name="auto")
+    assert follows_documents(parsed("--sequence-splits", "4", **packed))
+    assert follows_documents(parsed("--pipeline-schedule", "1f1b", **packed))
+    assert not follows_documents(parsed("--sequence-splits", "4"))
+    # What segments cannot serve keeps Megatron's attention, and with it Megatron's way to tell of documents.
+    assert not follows_documents(parsed("--pipeline-schedule", "1f1b", context_parallel_size=2, **packed))
+    assert not follows_documents(parsed(**packed))
+    assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend, **packed))
+
+
+def test_lengths_follow_documents_where_the_strategy_can():
+    documents = [(0, 8192, *range(8448, 16384, 256))]
+
+    def cuts(*flags):
+        config = pipeline_config(parsed("--sequence-splits", "4", *flags))
+        return config.cuts_by_documents, config.cut(16384, documents) != config.cut(16384)
+
+    assert cuts("--sequence-split-strategy", "balanced") == (True, True)
+    assert cuts("--sequence-split-strategy", "even") == (False, False)
+    assert cuts("--sequence-split-strategy", "uniform_comp") == (False, False)

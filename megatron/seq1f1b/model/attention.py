@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .documents import WithinDocuments
 from .kernels import Kernel, KernelChoice
 from .kv_cache import KVCache
+from .packing import within_documents
 from .segment import Segment, SegmentContext
 
 
@@ -57,10 +57,10 @@ class SegmentAttention(torch.nn.Module):
         kernel = self.kernels.kernel(query, value, dropout)
         if segment is not None and segment.documents is not None:
             assert query.shape[1] == len(segment.documents), (
-                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the batch "
-                "was flattened"
+                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
+                "flattens packed batches; use --micro-batch-size 1"
             )
-            kernel = WithinDocuments(kernel, segment.documents)
+            kernel = within_documents(kernel, segment.documents)
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(dropout):
                 return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, dropout)

@@ -1,11 +1,11 @@
 """Segments of equal cost in packed sequences, whose tokens attend within their own documents only.
 
-The pairs of a query and a key that a segment has are then no matter of where it lies, but of the documents that it
-meets; a micro-batch is cut by its own.
+How many pairs of a query and a key a segment has is then not said by where it lies, but by the documents that it meets.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from .balanced import balanced
 from .cost import Time
@@ -18,7 +18,6 @@ def balanced_by_documents(
     cost: Time,
     documents: Sequence[Sequence[int]],
     multiple_of: int = 1,
-    min_length: int = 1,
 ) -> tuple[int, ...]:
     """Cut like `balanced`, with `cost` that of a sequence of one document; lengths in tokens, first to last.
 
@@ -28,13 +27,9 @@ def balanced_by_documents(
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
     cuts = positions(sequence_length, step)
-    lengths = balanced(
-        len(cuts) - 1, num_segments, within_documents(cost, documents, cuts), min_length=-(-min_length // step)
-    )
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    return tuple(cuts[end] - cuts[start] for start, end in zip(bounds, bounds[1:], strict=False))
+    lengths = balanced(len(cuts) - 1, num_segments, within_documents(cost, documents, cuts))
+    bounds = [cuts[number] for number in accumulate(lengths, initial=0)]
+    return tuple(end - start for start, end in pairwise(bounds))
 
 
 def within_documents(cost: Time, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> Time:
@@ -57,7 +52,7 @@ def within_documents(cost: Time, documents: Sequence[Sequence[int]], cuts: Seque
 def _pairs_before(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
     """The number of pairs of a query and a key, in one sequence, whose query is before each of the `cuts`."""
     ended = [0]  # the pairs of all documents before each one
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         ended.append(ended[-1] + _triangle(end - start))
     numbers = [bisect_right(starts, cut) - 1 for cut in cuts]
     return [ended[number] + _triangle(cut - starts[number]) for number, cut in zip(numbers, cuts, strict=True)]

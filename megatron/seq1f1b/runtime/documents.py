@@ -85,8 +85,8 @@ def documents_of_step(
         bits = torch.from_numpy(np.packbits(starts.numpy()))
     bits = bits if dist.get_backend(pipeline) == "gloo" else bits.to(device)
     if tensor.rank() == 0:
-        dist.broadcast(bits, group=pipeline, group_src=source)
-    dist.broadcast(bits, group=tensor, group_src=0)
+        dist.broadcast(bits, dist.get_global_rank(pipeline, source), group=pipeline)
+    dist.broadcast(bits, dist.get_global_rank(tensor, 0), group=tensor)
     starts = np.unpackbits(bits.cpu().numpy(), count=num_microbatches * of_batch[0] * of_batch[1]).reshape(shape)
     return [tuple(tuple(np.flatnonzero(row).tolist()) for row in batch) for batch in starts]
 

@@ -12,12 +12,14 @@ import torch
 
 import fake_flash
 from megatron.seq1f1b.model.attention import SegmentAttention
-from megatron.seq1f1b.model.kernels import KernelChoice, cuda
+from megatron.seq1f1b.model.documents import WithinDocuments
+from megatron.seq1f1b.model.kernels import KernelChoice, Packing, cuda
 from megatron.seq1f1b.model.kernels.cuda import CudaFlash
 from megatron.seq1f1b.model.kernels.flash_attn_2 import FlashAttention2
 from megatron.seq1f1b.model.kernels.flash_attn_4 import FlashAttention4
 from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.packing import PackedDocuments, within_documents
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 # Sequences, query heads, KV heads, head size of queries and keys, of values.
@@ -42,26 +44,34 @@ def named(operator, args, kwargs):
 
 
 def torch_operators(monkeypatch):
-    """PyTorch's operators, dense: batch first, no cumulative lengths, lengths that are those of the tensors."""
+    """PyTorch's operators: batch first with the lengths of the tensors, or packed with cumulative lengths."""
 
-    def check(call):
-        assert call.cum_seq_q is None and call.cum_seq_k is None
-        assert (call.max_q, call.max_k) == (call.query.shape[1], call.key.shape[1])
+    def packing(call):
         assert call.is_causal is True
+        lengths = call.cum_seq_q, call.cum_seq_k, call.max_q, call.max_k
+        if call.query.dim() == 3:
+            return lengths
+        assert lengths == (None, None, call.query.shape[1], call.key.shape[1])
 
     def forward(*args, **kwargs):
         call = named(torch.ops.aten._flash_attention_forward, args, kwargs)
-        check(call)
+        lengths = packing(call)
         assert call.return_debug_mask is False
         state = fake_flash.random_state(call.dropout_p)
-        results = fake_flash.forward(call.query, call.key, call.value, call.scale, call.dropout_p, state)
+        tensors = call.query, call.key, call.value
+        if lengths:
+            results = fake_flash.forward_packed(*tensors, lengths, call.scale, call.dropout_p, state)
+        else:
+            results = fake_flash.forward(*tensors, call.scale, call.dropout_p, state)
         return *results, state, torch.empty((), dtype=torch.uint64), torch.empty(0)
 
     def backward(*args, **kwargs):
         call = named(torch.ops.aten._flash_attention_backward, args, kwargs)
-        check(call)
+        lengths = packing(call)
         assert call.unused.shape == ()
         tensors = call.grad_out, call.query, call.key, call.value, call.out, call.logsumexp
+        if lengths:
+            return fake_flash.backward_packed(*tensors, lengths, call.scale, call.dropout_p, call.rng_state)
         return fake_flash.backward(*tensors, call.scale, call.dropout_p, call.rng_state)
 
     monkeypatch.setattr(cuda, "_flash", forward)
@@ -119,8 +129,71 @@ def flash_attention_2(monkeypatch):
             target.copy_(grad)
         return torch.empty(0)
 
+    def packed_forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
+    ):
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        assert causal and return_softmax is False
+        state = fake_flash.random_state(dropout_p)
+        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        output, logsumexp = fake_flash.forward_packed(q, k, v, packing, softmax_scale, dropout_p, state)
+        return output, logsumexp, torch.empty(0), state
+
+    def packed_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
+        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
+        assert causal and deterministic is False
+        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        tensors = dout, q, k, v, out, softmax_lse
+        grads = fake_flash.backward_packed(*tensors, packing, softmax_scale, dropout_p, rng_state)
+        for target, grad in zip((dq, dk, dv), grads, strict=True):
+            target.copy_(grad)
+        return torch.empty(0)
+
     provide(
-        monkeypatch, "flash_attn", "flash_attn_interface", _flash_attn_forward=forward, _flash_attn_backward=backward
+        monkeypatch,
+        "flash_attn",
+        "flash_attn_interface",
+        _flash_attn_forward=forward,
+        _flash_attn_backward=backward,
+        _flash_attn_varlen_forward=packed_forward,
+        _flash_attn_varlen_backward=packed_backward,
     )
     return FlashAttention2()
 
@@ -159,14 +232,14 @@ KERNELS = {"PyTorch": torch_operators, "flash-attn": flash_attention_2, "flash-a
 BOUNDS = [(0, 11), (11, 12), (12, 40)]
 
 
-def step(kernel, query, key, value, grad, dropout=0.0):
+def step(kernel, query, key, value, grad, dropout=0.0, documents=None):
     """Output and gradients of all segments, through the attention layer."""
     config = SimpleNamespace(
         kv_channels=query.shape[3], softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
     )
     layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda query, value, dropout: kernel))
     layer.context = SegmentContext()
-    segments = [Segment(0, i, start, end, len(query)) for i, (start, end) in enumerate(BOUNDS)]
+    segments = [Segment(0, i, start, end, len(query), documents) for i, (start, end) in enumerate(BOUNDS)]
     parts, outputs = [], []
     for segment in segments:
         parts.append([x[segment.start : segment.end].clone().requires_grad_() for x in (query, key, value)])
@@ -195,6 +268,18 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
     for result, expected in zip(step(kernel, *tensors), step(Unfused(), *tensors), strict=True):
         assert result.dtype == torch.bfloat16
         # Both compute in more than 16 bits and round once, gradients of earlier segments once per segment.
+        torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("documents", [((0,),), ((0, 5, 11, 25, 39),), ((0, 12, 13), (0, 30))], ids=str)
+@pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
+def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
+    kernel = provider(monkeypatch)
+    assert isinstance(within_documents(kernel, documents), PackedDocuments)
+    assert isinstance(within_documents(Unfused(), documents), WithinDocuments)
+    tensors = inputs((len(documents), 4, 2, 64, 64))
+    apart = step(Unfused(), *tensors, documents=documents)
+    for result, expected in zip(step(kernel, *tensors, documents=documents), apart, strict=True):
         torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
@@ -238,6 +323,17 @@ def test_calls_fit_the_operators_of_pytorch(start, groups):
         assert all(grad.shape == (start, batch, groups, size) for grad in grads.prefix)
     else:
         assert grads.prefix is None
+
+
+def test_packed_calls_fit_the_operators_of_pytorch():
+    query = torch.empty(30, 4, 64, dtype=torch.bfloat16, device="meta")
+    key, value = (torch.empty(50, 2, 64, dtype=torch.bfloat16, device="meta") for _ in "kv")
+    ends = torch.empty(4, dtype=torch.int32, device="meta")
+    packing = Packing(ends, ends, 20, 40)
+    output, saved = CudaFlash().forward_packed(query, key, value, packing, 0.125, 0.1)
+    assert output.shape == query.shape
+    grads = CudaFlash().backward_packed(output, query, key, value, output, saved, packing, 0.125, 0.1)
+    assert [x.shape for x in grads] == [query.shape, key.shape, value.shape]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron.seq1f1b.partition import (
     within_documents,
 )
 from megatron.seq1f1b.partition.cost import AnalyticTime
+from megatron.seq1f1b.partition.fitted_time import FittedTime
 
 MODEL = ModelShape(
     num_layers=32,
@@ -50,6 +51,16 @@ def test_one_document_costs_what_an_unpacked_sequence_does():
     packed = within_documents(COST, [(0,)], EVERY_TOKEN)
     for first, last in ((0, 96), (10, 20), (95, 96)):
         assert packed(first, last) == pytest.approx(COST(first, last))
+
+
+def test_measured_costs_tell_pairs_from_tokens():
+    """A fit of measurements that take 3 for a token and 0.5 for a pair: the same numbers as by formula."""
+    lengths = tuple(range(16, 128, 16))
+    per_token = tuple(3 + 0.5 * (length + 1) / 2 for length in lengths)
+    measured = within_documents(FittedTime(lengths, per_token, (0.0, 0.0, 0.0, 0.5)), DOCUMENTS, EVERY_TOKEN)
+    formula = within_documents(AnalyticTime(per_token=3.0, per_pair=0.5), DOCUMENTS, EVERY_TOKEN)
+    for first, last in ((0, 96), (0, 16), (3, 40), (30, 60), (60, 96)):
+        assert measured(first, last) == pytest.approx(formula(first, last))
 
 
 def packed(sequence_length, mean, count, seed=1):

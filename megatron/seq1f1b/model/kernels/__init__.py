@@ -1,6 +1,6 @@
 """Attention kernels: what a kernel must offer, and which one serves a tensor."""
 
 from .choice import KernelChoice
-from .interface import Gradients, Kernel
+from .interface import Gradients, Kernel, PackedKernel, Packing
 
-__all__ = ["Gradients", "Kernel", "KernelChoice"]
+__all__ = ["Gradients", "Kernel", "KernelChoice", "PackedKernel", "Packing"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .interface import Gradients
+from .interface import Gradients, Packing
 
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
@@ -15,20 +15,9 @@ class CudaFlash:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        length, batch, heads, size = query.shape
-        # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
-        output, logsumexp, *rng_state, _ = _flash(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            None,
-            None,
-            length,
-            key.shape[0],
-            dropout,
-            True,
-            False,
-            scale=scale,
-        )
-        return output.transpose(0, 1).reshape(length, batch, heads * size), (logsumexp, *rng_state)
+        lengths = None, None, query.shape[0], key.shape[0]
+        output, saved = _forward(*(x.transpose(0, 1) for x in (query, key, value)), lengths, scale, dropout)
+        return output.transpose(0, 1).flatten(2), saved
 
     def backward(
         self,
@@ -42,21 +31,53 @@ class CudaFlash:
         scale: float,
         dropout: float,
     ) -> Gradients:
-        logsumexp, *rng_state = saved
-        grads = _flash_backward(
-            *(x.reshape(query.shape).transpose(0, 1) for x in (grad_output, query)),
-            *(x.transpose(0, 1) for x in (key, value)),
-            output.reshape(query.shape).transpose(0, 1),
-            logsumexp,
-            None,
-            None,
-            query.shape[0],
-            key.shape[0],
-            dropout,
-            True,
-            *rng_state,
-            scale=scale,
-        )
+        lengths = None, None, query.shape[0], key.shape[0]
+        tensors = grad_output.reshape(query.shape), query, key, value, output.reshape(query.shape)
+        grads = _backward(*(x.transpose(0, 1) for x in tensors), saved, lengths, scale, dropout)
         grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads)
         prefix = (grad_key[:start], grad_value[:start]) if start else None
         return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return _forward(query, key, value, packing, scale, dropout)
+
+    def backward_packed(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        saved: tuple[Tensor, ...],
+        packing: Packing,
+        scale: float,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _backward(grad_output, query, key, value, output, saved, packing, scale, dropout)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, lengths: tuple, scale: float, dropout: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
+    output, logsumexp, *rng_state, _ = _flash(query, key, value, *lengths, dropout, True, False, scale=scale)
+    return output, (logsumexp, *rng_state)
+
+
+def _backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    saved: tuple[Tensor, ...],
+    lengths: tuple,
+    scale: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    logsumexp, *rng_state = saved
+    return _flash_backward(
+        grad_output, query, key, value, output, logsumexp, *lengths, dropout, True, *rng_state, scale=scale
+    )

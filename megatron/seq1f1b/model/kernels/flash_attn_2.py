@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .interface import Gradients
+from .interface import Gradients, Packing
 
 
 class FlashAttention2:
@@ -12,13 +12,12 @@ class FlashAttention2:
     def __init__(self) -> None:
         from flash_attn import flash_attn_interface
 
-        self._forward = flash_attn_interface._flash_attn_forward
-        self._backward = flash_attn_interface._flash_attn_backward
+        self._package = flash_attn_interface
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output, logsumexp, _, rng_state = self._forward(
+        output, logsumexp, _, rng_state = self._package._flash_attn_forward(
             *(x.transpose(0, 1) for x in (query, key, value)),
             **_common(scale, dropout),
             return_softmax=False,
@@ -40,7 +39,7 @@ class FlashAttention2:
         logsumexp, rng_state = saved
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        self._backward(
+        self._package._flash_attn_backward(
             grad_output.reshape(query.shape).transpose(0, 1),
             q,
             k,
@@ -55,6 +54,43 @@ class FlashAttention2:
         grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads)
         prefix = (grad_key[:start], grad_value[:start]) if start else None
         return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output, logsumexp, _, rng_state = self._package._flash_attn_varlen_forward(
+            query, key, value, *packing, **_common(scale, dropout), return_softmax=False
+        )
+        return output, (logsumexp, rng_state)
+
+    def backward_packed(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        saved: tuple[Tensor, ...],
+        packing: Packing,
+        scale: float,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logsumexp, rng_state = saved
+        grads = tuple(torch.empty_like(x) for x in (query, key, value))
+        self._package._flash_attn_varlen_backward(
+            grad_output,
+            query,
+            key,
+            value,
+            output,
+            logsumexp,
+            *grads,
+            *packing,
+            **_common(scale, dropout),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            rng_state=rng_state,
+        )
+        return grads
 
 
 def _common(scale: float, dropout: float) -> dict:

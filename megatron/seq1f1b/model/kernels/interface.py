@@ -1,6 +1,6 @@
 """What segment attention asks of a kernel."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -43,3 +43,40 @@ class Kernel(Protocol):
         dropout: float,
     ) -> Gradients:
         """Gradients in Megatron's shapes, contiguous or not."""
+
+
+class Packing(NamedTuple):
+    """Documents one after the other: where the queries and the keys of each end, and how many the longest has.
+
+    `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last of
+    the tokens that its keys span.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+    most_queries: int
+    most_keys: int
+
+
+@runtime_checkable
+class PackedKernel(Protocol):
+    """A kernel that can also do all documents in one call: query [t, h, d], key [u, g, d], value [u, g, d]."""
+
+    def forward_packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, dropout: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Output [t, h, d], and what `backward_packed` wants back."""
+
+    def backward_packed(
+        self,
+        grad_output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        saved: tuple[Tensor, ...],
+        packing: Packing,
+        scale: float,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value."""
