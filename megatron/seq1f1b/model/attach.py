@@ -61,6 +61,19 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
         follow_segments(router, context)
 
 
+def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's layers add the gradient of every unit to `main_grad`.
+
+    Where they write to it themselves (`gradient_accumulation_fusion`), they overwrite it with the gradient of the unit
+    that they are told goes forward first, and which in Megatron's schedules goes backward first too. Without their
+    cache of transposed weights, which saves nothing but in fp8, they are not told.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "disable_parameter_transpose_cache"):
+                module.disable_parameter_transpose_cache = True
+
+
 @contextmanager
 def weight_gradients_left_in(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside, the backward of Megatron's local linear layers, the output layer too, leaves weight gradients in `store`.
