@@ -7,7 +7,6 @@ of a segment is taken for a constant, a part per token, and a part per pair of a
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import mean, median
@@ -16,22 +15,6 @@ from typing import NamedTuple
 from ..partition import AnalyticTime, FitError, SplitError, StageCost
 from ..partition.least_squares import least_squares
 from ..schedule import Kind, Timeline, from_json
-
-
-@dataclass(frozen=True)
-class TracedTime:
-    """`time`, of segments of at least `shortest` tokens: shorter ones take as long, since kernels do not speed up for
-    fewer rows than were measured."""
-
-    time: AnalyticTime
-    shortest: int
-
-    def __call__(self, start: int, end: int) -> float:
-        return self.time(start, max(end, start + self.shortest))
-
-    def covers(self, other: "TracedTime") -> bool:
-        """Whether no segment takes longer by `other`."""
-        return self.time.covers(other.time) and self.shortest >= other.shortest
 
 
 class Point(NamedTuple):
@@ -93,8 +76,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
         forward, backward = map(fit_time, measured)
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
-        times = (TracedTime(time, min(lengths)) for time in (forward, backward, weight, forward + backward))
-        costs.append(StageCost(*times))
+        costs.append(StageCost(forward, backward, weight, forward + backward))
         for time, found in zip((forward, backward), measured, strict=True):
             errors += [abs(time(start, end) / seconds - 1) for start, end, seconds in found]
     return tuple(costs), FitError(mean(errors), max(errors))

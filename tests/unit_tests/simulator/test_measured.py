@@ -34,11 +34,6 @@ def test_costs_are_those_that_the_step_was_made_of(family):
     assert error.highest < 0.01
 
 
-def test_what_is_shorter_than_all_that_was_measured_takes_no_less():
-    costs, _ = traced_costs(timeline("1f1b"))
-    assert costs[0].total(2000, 2010) == costs[0].total(2000, 3248)
-
-
 def test_equal_segments_tell_a_part_per_pair_too():
     costs, _ = traced_costs(timeline("1f1b", (2048,) * 4, (2048,) * 4))
     made = analytic_costs(MODEL, LAYERS, CPU_CORE)
