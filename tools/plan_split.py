@@ -127,13 +127,15 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
             print(f"{strategy}: {error}.", file=sys.stderr)
     if args.sequence_split_profile is not None:
         found["profile"] = found.pop("balanced")
-    found["terapipe, free"] = terapipe(
-        args.seq_length,
-        slowest(costs),
-        len(costs),
-        multiple_of=multiple_of,
-        num_microbatches=args.num_microbatches,
-    )
+    # What segments cost that are shorter than those of a trace, nobody knows.
+    if args.sequence_split_profile is None or not is_trace(args.sequence_split_profile):
+        found["terapipe, free"] = terapipe(
+            args.seq_length,
+            slowest(costs),
+            len(costs),
+            multiple_of=multiple_of,
+            num_microbatches=args.num_microbatches,
+        )
     if args.sequence_split_file is not None:
         lengths = read_lengths(args.sequence_split_file)
         check_lengths(lengths, args.sequence_split_file, args.seq_length, None, multiple_of)

@@ -10,6 +10,7 @@ from .partition import (
     STRATEGIES_BY_DOCUMENTS,
     ModelShape,
     Rates,
+    SplitError,
     StageCost,
     analytic_costs,
     check_lengths,
@@ -85,6 +86,11 @@ class PipelineConfig:
 
     def best_num_segments(self, sequence_length: int) -> int:
         """The number of segments of the fastest split by TeraPipe's dynamic programme; raises SplitError."""
+        if self.split_profile is not None and is_trace(self.split_profile):
+            raise SplitError(
+                f"--sequence-split-profile {self.split_profile} is a trace, which does not tell what shorter segments "
+                "cost, so that --sequence-split-strategy terapipe cannot choose their number; give --sequence-splits"
+            )
         return len(
             terapipe(
                 sequence_length,
