@@ -584,7 +584,8 @@ def latent_experts_suite():
     """Both together, in chunks, on packed documents."""
     model = replace(latent(), layers=4).with_config(**dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config))
     cases = few_cases(("1f1b", "breadth-first"))
-    packed = [replace(case, packed=kind) for case, kind in zip(cases[:3], ("mask", "tokens", "cu_seqlens"), strict=True)]
+    forms = ("mask", "tokens", "cu_seqlens")
+    packed = [replace(case, packed=form) for case, form in zip(cases[:3], forms, strict=True)]
     yield model, Layout(pipeline=2, chunks=2), cases + packed
 
 
