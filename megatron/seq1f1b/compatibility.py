@@ -86,7 +86,11 @@ HONOURED = (
         "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
         "balance losses, z-loss and expert bias are those of the micro-batch, not of segments",
     ),
-    Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
+    Honoured(
+        "`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`",
+        "with `--rotary-percent`, `--rotary-interleaved`, `--use-rope-scaling`, `--no-rope-freq` and their kin",
+    ),
+    Honoured("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),
     Honoured("`--reset-position-ids`, `--eod-mask-loss`"),
     Honoured(

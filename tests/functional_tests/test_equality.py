@@ -24,6 +24,7 @@ RANKS = {
     "tp2-mla": 2,
     "pp2-moe": 2,
     "pp2-moe-losses": 2,
+    "pp2-mla-moe": 2,
     "pp1-moe-global": 1,
     "dp2-moe": 2,
     "pp2-dp2-moe": 4,

@@ -77,7 +77,11 @@ class _Tally:
 
     def chosen(self) -> Tensor:
         """Tokens of each expert, in the mean of the micro-batches; complete once all segments have gone forward."""
-        return (self._before + sum(self._chosen.values())) / self._microbatches
+        return (self._before + self.chosen_here()) / self._microbatches
+
+    def chosen_here(self) -> Tensor:
+        """Tokens of each expert in this micro-batch alone."""
+        return sum(self._chosen.values())
 
     def add(self, segment: Segment, probabilities: Tensor, is_new: bool) -> Tensor:
         """What a segment adds to Σ_experts chosen · probability; over all segments that is the whole.
@@ -170,9 +174,10 @@ def _note(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences:
     chosen, _, _ = get_tokens_per_expert_and_token_count(
         routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
     )
-    is_new = _tally(router, balance).note(router.segment_context.segment, chosen)
-    if is_new and balance.over_step:
-        router.global_tokens_per_expert += chosen
+    tally, segment = _tally(router, balance), router.segment_context.segment
+    is_new = tally.note(segment, chosen)
+    if is_new and segment.is_last and balance.over_step:
+        router.global_tokens_per_expert += tally.chosen_here()
     return is_new
 
 
@@ -183,7 +188,8 @@ def _tally(router: TopKRouter, balance: _Balance) -> _Tally:
         if not balance.over_step:
             return _Tally()
         router.ga_steps += 1
-        return _Tally(router.global_tokens_per_expert.clone(), router.ga_steps.clone())
+        dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # in 16-bit models they have 16 bits
+        return _Tally(*(x.to(dtype, copy=True) for x in (router.global_tokens_per_expert, router.ga_steps)))
 
     return router.segment_context.cache((router, balance), make)
 
