@@ -5,9 +5,9 @@
         --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
 
 The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and typical rates, or as
-measured (--sequence-split-profile, written by tools/profile_segments.py). Imbalance is the highest cost over the mean
-one. Step and bubble are those of the 1F1B schedule simulated with the costs of every stage and segment, messages left
-out. 'terapipe, free' is the dynamic programme without --sequence-splits.
+measured (--sequence-split-profile: a file of tools/profile_segments.py, or a trace that --pipeline-trace wrote).
+Imbalance is the highest cost over the mean one. Step and bubble are those of the 1F1B schedule simulated with the costs
+of every stage and segment, messages left out. 'terapipe, free' is the dynamic programme without --sequence-splits.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from megatron.seq1f1b.partition import (
     A100,
     CPU_CORE,
     STRATEGIES,
+    FitError,
     SplitError,
     StageCost,
     analytic_costs,
@@ -32,7 +33,7 @@ from megatron.seq1f1b.partition import (
     terapipe,
 )
 from megatron.seq1f1b.schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
-from megatron.seq1f1b.simulator import action_costs
+from megatron.seq1f1b.simulator import action_costs, is_trace, read_traced_costs
 from model_flags import add_model_flags, model_shape
 
 
@@ -80,14 +81,14 @@ def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
     """Costs in seconds on every stage."""
     layers = layers_per_stage(args)
     model, tensor_parallel_size = model_shape(args), args.tensor_model_parallel_size
+    if args.sequence_split_profile is not None and is_trace(args.sequence_split_profile):
+        costs, error = read_traced_costs(args.sequence_split_profile, len(layers))
+        print(f"From a trace; {fit_error(error)}.\n")
+        return costs
     if args.sequence_split_profile is not None:
         profile = read_profile(args.sequence_split_profile)
         check_profile(profile, args.sequence_split_profile, model, tensor_parallel_size)
-        error = profile.fit_error()
-        print(
-            f"Measured on {profile.device}; fit off by {100 * error.mean:.1f} % on average, "
-            f"{100 * error.highest:.1f} % at most.\n"
-        )
+        print(f"Measured on {profile.device}; {fit_error(profile.fit_error())}.\n")
         return profile.costs(layers)
     rates = CPU_CORE if args.device == "cpu" else A100
     share = replace(
@@ -97,6 +98,10 @@ def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
         attention_backward=rates.attention_backward * tensor_parallel_size,
     )
     return analytic_costs(model, layers, share, args.recompute)
+
+
+def fit_error(error: FitError) -> str:
+    return f"fit off by {100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most"
 
 
 def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, tuple[int, ...]]:
@@ -122,13 +127,15 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
             print(f"{strategy}: {error}.", file=sys.stderr)
     if args.sequence_split_profile is not None:
         found["profile"] = found.pop("balanced")
-    found["terapipe, free"] = terapipe(
-        args.seq_length,
-        slowest(costs),
-        len(costs),
-        multiple_of=multiple_of,
-        num_microbatches=args.num_microbatches,
-    )
+    # What segments cost that are shorter than those of a trace, nobody knows.
+    if args.sequence_split_profile is None or not is_trace(args.sequence_split_profile):
+        found["terapipe, free"] = terapipe(
+            args.seq_length,
+            slowest(costs),
+            len(costs),
+            multiple_of=multiple_of,
+            num_microbatches=args.num_microbatches,
+        )
     if args.sequence_split_file is not None:
         lengths = read_lengths(args.sequence_split_file)
         check_lengths(lengths, args.sequence_split_file, args.seq_length, None, multiple_of)

@@ -4,128 +4,19 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .compatibility import packs_documents, refusal, segments_are_possible
+from .config import PipelineConfig
 from .model_arguments import layers_per_stage, model_shape
-from .partition import (
-    A100,
-    CPU_CORE,
-    STRATEGIES,
-    STRATEGIES_BY_COST,
-    STRATEGIES_BY_DOCUMENTS,
-    ModelShape,
-    Rates,
-    StageCost,
-    analytic_costs,
-    check_lengths,
-    check_profile,
-    cut_sequence,
-    read_lengths,
-    read_profile,
-    slowest,
-    terapipe,
-)
-from .schedule import FAMILY_NAMES, Costs, Kind, Placement, Schedule, Shape, read_csv
-from .simulator import action_costs
-
-# The authors of Seq1F1B call equal lengths "average".
-_STRATEGY_ALIASES = {"average": "even"}
-
-# The families whose backwards come in two halves.
-_SPLIT_FAMILIES = ("auto", "zb-h1")
+from .partition import A100, CPU_CORE
+from .schedule import FAMILY_NAMES, Kind, Placement, Schedule, Shape, build
+from .split_arguments import add_split_arguments, set_number_of_splits, warn_of_short_segments
 
 # On failure the launcher ends all ranks as soon as one is gone; the others leave rank 0 the time to say why.
 _SECONDS_FOR_RANK_0 = 20
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """What our flags ask for. `schedule` is None if Megatron's own schedule is to run untouched, a path to read it.
-    `placement` is that of the model chunks, looped as Megatron builds them if a program does not build its own.
-
-    Segments are multiples of `segment_multiple` tokens. `model` is None if its sizes are not known. `layers_per_stage`
-    counts transformer layers in the order of depth; `split_file` takes the place of a strategy, `split_profile` that of
-    `rates`.
-    """
-
-    schedule: str | Path | None
-    placement: str
-    num_segments: int
-    split_strategy: str
-    split_file: Path | None
-    split_profile: Path | None
-    segment_multiple: int
-    model: ModelShape | None
-    layers_per_stage: tuple[int, ...]
-    recomputes_layers: bool
-    tensor_parallel_size: int
-    num_microbatches: int
-    rates: Rates
-    trace_directory: Path | None
-    trace_iterations: tuple[int, ...]
-
-    def read_schedule(self) -> str | Schedule | None:
-        """The name of a family, or the schedule in the file; raises OSError and ValueError."""
-        return read_csv(self.schedule) if isinstance(self.schedule, Path) else self.schedule
-
-    @property
-    def cuts_by_documents(self) -> bool:
-        """Whether packed sequences are cut micro-batch by micro-batch, each by its own documents."""
-        return self.split_file is None and self.split_strategy in STRATEGIES_BY_DOCUMENTS
-
-    def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
-        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences.
-
-        With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
-        follow those.
-        """
-        if self.split_file is not None:
-            lengths = read_lengths(self.split_file)
-            check_lengths(lengths, self.split_file, sequence_length, self.num_segments, self.segment_multiple)
-            return lengths
-        is_without_profile = self.split_strategy == "profile" and self.split_profile is None
-        has_costs = self.split_strategy in STRATEGIES_BY_COST and not is_without_profile
-        return cut_sequence(
-            self.split_strategy,
-            sequence_length,
-            self.num_segments,
-            self.segment_multiple,
-            self.model,
-            self.costs if has_costs else None,
-            self.rates.full_speed_rows,
-            self.num_microbatches,
-            documents,
-        )
-
-    def best_num_segments(self, sequence_length: int) -> int:
-        """The number of segments of the fastest split by TeraPipe's dynamic programme; raises SplitError."""
-        return len(
-            terapipe(
-                sequence_length,
-                slowest(self.costs),
-                num_stages=len(self.layers_per_stage),
-                multiple_of=self.segment_multiple,
-                num_microbatches=self.num_microbatches,
-            )
-        )
-
-    @cached_property
-    def costs(self) -> tuple[StageCost, ...]:
-        """The cost of a segment on every stage, measured if there is a profile; raises SplitError."""
-        if self.split_profile is None:
-            return analytic_costs(self.model, self.layers_per_stage, self.rates, self.recomputes_layers)
-        profile = read_profile(self.split_profile)
-        check_profile(profile, self.split_profile, self.model, self.tensor_parallel_size)
-        return profile.costs(self.layers_per_stage)
-
-    def action_costs(self, lengths: Sequence[int]) -> Costs:
-        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
-        return action_costs(self.costs, self.layers_per_stage, lengths)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -151,44 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Run the schedule in this file instead of a named one: a row for each pipeline rank, an action such as "
         "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell; see docs/schedules.md.",
     )
-    group.add_argument(
-        "--sequence-splits",
-        "--pipe-sp-splits",
-        type=int,
-        metavar="K",
-        help="Number of segments that every sequence is cut into. 4 is a good start: the bubble and the activation "
-        "memory shrink with K until the segments become too short to keep the device busy. Default: 1, sequences "
-        "stay whole.",
-    )
-    group.add_argument(
-        "--sequence-split-strategy",
-        "--pipe-sp-strategy",
-        type=lambda name: _STRATEGY_ALIASES.get(name, name),
-        choices=sorted(STRATEGIES),
-        default="even",
-        help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
-        "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
-        "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
-        "Where documents are packed and stay apart, it cuts each micro-batch by its own. "
-        "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
-        "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
-        "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
-        "Default: 'even' (also accepted as 'average').",
-    )
-    group.add_argument(
-        "--sequence-split-profile",
-        type=Path,
-        metavar="JSON",
-        help="Times of segments measured on your hardware by tools/profile_segments.py, for --sequence-split-strategy "
-        "profile, balanced and terapipe.",
-    )
-    group.add_argument(
-        "--sequence-split-file",
-        type=Path,
-        metavar="FILE",
-        help="The lengths of the segments in tokens, first to last, as a JSON list or as text such as '4096 2048 "
-        "2048', instead of a strategy. They must add up to --seq-length; --sequence-splits may be left out.",
-    )
+    add_split_arguments(group)
     group.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -199,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--pipeline-trace",
         type=Path,
         metavar="DIR",
-        help="Write when each forward and backward of the iterations of --pipeline-trace-iterations ran, and the peak "
-        "memory of each pipeline rank, to one JSON file per iteration in DIR; tools/plot_schedule.py draws it. Works "
-        "for Megatron's own schedules too.",
+        help="Write when each forward and backward of the iterations of --pipeline-trace-iterations ran, the gradient "
+        "reductions and parameter gatherings beside them, and the peak memory of each pipeline rank, to one JSON file "
+        "per iteration in DIR; tools/plot_schedule.py draws it. Works for Megatron's own schedules too.",
     )
     group.add_argument(
         "--pipeline-trace-iterations",
@@ -265,7 +119,7 @@ def validate(args: argparse.Namespace) -> None:
 def problem(args: argparse.Namespace) -> str | None:
     """Why the flags cannot be honoured, in one sentence without its full stop, or None."""
     try:
-        _set_number_of_splits(args)
+        set_number_of_splits(args, pipeline_config)
         config = pipeline_config(args)
         schedule = config.read_schedule()
         if schedule is None:
@@ -275,8 +129,8 @@ def problem(args: argparse.Namespace) -> str | None:
         return str(error).rstrip(".")
     message = _misfit(schedule.shape, args) if isinstance(schedule, Schedule) else None
     message = message or refusal(args, config.num_segments > 1, _splits_backwards(schedule))
-    if message is None:
-        _warn_of_short_segments(args, lengths)
+    if message is None and _on_cpu(args) and _is_rank_0():
+        warn_of_short_segments(lengths)
     return message
 
 
@@ -305,9 +159,9 @@ def _words(shape: Shape) -> str:
 
 
 def _splits_backwards(schedule: str | Schedule) -> bool:
-    if isinstance(schedule, Schedule):
-        return any(action.kind is Kind.W for actions in schedule.ranks for action in actions)
-    return schedule in _SPLIT_FAMILIES
+    if isinstance(schedule, str):
+        schedule = build(schedule, Shape(Placement(2), num_microbatches=2))  # as all of its family
+    return any(action.kind is Kind.W for actions in schedule.ranks for action in actions)
 
 
 def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
@@ -357,27 +211,6 @@ def _family(args: argparse.Namespace) -> str | None:
     if args.pipeline_schedule is None and args.sequence_splits is not None:
         return "1f1b"
     return args.pipeline_schedule
-
-
-def _set_number_of_splits(args: argparse.Namespace) -> None:
-    """A file gives the number of segments, and TeraPipe's programme finds it, where --sequence-splits does not."""
-    if args.sequence_splits is not None:
-        return
-    if args.sequence_split_file is not None:
-        args.sequence_splits = len(read_lengths(args.sequence_split_file))
-    elif args.sequence_split_strategy == "terapipe":
-        args.sequence_splits = pipeline_config(args).best_num_segments(args.seq_length)
-
-
-def _warn_of_short_segments(args: argparse.Namespace, lengths: tuple[int, ...]) -> None:
-    if len(lengths) > 1 and min(lengths) < CPU_CORE.full_speed_rows and _on_cpu(args) and _is_rank_0():
-        print(
-            f"warning: the shortest segment has {min(lengths)} tokens; on a CPU attention is up to 2.3 times slower "
-            f"for segments of less than {CPU_CORE.full_speed_rows}. Fewer --sequence-splits or a longer --seq-length "
-            "avoid that.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def _num_microbatches(args: argparse.Namespace) -> int:

@@ -83,8 +83,8 @@ HONOURED = (
     Honoured("`--group-query-attention`", "KV heads are never expanded"),
     Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
     Honoured(
-        "`--num-experts`, `--expert-model-parallel-size`, shared experts, `--moe-router-enable-expert-bias`",
-        "balance losses are taken over each segment, by its share of the tokens; all else, the z-loss too, is the same",
+        "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
+        "balance losses, z-loss and expert bias are those of the micro-batch, not of segments",
     ),
     Honoured("`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`"),
     Honoured("`--untie-embeddings-and-output-weights`, tied embeddings"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import cpu
 
 if TYPE_CHECKING:  # these import Megatron, which has to wait until the CPU redirects are in place
-    from .arguments import PipelineConfig
+    from .config import PipelineConfig
     from .runtime import Packing, Tracer
 
 

@@ -57,7 +57,7 @@ class LibrarySchedule:
             config.num_segments,
             cache(config.cut),
             tracer=tracer,
-            costs=config.action_costs,
+            costs=None if config.model is None else config.action_costs,
             placement=config.placement,
         )
 

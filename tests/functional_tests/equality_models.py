@@ -31,14 +31,11 @@ class Model:
     gpt: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def balance(self) -> tuple[str, ...]:
-        """The balance losses of its experts."""
-        return dict(self.config).get("moe_router_load_balancing_type", ())
-
-    @property
     def auxiliary(self) -> tuple[str, ...]:
         """The losses of its experts."""
-        return self.balance + (("z_loss",) if dict(self.config).get("moe_z_loss_coeff") else ())
+        config = dict(self.config)
+        z_loss = ("z_loss",) if config.get("moe_z_loss_coeff") else ()
+        return config.get("moe_router_load_balancing_type", ()) + z_loss
 
     def with_config(self, **values: Any) -> "Model":
         return replace(self, config=options(**(dict(self.config) | values)))

@@ -20,7 +20,7 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from equality_experts import balance_by_segment, logged, set_biases  # noqa: E402
+from equality_experts import logged, set_biases  # noqa: E402
 from equality_models import SEQUENCE, VOCABULARY, Model, balanced, latent, mixture, positions, variants  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
@@ -329,15 +329,12 @@ class References:
         chunks = None
         found = []
         for case in cases:
-            depends_on_segments = case.mask == "segment" or model.balance
-            key = model, ranks, case.m, case.mask, case.lengths if depends_on_segments else None, case.packed
+            key = model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None, case.packed
             if key not in self._found:
                 chunks = chunks or build(model, ranks)
                 whole = replace(case, m=case.m * replicas_of(layout))
-                with balance_by_segment(chunks, case.lengths):
-                    trained = run(forward_backward_no_pipelining, chunks, whole, 0, 1)
                 self._found[key] = (
-                    *trained,
+                    *run(forward_backward_no_pipelining, chunks, whole, 0, 1),
                     logged(whole.m, model.layers, model.auxiliary),
                     run(forward_backward_no_pipelining, chunks, whole, 0, 1, forward_only=True)[0],
                 )
@@ -583,7 +580,8 @@ def router_losses_suite():
 
 def global_balance_suite():
     """On one rank: the counts of the reference's replicas, which all see the same tokens, would add up."""
-    yield balanced("global_aux_loss"), Layout(), few_cases()
+    for recompute in (None, "full"):
+        yield replace(balanced("global_aux_loss"), recompute=recompute), Layout(), few_cases()
 
 
 def expert_parallel_suite(layout: Layout):
@@ -593,7 +591,8 @@ def expert_parallel_suite(layout: Layout):
 
 
 def experts_tensor_suite():
-    layout, model = Layout(tensor=2, sequence_parallel=True), mixture(moe_z_loss_coeff=0.1)
+    layout = Layout(tensor=2, sequence_parallel=True)
+    model = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
     yield model, layout, few_cases(("zb-h1",))
     model = replace(model, per_token_loss=True).with_config(moe_token_dispatcher_type="alltoall")
     yield model, replace(layout, expert=2, expert_tensor=1), few_cases()

@@ -190,6 +190,48 @@ def check_chunks_in_a_v(world, alone) -> None:
         assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
 
 
+class FusedLinear(torch.nn.Linear):
+    """As Transformer Engine's layers do in Megatron: adds to `main_grad`, but overwrites it for the first unit."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, HIDDEN, bias=False)
+        self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
+        self.weight.main_grad = torch.zeros_like(self.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        is_first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+        self.is_first_microbatch = False
+        output = torch.nn.functional.linear(tokens, self.weight.detach())
+        output.requires_grad_()
+        output.register_hook(lambda gradient: self.gather(tokens.detach(), gradient, not is_first))
+        return output
+
+    def gather(self, tokens: torch.Tensor, gradient: torch.Tensor, accumulate: bool) -> None:
+        product = gradient.flatten(0, 1).t() @ tokens.flatten(0, 1)
+        self.weight.main_grad.copy_(self.weight.main_grad * accumulate + product)
+
+
+def check_every_unit_adds_to_fused_gradients(world, alone) -> None:
+    """In its first step, with the first segment that goes forward last to go backward, and with whole sequences."""
+
+    def step(data_iterator, model):
+        return model(next(data_iterator).transpose(0, 1)), lambda output: (
+            output.square().sum(),
+            torch.tensor(output.numel()),
+            {},
+        )
+
+    found = []
+    for k in (1, 2, 4):
+        model = stage(alone)
+        torch.manual_seed(1)
+        model.linear = FusedLinear()
+        run(executor(k=k), model, step, pg_collection=groups(alone, alone), data_iterator=[Counted()])
+        assert model.linear.disable_parameter_transpose_cache == (k > 1)
+        found.append(model.linear.weight.main_grad)
+    assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2]) and found[0].any()
+
+
 class Counted:
     """Batches [b, n, h], the sequences first as in Megatron's data sets, and how many were read."""
 

@@ -12,7 +12,17 @@ from megatron.seq1f1b.arguments import (
     validate,
     wants_segment_attention,
 )
-from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement, Shape, build, write_csv
+from megatron.seq1f1b.schedule import (
+    FAMILY_NAMES,
+    Kind,
+    Placement,
+    Shape,
+    Timeline,
+    build,
+    simulate,
+    write_csv,
+    write_timeline,
+)
 
 MEGATRON = dict(
     num_layers=32,
@@ -107,9 +117,11 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron,
 
 
 def test_weight_gradients_apart_need_the_local_layers():
-    validate(parsed("--pipeline-schedule", "1f1b", transformer_impl="transformer_engine"))
-    with pytest.raises(SystemExit):
-        validate(parsed("--pipeline-schedule", "zb-h1", transformer_impl="transformer_engine"))
+    for family in {*FAMILY_NAMES} - {"auto", "zb-h1"}:
+        validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
+    for family in ("auto", "zb-h1"):
+        with pytest.raises(SystemExit):
+            validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
 
 
 def test_every_family_can_be_asked_for():
@@ -189,6 +201,12 @@ def test_balanced_looks_at_the_slowest_stage():
     assert whole[0] > pipeline[0] > 8192 > pipeline[-1] > whole[-1]
 
 
+def test_auto_is_given_the_costs_of_the_stages():
+    costs = pipeline_config(parsed("--sequence-splits", "4", "--pipeline-schedule", "auto")).action_costs((4096,) * 4)
+    forwards = [costs.duration(Kind.F, 1, segment) for segment in range(4)]
+    assert forwards == sorted(forwards) and forwards[0] < forwards[-1]
+
+
 def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, capsys):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     validate(args)
@@ -207,6 +225,27 @@ def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, cap
     with pytest.raises(SystemExit):
         validate(parsed("--sequence-split-file", str(path), qk_clip=True))
     assert "--qk-clip" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
+
+
+def test_a_trace_is_a_profile_of_as_many_segments_as_one_asks_for(tmp_path, capsys):
+    config = pipeline_config(parsed("--sequence-splits", "4"))
+    costs = config.action_costs((4096,) * 4)
+    step = simulate(build("1f1b", Shape(Placement(2), 3, 4)), costs)
+    path = tmp_path / "iteration-3-pipeline-0.json"
+    write_timeline(Timeline(step.shape, step.ranks, "s", {"segment_lengths": [4096] * 4}), path)
+    flags = ("--sequence-split-strategy", "profile", "--sequence-split-profile", str(path))
+    # Of experts and tensor parallelism a trace need not know.
+    args = parsed("--sequence-splits", "3", *flags, num_experts=8, tensor_model_parallel_size=2)
+    validate(args)
+    first, second, third = pipeline_config(args).cut(16384)
+    assert first > second > third
+
+    with pytest.raises(SystemExit):
+        validate(parsed("--sequence-splits", "3", *flags, pipeline_model_parallel_size=4))
+    assert "it has 2 stages, the model 4" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        validate(parsed("--sequence-split-strategy", "terapipe", *flags[2:]))
+    assert "give --sequence-splits" in capsys.readouterr().err
 
 
 def test_the_profile_strategy_needs_a_profile(capsys):

@@ -35,7 +35,7 @@ class KeepsRecorder:
         self._latest: Recorder | None = None
 
     @contextmanager
-    def step(self, schedule, shape, group, device) -> Iterator[Recorder]:
+    def step(self, schedule, shape, group, device, lengths) -> Iterator[Recorder]:
         self._latest = Recorder(device)
         yield self._latest
 

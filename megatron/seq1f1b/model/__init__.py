@@ -1,7 +1,13 @@
 """A Megatron model on one segment: attention with a KV cache, positions that start where the segment
 starts, weight gradients apart from input gradients."""
 
-from .attach import attach, collectives_watched, use_segment_attention, weight_gradients_left_in
+from .attach import (
+    add_up_all_weight_gradients,
+    attach,
+    collectives_watched,
+    use_segment_attention,
+    weight_gradients_left_in,
+)
 from .documents import Documents
 from .segment import Segment, SegmentContext
 from .weight_gradient import WeightGradientStore
@@ -11,6 +17,7 @@ __all__ = [
     "Segment",
     "SegmentContext",
     "WeightGradientStore",
+    "add_up_all_weight_gradients",
     "attach",
     "collectives_watched",
     "use_segment_attention",

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from .attention import SegmentAttention
-from .experts import weigh_losses
+from .experts import follow_segments
 from .kernels import KernelChoice
 from .segment import SegmentContext
 from .weight_gradient import WeightGradientStore, deferring
@@ -58,7 +58,20 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
                 rotary.get_cached_cos_sin = partial(_from_segment_start, rotary, rotary.get_cached_cos_sin)
         rotary.segment_context = context
     for router in _modules(chunks, TopKRouter):
-        weigh_losses(router, context)
+        follow_segments(router, context)
+
+
+def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's layers add the gradient of every unit to `main_grad`.
+
+    Where they write to it themselves (`gradient_accumulation_fusion`), they overwrite it with the gradient of the unit
+    that they are told goes forward first, and which in Megatron's schedules goes backward first too. Without their
+    cache of transposed weights, which saves nothing but in fp8, they are not told.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "disable_parameter_transpose_cache"):
+                module.disable_parameter_transpose_cache = True
 
 
 @contextmanager

@@ -1,86 +1,214 @@
-"""The auxiliary losses of a mixture of experts, on one segment.
+"""The auxiliary losses of a mixture of experts, cut into segments.
 
-A router sends every token to its experts by that token alone, so segments change nothing there. The losses that it adds
-to the model's own, for balance and for small logits, are means over the tokens of one forward, here of one segment.
-Each counts by the segment's share of its micro-batch, n of S tokens, in the gradient and in the log: the sum over the
-segments is then again a mean over the tokens of the micro-batch, however it is cut. For the z-loss, a mean of something
-that each token has, it is the very same; balance is then asked of every segment instead of the micro-batch.
+A router sends every token to its experts by that token alone, so segments change nothing there. But it adds losses that
+are taken over all tokens of a forward. The z-loss is a mean of something that each token has, so each segment adds its
+share. A balance loss is a product of two sums over tokens, of the tokens that each expert got and of the probabilities
+that it had:
+
+    loss = factor · Σ_experts (Σ_tokens chosen) · (Σ_tokens probability)
+
+(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The first sum has no gradient; what every probability has to
+be multiplied with is the count over the whole micro-batch, which is known when its first backward starts, since all its
+segments have gone forward by then. So the gradients are those of the unsegmented loss.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.transformer.moe.moe_utils import z_loss_func
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
+    z_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .segment import SegmentContext
+from .segment import Segment, SegmentContext
 
 
-def weigh_losses(router: TopKRouter, context: SegmentContext) -> None:
-    """Make the auxiliary losses of `router` count by the share that the running segment of `context` has."""
+class _Balance(NamedTuple):
+    """A balance loss of Megatron: over what it is taken, and how it is logged."""
+
+    kind: str
+    method: str
+    logged_as: str
+    by_sequence: bool = False
+    over_step: bool = False
+
+
+_BALANCES = (
+    _Balance("aux_loss", "_apply_aux_loss", "load_balancing_loss"),
+    _Balance("seq_aux_loss", "_apply_seq_aux_loss", "seq_load_balancing_loss", by_sequence=True),
+    _Balance("global_aux_loss", "_apply_global_aux_loss", "global_load_balancing_loss", over_step=True),
+)
+
+
+def follow_segments(router: TopKRouter, context: SegmentContext) -> None:
+    """Give `router` losses that are those of the micro-batch whose segments `context` runs."""
     if not hasattr(router, "segment_context"):
-        router.attach_and_log_load_balancing_loss = partial(_attach, router, router.attach_and_log_load_balancing_loss)
-        router.apply_z_loss = partial(_apply_z_loss, router)
-        if router.ga_steps is not None:
-            router.microbatches_seen = 0.0
-            router._apply_global_aux_loss = partial(_apply_global_loss, router, router._apply_global_aux_loss)
-            router.reset_global_aux_loss_tracker = partial(
-                _reset_global_loss, router, router.reset_global_aux_loss_tracker
-            )
+        router.apply_z_loss = partial(_apply_z_loss, router, router.apply_z_loss)
+        router.routing = partial(_routing, router, router.routing)
+        for balance in _balances(router):
+            setattr(router, balance.method, partial(_apply_balance, router, balance, getattr(router, balance.method)))
     router.segment_context = context
 
 
-def _share(router: TopKRouter) -> float:
-    segment = router.segment_context.segment
-    return 1.0 if segment is None else segment.length / segment.sequence_length
+class _Tally:
+    """What a balance loss has seen of one micro-batch.
+
+    `before` are the tokens of each expert in micro-batches that are averaged with this one, `microbatches` the number
+    of all of them.
+    """
+
+    def __init__(self, before: Tensor | float = 0.0, microbatches: Tensor | float = 1.0) -> None:
+        self._before = before
+        self._microbatches = microbatches
+        self._chosen: dict[int, Tensor] = {}
+        self._probabilities: Tensor | float = 0.0
+
+    def note(self, segment: Segment, chosen: Tensor) -> bool:
+        """Note the tokens that each expert got from a segment; False if that had been done."""
+        is_new = segment.index not in self._chosen
+        self._chosen[segment.index] = chosen
+        return is_new
+
+    def chosen(self) -> Tensor:
+        """Tokens of each expert, in the mean of the micro-batches; complete once all segments have gone forward."""
+        return (self._before + sum(self._chosen.values())) / self._microbatches
+
+    def add(self, segment: Segment, probabilities: Tensor, is_new: bool) -> Tensor:
+        """What a segment adds to Σ_experts chosen · probability; over all segments that is the whole.
+
+        The probabilities meet the counts that are known, and new counts the probabilities of before.
+        """
+        added = (probabilities * self.chosen()).sum()
+        if is_new:
+            added = added + (self._probabilities * self._chosen[segment.index]).sum() / self._microbatches
+        self._probabilities = self._probabilities + probabilities
+        return added
 
 
-def _attach(
+class _Product(torch.autograd.Function):
+    """A segment's part of a balance loss; in the backward its probabilities meet the counts of all segments."""
+
+    @staticmethod
+    def forward(
+        ctx, probabilities: Tensor, tally: _Tally, segment: Segment, is_new: bool, factor: float, release: Callable
+    ) -> Tensor:
+        ctx.tally, ctx.factor, ctx.dtype = tally, factor, probabilities.dtype
+        ctx.release = release if segment.is_first else None
+        return tally.add(segment, probabilities, is_new) * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        if ctx.release is not None:
+            ctx.release()
+        return (grad_output * ctx.factor * ctx.tally.chosen()).to(ctx.dtype), None, None, None, None, None
+
+
+def _apply_balance(
     router: TopKRouter,
-    attach: Callable[..., Tensor],
-    activation: Tensor,
-    coefficient: float,
-    loss: Tensor,
-    *args: Any,
-    valid_token_count: int | Tensor | None = None,
+    balance: _Balance,
+    of_whole_sequences: Callable[..., Tensor],
+    probs: Tensor,
+    scores: Tensor,
+    routing_map: Tensor,
+    *shape: int,
     **kwargs: Any,
 ) -> Tensor:
-    """Attach the segment's share of `loss`, and log it.
-
-    With --calculate-per-token-loss Megatron multiplies by the number of tokens, which is then that of the micro-batch.
-    """
-    share = _share(router)
-    tokens = activation.shape[0] if valid_token_count is None else valid_token_count
-    return attach(activation, coefficient, loss * share, *args, valid_token_count=tokens / share, **kwargs)
-
-
-def _apply_z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-    """Megatron's z-loss, attached as its other losses are; its own method logs a value that cannot be weighed."""
-    coefficient = router.config.moe_z_loss_coeff
-    if coefficient is None or not (router.training and torch.is_grad_enabled()):
-        return logits
-    # The mean over the ranks that share the tokens of a sequence; the log sums over them.
-    loss = z_loss_func(logits, coefficient / router.tp_cp_group.size(), padding_mask)
-    tokens = None if padding_mask is None else (~padding_mask).sum()
+    """Attach a balance loss to `probs` and log it; all arguments are [tokens, experts]."""
+    segment = router.segment_context.segment
+    if segment is None or segment.is_whole_sequence:
+        return of_whole_sequences(probs, scores, routing_map, *shape, **kwargs)
+    assert not kwargs.get("with_padding_mask"), "padding masks are not cut into segments"
+    context, group = router.segment_context, _group(router, balance)
+    sequences = shape[1] if balance.by_sequence else 1
+    is_new = _note(router, balance, routing_map, sequences)
+    tally, release = _tally(router, balance), partial(context.release, (router, balance), segment.microbatch)
+    # In the whole micro-batch; of a sequence where the loss is taken by sequence.
+    tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
+    coefficient = router.get_aux_loss_coeff(balance.kind)
+    factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
+    probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
+    loss = _Product.apply(probabilities, tally, segment, is_new, factor, release) / sequences
     return router.attach_and_log_load_balancing_loss(
-        logits, coefficient, loss, "z_loss", router.tp_cp_group, valid_token_count=tokens
+        probs,
+        coefficient,
+        loss,
+        balance.logged_as,
+        group,
+        needs_dp_avg=not balance.over_step,
+        valid_token_count=tokens * sequences,
     )
 
 
-def _apply_global_loss(router: TopKRouter, apply: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Megatron takes the mean of the tokens that experts got over the `ga_steps` forwards of this step.
+def _routing(
+    router: TopKRouter, routing: Callable[..., Any], logits: Tensor, padding_mask: Tensor | None = None
+) -> Any:
+    """With recomputation Megatron adds losses when it computes again, but other segments need the counts before."""
+    context = router.segment_context
+    is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
+    segment = context.segment
+    if segment is not None and not segment.is_whole_sequence and is_computed_again and _balances(router):
+        chosen, _ = compute_routing_scores_for_aux_loss(
+            logits.view(-1, router.num_experts),
+            router.topk,
+            router.score_function,
+            fused=router.config.moe_router_fusion,
+        )
+        for balance in _balances(router):
+            _note(router, balance, chosen, logits.shape[1] if balance.by_sequence else 1)
+    return routing(logits, padding_mask=padding_mask)
 
-    The forwards of before count here as so many of the length of the running segment.
-    """
-    share = _share(router)
-    router.ga_steps.fill_(router.microbatches_seen / share)
-    router.microbatches_seen += share
-    return apply(*args, **kwargs)
+
+def _note(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> bool:
+    """Note how many tokens of the running segment each expert got; False if that had been done."""
+    chosen, _, _ = get_tokens_per_expert_and_token_count(
+        routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
+    )
+    is_new = _tally(router, balance).note(router.segment_context.segment, chosen)
+    if is_new and balance.over_step:
+        router.global_tokens_per_expert += chosen
+    return is_new
 
 
-def _reset_global_loss(router: TopKRouter, reset: Callable[[], None]) -> None:
-    router.microbatches_seen = 0.0
-    reset()
+def _tally(router: TopKRouter, balance: _Balance) -> _Tally:
+    """Of the running micro-batch."""
+
+    def make() -> _Tally:
+        if not balance.over_step:
+            return _Tally()
+        router.ga_steps += 1
+        return _Tally(router.global_tokens_per_expert.clone(), router.ga_steps.clone())
+
+    return router.segment_context.cache((router, balance), make)
+
+
+def _apply_z_loss(
+    router: TopKRouter,
+    of_whole_sequences: Callable[..., Tensor],
+    logits: Tensor,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Attach the segment's share of the z-loss to `logits` and log it, as it is done for balance losses."""
+    segment, coefficient = router.segment_context.segment, router.config.moe_z_loss_coeff
+    if segment is None or coefficient is None or not (router.training and torch.is_grad_enabled()):
+        return of_whole_sequences(logits, padding_mask=padding_mask)
+    share = segment.length / segment.sequence_length
+    # A mean over the ranks that share the tokens of a sequence, while the log sums over them.
+    loss = z_loss_func(logits, share * coefficient / router.tp_cp_group.size(), padding_mask)
+    return router.attach_and_log_load_balancing_loss(
+        logits, coefficient, loss, "z_loss", router.tp_cp_group, valid_token_count=logits.shape[0] / share
+    )
+
+
+def _balances(router: TopKRouter) -> list[_Balance]:
+    return [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance.kind) > 0]
+
+
+def _group(router: TopKRouter, balance: _Balance) -> torch.distributed.ProcessGroup:
+    return router.tp_dp_cp_group if balance.over_step else router.tp_cp_group

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .documents import Documents
-from .kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Segment:
 
 
 class SegmentContext:
-    """The running segment, and the keys and values of the micro-batches in flight.
+    """The running segment, and what layers keep of the micro-batches in flight, keys and values above all.
 
     It is set around the forward and around the backward of a unit: activation recomputation runs a forward inside the
     backward. Between units there is no running segment, and modules treat their input as whole sequences.
@@ -50,7 +49,7 @@ class SegmentContext:
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.keeps_for_backward = True
-        self._caches: dict[tuple[Any, int], KVCache] = {}
+        self._caches: dict[tuple[Any, int], Any] = {}
 
     @contextmanager
     def running(self, segment: Segment, keeps_for_backward: bool) -> Iterator[None]:
@@ -61,15 +60,15 @@ class SegmentContext:
         finally:
             self.segment = None
 
-    def cache(self, layer: Any, make: Callable[[], KVCache]) -> KVCache:
-        """The cache of `layer` for the running micro-batch, made at its first segment."""
+    def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
+        """What `layer` keeps of the running micro-batch from segment to segment, made at the first."""
         key = (layer, self.segment.microbatch)
         if key not in self._caches:
             self._caches[key] = make()
         return self._caches[key]
 
     def release(self, layer: Any, microbatch: int) -> None:
-        """Forget the cache of `layer` for `microbatch`."""
+        """Forget what `layer` keeps of `microbatch`."""
         del self._caches[layer, microbatch]
 
     def clear(self) -> None:
@@ -78,4 +77,4 @@ class SegmentContext:
 
     def assert_empty(self) -> None:
         """No keys, values or gradients outlive a step."""
-        assert not self._caches, f"{len(self._caches)} KV caches outlived the step"
+        assert not self._caches, f"{len(self._caches)} caches outlived the step"

@@ -4,7 +4,7 @@ Start with cut (the strategies) and cost (what a segment costs on a stage).
 """
 
 from .balanced import balanced, segment_costs
-from .cost import StageCost, Time, analytic_costs, slowest
+from .cost import AnalyticTime, StageCost, Time, analytic_costs, slowest
 from .cut import STRATEGIES, STRATEGIES_BY_COST, STRATEGIES_BY_DOCUMENTS, cut_sequence
 from .documents import balanced_by_documents, within_documents
 from .errors import SplitError
@@ -23,6 +23,7 @@ __all__ = [
     "STRATEGIES",
     "STRATEGIES_BY_COST",
     "STRATEGIES_BY_DOCUMENTS",
+    "AnalyticTime",
     "Experts",
     "FitError",
     "LatentAttention",

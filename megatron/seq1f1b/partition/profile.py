@@ -111,7 +111,7 @@ def read_profile(path: str | Path) -> Profile:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         model = data["model"]
         if model.get("latent") or model.get("experts"):
-            raise ValueError("layers with experts or latent attention are not measured yet")
+            raise ValueError("layers with experts or latent attention are measured by a trace of a run instead")
         profile = Profile(
             data["device"],
             ModelShape(**{**model, "expert_layers": ()}),
@@ -140,5 +140,5 @@ def check_profile(profile: Profile, path: str | Path, model: ModelShape, tensor_
         what = ", ".join(f"{name} {measured[name]} instead of {wanted[name]}" for name in different)
         raise SplitError(
             f"--sequence-split-profile {path} was measured on another model ({what}); measure this one with "
-            "tools/profile_segments.py"
+            "tools/profile_segments.py, or give a trace that --pipeline-trace wrote in a run of it"
         )

@@ -18,11 +18,12 @@ from ..model import (
     Segment,
     SegmentContext,
     WeightGradientStore,
+    add_up_all_weight_gradients,
     attach,
     collectives_watched,
     weight_gradients_left_in,
 )
-from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
+from ..schedule import Action, Channel, Costs, Kind, Placement, Schedule, Shape
 from .agreement import check_agreement
 from .communication import Communicator
 from .data import SegmentIterator
@@ -125,6 +126,8 @@ class PipelineExecutor:
         # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
         if self._num_segments > 1 or self._packing is not None:
             attach(chunks, self._context)
+        if _another_goes_backward_first(actions):
+            add_up_all_weight_gradients(chunks)
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -167,7 +170,9 @@ class PipelineExecutor:
         splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
         tracing = nullcontext()
         if self._tracer is not None and not forward_only:
-            tracing = self._tracer.step(self._plan.name, shape, pipeline, device)
+            follows = self._packing is not None and self._packing.cut is not None
+            lengths = None if follows else self._lengths(seq_length)
+            tracing = self._tracer.step(self._plan.name, shape, pipeline, device, lengths)
         try:
             with splitting, tracing as recorder, ExitStack() as watching:
                 if recorder is not None:
@@ -242,6 +247,20 @@ class PipelineExecutor:
         if plan not in self._agreed:
             check_agreement(plan)
             self._agreed.add(plan)
+
+
+def _another_goes_backward_first(actions: Sequence[Action]) -> bool:
+    """Whether a chunk's first forward and its first weight gradient are of different units, as with segments."""
+    firsts: dict[int, Action] = {}
+    seen = set()
+    for action in actions:
+        if action.kind is Kind.F:
+            firsts.setdefault(action.stage, action)
+        elif action.kind in (Kind.B, Kind.W) and action.stage not in seen:
+            seen.add(action.stage)
+            if firsts[action.stage] != action._replace(kind=Kind.F):
+                return True
+    return False
 
 
 def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:

@@ -1,0 +1,103 @@
+"""What segments cost on the stages of a model, from the trace of a step that ran (`--pipeline-trace`).
+
+It is the user's own run: tensor parallelism, experts, any kind of attention and of hardware are in the times. The time
+of a segment is taken for a constant, a part per token, and a part per pair of a query and a key that it sees.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, combinations
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+from ..partition import AnalyticTime, FitError, SplitError, StageCost
+from ..partition.least_squares import least_squares
+from ..schedule import Kind, Timeline, from_json
+
+
+class Point(NamedTuple):
+    """The tokens `start` to `end` took `seconds`."""
+
+    start: int
+    end: int
+    seconds: float
+
+
+def is_trace(path: str | Path) -> bool:
+    """Whether the file is JSON in the form of a trace; what cannot be read is none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and {"meta", "ranks"} <= data.keys()
+
+
+def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
+    """The cost of a segment on every stage, in seconds for a micro-batch, and how well they fit what was measured.
+
+    Raises SplitError if the trace is of another number of stages, or has too few segments.
+    """
+    try:
+        timeline = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        if timeline.shape.num_stages != num_stages:
+            raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
+        return traced_costs(timeline)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise SplitError(
+            f"--sequence-split-profile {path} is no usable trace ({type(error).__name__}: {error}); write one with "
+            "--pipeline-trace in a run with --sequence-splits, 4 say"
+        ) from error
+
+
+def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
+    """As `read_traced_costs`; the medians over the micro-batches count.
+
+    Where backwards are whole, the weight gradients are taken for half of what grows with the tokens alone: of the
+    matrix products, half give input gradients. Raises ValueError.
+    """
+    lengths = timeline.meta.get("segment_lengths")
+    if not lengths or len(lengths) < 2:
+        raise ValueError("it does not tell the lengths of two segments or more, the same in all micro-batches")
+    ends = list(accumulate(lengths))
+    seconds = defaultdict(list)
+    for action, start, end in (span for spans in timeline.ranks for span in spans):
+        seconds[action.kind, action.stage, action.segment].append(end - start)
+
+    def points(stage: int, *kinds: Kind) -> list[Point]:
+        """Of actions of these kinds together."""
+        times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(ends))]
+        return [Point(end - length, end, time) for length, end, time in zip(lengths, ends, times, strict=True)]
+
+    costs, errors = [], []
+    for stage in range(timeline.shape.num_stages):
+        is_split = (Kind.W, stage, 0) in seconds
+        measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
+        forward, backward = map(fit_time, measured)
+        weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
+        costs.append(StageCost(forward, backward, weight, forward + backward))
+        for time, found in zip((forward, backward), measured, strict=True):
+            errors += [abs(time(start, end) / seconds - 1) for start, end, seconds in found]
+    return tuple(costs), FitError(mean(errors), max(errors))
+
+
+def fit_time(points: Sequence[Point]) -> AnalyticTime:
+    """The time of least squares of the relative errors, none of its three parts negative."""
+    rows = [
+        (1 / seconds, (end - start) / seconds, (end - start) * (start + end + 1) / 2 / seconds)
+        for start, end, seconds in points
+    ]
+    best, least = AnalyticTime(), float("inf")
+    # In segments of one length a part per token looks like a constant, which comes last because it is less likely.
+    for parts in (parts for size in (3, 2, 1) for parts in combinations((1, 2, 0), size)):
+        try:
+            found = least_squares([[row[part] for part in parts] for row in rows], [1.0] * len(rows))
+        except ValueError:  # too few segments for so many parts, or all of one length
+            continue
+        coefficients = dict(zip(parts, found, strict=True))
+        time = AnalyticTime(*(coefficients.get(part, 0.0) for part in range(3)))
+        error = sum((time(start, end) / seconds - 1) ** 2 for start, end, seconds in points)
+        if min(found) >= 0 and error < least - 1e-9:
+            best, least = time, error
+    return best

@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""What cutting a sequence costs in one process, without a pipeline: k segments against the whole, in pairs.
+
+    python tools/benchmark_attention.py                                    # attention alone
+    python tools/benchmark_attention.py --part layer --sequence-splits 4   # a whole transformer layer
+
+Forward and backward of all segments, and of the uncut sequence with the same kernel, in turn: a pair gives one ratio.
+The last line pools all lengths and numbers of segments; +- is the standard error. On a CPU, processor time counts.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from math import sqrt
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from megatron.seq1f1b import cpu  # noqa: E402
+
+if not torch.cuda.is_available():
+    cpu.activate()
+
+import torch.distributed as dist  # noqa: E402
+
+from benchmarking.model import build_model, use_ranks  # noqa: E402
+from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
+from megatron.seq1f1b.partition import even  # noqa: E402
+
+# Prepares the inputs of the running segment; the result runs its forward.
+Part = Callable[[Segment], Callable[[], torch.Tensor]]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("attention", "layer"), default="attention")
+    parser.add_argument("--seq-length", type=int, nargs="+", default=[8192, 16384], metavar="S")
+    parser.add_argument("--sequence-splits", type=int, nargs="+", default=[2, 4, 8], metavar="K", help="equal segments")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-attention-heads", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5, help="pairs for each length and number of segments")
+    return parser.parse_args()
+
+
+def segments_of(sequence_length: int, num_segments: int) -> list[Segment]:
+    lengths = even(sequence_length, num_segments)
+    ends = [sum(lengths[: index + 1]) for index in range(num_segments)]
+    return [Segment(0, i, end - n, end, sequence_length) for i, (n, end) in enumerate(zip(lengths, ends, strict=True))]
+
+
+def attention(layer: torch.nn.Module, args: argparse.Namespace) -> Part:
+    """The attention between the projections."""
+    core, heads = layer.self_attention.core_attention, args.num_attention_heads
+
+    def part(segment: Segment) -> Callable[[], torch.Tensor]:
+        shape = segment.length, 1, heads, args.hidden_size // heads
+        inputs = [random(*shape) for _ in range(3)]
+        return lambda: core(*inputs)
+
+    return part
+
+
+def whole_layer(layer: torch.nn.Module, rotary: torch.nn.Module, args: argparse.Namespace) -> Part:
+    """Norms, projections, attention, feed-forward."""
+
+    def part(segment: Segment) -> Callable[[], torch.Tensor]:
+        hidden, positions = random(segment.length, 1, args.hidden_size), rotary(segment.length)
+        return lambda: layer(hidden, attention_mask=None, rotary_pos_emb=positions)[0]
+
+    return part
+
+
+def random(*shape: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return torch.randn(shape, requires_grad=True)
+
+
+def run(part: Part, context: SegmentContext, segments: list[Segment]) -> float:
+    """Seconds of the forward of all segments and of the backward in reverse."""
+    forwards, outputs = [], []
+    for segment in segments:
+        with context.running(segment, keeps_for_backward=True):
+            forwards.append(part(segment))
+    start = now()
+    for segment, forward in zip(segments, forwards, strict=True):
+        with context.running(segment, keeps_for_backward=True):
+            outputs.append(forward())
+    for segment in reversed(segments):
+        with context.running(segment, keeps_for_backward=True):
+            output = outputs.pop()
+            output.backward(torch.ones_like(output))
+    seconds = now() - start
+    context.assert_empty()
+    return seconds
+
+
+def now() -> float:
+    """Of this thread's processor time, or of the clock when the GPU is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.thread_time()
+
+
+def main() -> None:
+    args = parse()
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    use_ranks(1)
+    torch.set_num_threads(1)
+    args.num_layers, args.vocab_size = 1, 128
+    lengths, args.seq_length = args.seq_length, max(args.seq_length)
+    model, context = build_model(args, 1), SegmentContext()
+    attach(model, context)
+    gpt = model[0].module
+    layer = gpt.decoder.layers[0]
+    part = attention(layer, args) if args.part == "attention" else whole_layer(layer, gpt.rotary_pos_emb, args)
+
+    means, variances = [], []
+    print(f"{'tokens':>8}{'segments':>10}{'whole s':>10}{'cut s':>10}{'ratio':>8}{'+-':>8}")
+    for length in lengths:
+        for num_segments in args.sequence_splits:
+            cells = [segments_of(length, 1), segments_of(length, num_segments)]
+            pairs = []
+            for repeat in range(args.repeats + 1):
+                order = (0, 1) if repeat % 2 else (1, 0)
+                seconds = {which: run(part, context, cells[which]) for which in order}
+                pairs.append((seconds[0], seconds[1]))
+            wholes, cuts = zip(*pairs[1:], strict=True)  # the first pair warms up
+            ratios = [cut / whole for whole, cut in zip(wholes, cuts, strict=True)]
+            means.append(statistics.mean(ratios))
+            variances.append(statistics.variance(ratios) / len(ratios) if len(ratios) > 1 else 0.0)
+            print(
+                f"{length:8}{num_segments:10}{statistics.median(wholes):10.3f}{statistics.median(cuts):10.3f}"
+                f"{means[-1]:8.3f}{sqrt(variances[-1]):8.3f}",
+                flush=True,
+            )
+    print(f"\n{args.part}, pooled: {statistics.mean(means):.3f} +- {sqrt(sum(variances)) / len(means):.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
