@@ -98,7 +98,10 @@ HONOURED = (
         "attention is computed document by document; `balanced` cuts each micro-batch by its own",
     ),
     Honoured("`--hidden-dropout`"),
-    Honoured("`--attention-dropout`", "fused on GPUs in 16 bits; plain matrix products, slower, elsewhere"),
+    Honoured(
+        "`--attention-dropout`",
+        "masks follow from the seed and the split; fused on GPUs in 16 bits, plain matrix products, slower, elsewhere",
+    ),
     Honoured(
         "`--attention-backend` `auto`, `flash`, `unfused`, `local`",
         "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",

@@ -33,7 +33,7 @@ class PackedDocuments:
         keys, values = (self._seen(x, start) for x in (key, value))
         packing = self._packing(start, key.shape[0], query.device)
         output, saved = self.kernel.forward_packed(_joined(query), keys, values, packing, scale, dropout)
-        return self._apart(output).flatten(2), saved
+        return self._apart(output).flatten(2).contiguous(), saved
 
     def backward(
         self,

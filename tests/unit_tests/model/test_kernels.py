@@ -25,6 +25,7 @@ HEADS = {
     "128": (2, 4, 1, 128, 128),
     "odd": (1, 3, 1, 23, 23),
     "latent": (2, 2, 2, 192, 128),
+    "latent, one head": (2, 1, 1, 24, 16),
     "wide values": (1, 4, 2, 16, 24),
 }
 
@@ -66,6 +67,7 @@ def by_segments(kernel, query, key, value, grad, bounds, dropout=0.0, accumulato
     for start, end in bounds:
         cache.write(start, end, key[start:end], value[start:end])
         runs.append(kernel.forward(query[start:end], *cache.read(end), start, scale, dropout))
+        assert runs[-1][0].is_contiguous()
     grads = []
     for (start, end), (output, saved) in zip(reversed(bounds), reversed(runs), strict=True):
         part = kernel.backward(

@@ -27,8 +27,7 @@ class CpuFlash:
         if start:
             prefix = _flash(q, _heads_first(key[:start]), _heads_first(value[:start]), 0.0, False, scale=scale)
             output, logsumexp = _merge(output, logsumexp, *prefix)
-        length, batch, heads, size = query.shape
-        return output.permute(2, 0, 1, 3).reshape(length, batch, heads * size), (logsumexp,)
+        return output.permute(2, 0, 1, 3).flatten(2).contiguous(), (logsumexp,)
 
     def backward(
         self,

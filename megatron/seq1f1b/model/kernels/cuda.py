@@ -17,7 +17,7 @@ class CudaFlash:
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         lengths = None, None, query.shape[0], key.shape[0]
         output, saved = _forward(*(x.transpose(0, 1) for x in (query, key, value)), lengths, scale, dropout)
-        return output.transpose(0, 1).flatten(2), saved
+        return output.transpose(0, 1).flatten(2).contiguous(), saved
 
     def backward(
         self,

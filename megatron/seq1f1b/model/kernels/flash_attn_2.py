@@ -22,7 +22,7 @@ class FlashAttention2:
             **_common(scale, dropout),
             return_softmax=False,
         )
-        return output.transpose(0, 1).flatten(2), (logsumexp, rng_state)
+        return output.transpose(0, 1).flatten(2).contiguous(), (logsumexp, rng_state)
 
     def backward(
         self,

@@ -25,7 +25,7 @@ class FlashAttention4:
         output, logsumexp, *_ = self._forward(
             *(x.transpose(0, 1) for x in (query, key, value)), softmax_scale=scale, causal=True, return_lse=True
         )
-        return output.transpose(0, 1).flatten(2), (logsumexp,)
+        return output.transpose(0, 1).flatten(2).contiguous(), (logsumexp,)
 
     def backward(
         self,

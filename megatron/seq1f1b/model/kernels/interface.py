@@ -25,7 +25,7 @@ class Kernel(Protocol):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Output, and what `backward` wants back: the log-sum-exp of the scores, the random state of the dropout.
+        """Output, contiguous, and what `backward` wants back: the scores' log-sum-exp, the random state of the dropout.
 
         Draws from PyTorch's default generator of the device, and only where `dropout` is above 0.
         """

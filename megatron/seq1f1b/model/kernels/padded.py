@@ -26,7 +26,7 @@ class Padded:
         padded = (_pad(x, size) for x in (query, key, value))
         output, saved = self.kernel.forward(*padded, start, scale, dropout)
         heads = output.view(*query.shape[:3], size)
-        return heads[..., : value.shape[3]].flatten(2), saved
+        return heads[..., : value.shape[3]].flatten(2).contiguous(), saved
 
     def backward(
         self,

@@ -30,7 +30,7 @@ class Unfused:
             logsumexps.append(scores.logsumexp(-1))
             weights = masks.apply(scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_())
             outputs.append((weights @ v[..., keys, :]).to(query.dtype))
-        output = _by_token(torch.cat(outputs, -2)).flatten(2)
+        output = _by_token(torch.cat(outputs, -2)).flatten(2).contiguous()
         return output, (torch.cat(logsumexps, -1), *seed)
 
     def backward(
