@@ -23,6 +23,7 @@ def run_rank(rank: int, job: dict) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ[name] = str(job["ranks"])
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
+    sys.path[0] = os.path.dirname(job["script"])
     sys.argv = [job["script"], *job["flags"]]
     runpy.run_path(job["script"], run_name="__main__")
 

@@ -1,0 +1,36 @@
+"""The benchmarks run, and measure what they say; how fast anything is, is not tested."""
+
+import json
+
+from functional_tests.launch import ROOT
+
+TINY = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
+
+
+def test_schedules_side_by_side_with_their_measured_times(launch, tmp_path):
+    profile = tmp_path / "profile.json"
+    flags = [*TINY, "--schedule", "megatron", "1f1b", "zb-h1", "torch", "--sequence-splits", "2", "--untraced"]
+    flags += ["--num-chunks", "1", "2", "--profile", str(profile)]
+    job = launch(2, flags, script=ROOT / "tools" / "benchmark.py", timeout=300).check()
+    _, one_chunk, two_chunks = job.log.split("2 micro-batches, model chunks on a rank: ")
+    for text, count in ((one_chunk, 6), (two_chunks, 5)):
+        rows = [line for line in text.splitlines()[2:] if "0." in line]
+        assert len(rows) == count
+        assert rows[0].startswith("Megatron's own") and "untraced" in rows[2]
+    assert "torch Schedule1F1B" in one_chunk and "cannot run 2 micro-batches here: torch" in job.log
+    entries = json.loads(profile.read_text())
+    assert [(entry["schedule"], entry["num_chunks"]) for entry in entries] == [
+        (name, chunks) for chunks in (1, 2) for name in ("1f1b", "zb-h1")
+    ]
+    for entry in entries:
+        assert sum(entry["lengths"]) == 64
+        assert set(entry["seconds"]) == ({"F", "B"} if entry["schedule"] == "1f1b" else {"F", "I", "W"})
+        assert all(len(table) == 2 * entry["num_chunks"] for table in entry["seconds"].values())
+        assert all(len(row) == 2 and min(row) > 0 for table in entry["seconds"].values() for row in table)
+
+
+def test_segments_against_whole_sequences(launch):
+    for part in ("attention", "layer"):
+        flags = [*TINY, "--part", part, "--sequence-splits", "2", "4"]
+        job = launch(1, flags, script=ROOT / "tools" / "benchmark_attention.py").check()
+        assert f"{part}, pooled: " in job.log
