@@ -77,7 +77,14 @@ HONOURED = (
         "`--num-layers-per-virtual-pipeline-stage` and its kin",
         "looped chunks; V-shaped ones in programs that build their own",
     ),
-    Honoured("`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`"),
+    Honoured(
+        "`--microbatch-group-size-per-virtual-pipeline-stage`",
+        "not looked at: chunks take turns as early as they can, with the fewest activations",
+    ),
+    Honoured(
+        "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
+        "aligned over pipeline ranks as Megatron aligns them; shown by --pipeline-trace",
+    ),
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
     Honoured("`--group-query-attention`", "KV heads are never expanded"),

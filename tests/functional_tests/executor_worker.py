@@ -139,6 +139,22 @@ def check_one_stage(world, alone) -> None:
     assert equal_gradients(model, expected_gradients)
 
 
+def check_one_rank_without_the_others(world, alone) -> None:
+    """Megatron's training loop collects what is not a loss on the last rank only."""
+    if world.rank() == 1:
+        for forward_only in (True, False):
+            run(executor(), stage(alone), pg_collection=groups(alone, alone), forward_only=forward_only)
+
+
+def check_messages_of_unknown_shape_are_refused(world, alone) -> None:
+    for name in ("mtp_standalone", "variable_seq_lengths"):
+        model = stage(world)
+        setattr(model.config, name, True)
+        assert "multi-token" in raises(ValueError, run, executor(), model, pg_collection=groups(world, alone))
+    message = raises(ValueError, run, executor(), stage(world), pg_collection=groups(world, alone), data_iterator=[])
+    assert "1 model chunks need a data iterator each, but 0" in message
+
+
 def check_integers_as_losses_and_reports(world, alone) -> None:
     for pipeline in (world, alone):
         model, collection = stage(pipeline), groups(pipeline, alone)

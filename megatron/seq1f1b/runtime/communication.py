@@ -47,7 +47,7 @@ class Communicator:
         self._is_gloo = dist.get_backend(group) == "gloo"
         # gloo moves host memory only; through pinned buffers several ranks can share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
-        self._groups = {} if self._is_gloo else groups_per_communicator(group, channels, timeout)
+        self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
         # That a gloo send has left is only known by waiting for it; a thread does so off the compute's path.
         self._waiter = _Waiter() if self._is_gloo else None
         self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}

@@ -121,7 +121,8 @@ class PipelineExecutor:
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
         placement = Placement(pipeline.size(), len(chunks), self._placement)
         shape = Shape(placement, num_microbatches, self._num_segments)
-        self._agree(shape, seq_length, micro_batch_size, forward_only)
+        if shape.num_ranks > 1:  # a rank that needs nobody may run alone
+            self._agree(shape, seq_length, micro_batch_size, forward_only)
         actions = self._plan.program(shape, self._lengths(seq_length), pipeline.rank(), forward_only)
         # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
         if self._num_segments > 1 or self._packing is not None:
