@@ -85,11 +85,20 @@ class Suite:
             else:
                 time.sleep(0.2)
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
         if problem:
             print(f"  {problem}", flush=True)
         return problem, log.read_text(errors="replace")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ask first: torchrun then ends its ranks, which have process groups of their own and hold the GPU's memory."""
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def pipeline_ranks(suite: Suite, deadline: float) -> dict:
