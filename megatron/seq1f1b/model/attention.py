@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .kernels import Kernel, KernelChoice
 from .kv_cache import KVCache
-from .packing import within_documents
+from .packed_documents import within_documents
 from .segment import Segment, SegmentContext
 
 

@@ -13,13 +13,13 @@ import torch
 import fake_flash
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.documents import WithinDocuments
-from megatron.seq1f1b.model.kernels import KernelChoice, Packing, cuda
+from megatron.seq1f1b.model.kernels import CumulativeLengths, KernelChoice, cuda
 from megatron.seq1f1b.model.kernels.cuda import CudaFlash
 from megatron.seq1f1b.model.kernels.flash_attn_2 import FlashAttention2
 from megatron.seq1f1b.model.kernels.flash_attn_4 import FlashAttention4
 from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.packing import PackedDocuments, within_documents
+from megatron.seq1f1b.model.packed_documents import PackedDocuments, within_documents
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 # Sequences, query heads, KV heads, head size of queries and keys, of values.
@@ -330,7 +330,7 @@ def test_packed_calls_fit_the_operators_of_pytorch():
     query = torch.empty(30, 4, 64, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(50, 2, 64, dtype=torch.bfloat16, device="meta") for _ in "kv")
     ends = torch.empty(4, dtype=torch.int32, device="meta")
-    packing = Packing(ends, ends, 20, 40)
+    packing = CumulativeLengths(ends, ends, 20, 40)
     output, saved = CudaFlash().forward_packed(query, key, value, packing, 0.125, 0.1)
     assert output.shape == query.shape
     grads = CudaFlash().backward_packed(output, query, key, value, output, saved, packing, 0.125, 0.1)

@@ -1,6 +1,6 @@
 """Attention kernels: what a kernel must offer, and which one serves a tensor."""
 
 from .choice import KernelChoice
-from .interface import Gradients, Kernel, PackedKernel, Packing
+from .interface import CumulativeLengths, Gradients, Kernel, PackedKernel
 
-__all__ = ["Gradients", "Kernel", "KernelChoice", "PackedKernel", "Packing"]
+__all__ = ["CumulativeLengths", "Gradients", "Kernel", "KernelChoice", "PackedKernel"]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .interface import Gradients, Packing
+from .interface import CumulativeLengths, Gradients
 
 _flash = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
@@ -39,9 +39,9 @@ class CudaFlash:
         return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
 
     def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return _forward(query, key, value, packing, scale, dropout)
+        return _forward(query, key, value, lengths, scale, dropout)
 
     def backward_packed(
         self,
@@ -51,11 +51,11 @@ class CudaFlash:
         value: Tensor,
         output: Tensor,
         saved: tuple[Tensor, ...],
-        packing: Packing,
+        lengths: CumulativeLengths,
         scale: float,
         dropout: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(grad_output, query, key, value, output, saved, packing, scale, dropout)
+        return _backward(grad_output, query, key, value, output, saved, lengths, scale, dropout)
 
 
 def _forward(

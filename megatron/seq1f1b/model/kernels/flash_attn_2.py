@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .interface import Gradients, Packing
+from .interface import CumulativeLengths, Gradients
 
 
 class FlashAttention2:
@@ -56,10 +56,10 @@ class FlashAttention2:
         return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
 
     def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, logsumexp, _, rng_state = self._package._flash_attn_varlen_forward(
-            query, key, value, *packing, **_common(scale, dropout), return_softmax=False
+            query, key, value, *lengths, **_common(scale, dropout), return_softmax=False
         )
         return output, (logsumexp, rng_state)
 
@@ -71,7 +71,7 @@ class FlashAttention2:
         value: Tensor,
         output: Tensor,
         saved: tuple[Tensor, ...],
-        packing: Packing,
+        lengths: CumulativeLengths,
         scale: float,
         dropout: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +85,7 @@ class FlashAttention2:
             output,
             logsumexp,
             *grads,
-            *packing,
+            *lengths,
             **_common(scale, dropout),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=rng_state,

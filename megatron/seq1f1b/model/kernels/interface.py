@@ -45,7 +45,7 @@ class Kernel(Protocol):
         """Gradients in Megatron's shapes, contiguous or not."""
 
 
-class Packing(NamedTuple):
+class CumulativeLengths(NamedTuple):
     """Documents one after the other: where the queries and the keys of each end, and how many the longest has.
 
     `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last of
@@ -63,7 +63,7 @@ class PackedKernel(Protocol):
     """A kernel that can also do all documents in one call: query [t, h, d], key [u, g, d], value [u, g, d]."""
 
     def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Output [t, h, d], and what `backward_packed` wants back."""
 
@@ -75,7 +75,7 @@ class PackedKernel(Protocol):
         value: Tensor,
         output: Tensor,
         saved: tuple[Tensor, ...],
-        packing: Packing,
+        lengths: CumulativeLengths,
         scale: float,
         dropout: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

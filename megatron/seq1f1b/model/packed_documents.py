@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .documents import Documents, WithinDocuments, pieces
-from .kernels import Gradients, Kernel, PackedKernel, Packing
+from .kernels import CumulativeLengths, Gradients, Kernel, PackedKernel
 
 
 def within_documents(kernel: Kernel, documents: Documents) -> Kernel:
@@ -31,8 +31,8 @@ class PackedDocuments:
         self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         keys, values = (self._seen(x, start) for x in (key, value))
-        packing = self._packing(start, key.shape[0], query.device)
-        output, saved = self.kernel.forward_packed(_joined(query), keys, values, packing, scale, dropout)
+        lengths = self._cumulative_lengths(start, key.shape[0], query.device)
+        output, saved = self.kernel.forward_packed(_joined(query), keys, values, lengths, scale, dropout)
         return self._apart(output).flatten(2).contiguous(), saved
 
     def backward(
@@ -49,9 +49,9 @@ class PackedDocuments:
     ) -> Gradients:
         grad_output, output = (_joined(x.reshape(query.shape)) for x in (grad_output, output))
         keys, values = (self._seen(x, start) for x in (key, value))
-        packing = self._packing(start, key.shape[0], query.device)
+        lengths = self._cumulative_lengths(start, key.shape[0], query.device)
         grad_query, *grads = self.kernel.backward_packed(
-            grad_output, _joined(query), keys, values, output, saved, packing, scale, dropout
+            grad_output, _joined(query), keys, values, output, saved, lengths, scale, dropout
         )
         # Keys of earlier segments whose documents have ended there get no gradient.
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
@@ -62,14 +62,14 @@ class PackedDocuments:
         prefix = (grad_key[:start], grad_value[:start]) if start else None
         return Gradients(self._apart(grad_query), grad_key[start:], grad_value[start:], prefix)
 
-    def _packing(self, start: int, end: int, device: torch.device) -> Packing:
+    def _cumulative_lengths(self, start: int, end: int, device: torch.device) -> CumulativeLengths:
         found = [piece for starts in self.documents for piece in pieces(starts, start, end)]
         queries = [piece.end - piece.start for piece in found]
         keys = [piece.end - piece.first_key for piece in found]
         ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
         if device.type == "cuda":  # from pinned memory the host need not wait for the copy
             ends = ends.pin_memory().to(device, non_blocking=True)
-        return Packing(ends[0], ends[1], max(queries), max(keys))
+        return CumulativeLengths(ends[0], ends[1], max(queries), max(keys))
 
     def _rows(self, x: Tensor, start: int) -> Iterator[Tensor]:
         """Of [m, b, g, d] the rows [u, g, d] that the segment sees of each sequence, as views."""
