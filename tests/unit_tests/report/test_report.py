@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b.report import plot_timelines, to_trace
-from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, read_csv, read_timeline, simulate
+from megatron.seq1f1b.schedule import (
+    Action,
+    Kind,
+    Placement,
+    Shape,
+    Span,
+    Timeline,
+    build,
+    read_csv,
+    read_timeline,
+    simulate,
+)
 
 ROOT = Path(__file__).parents[3]
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
@@ -117,3 +128,13 @@ def test_the_checker(tmp_path, tool):
     status, _ = tool("check_schedule.py", path)
     assert status.startswith("error: rank 1, action 2: 1B0.0 comes before 1B0.1")
     assert "> rank 1" in status
+
+
+def test_collectives_have_rows_of_their_own_in_a_trace():
+    """They overlap with compute, and those of two chunks with each other."""
+    compute = Span(Action(Kind.F, 0, 0, 0), 0.0, 1.0)
+    collectives = [Span(Action(Kind.GATHER, 2), 0.0, 2.0), Span(Action(Kind.REDUCE, 0), 1.0, 3.0)]
+    timeline = Timeline(Shape(Placement(1, 3), 1), ((compute, *collectives),), "s")
+    events = {event["name"]: event for event in to_trace(timeline)["traceEvents"]}
+    assert [events[name]["tid"] for name in ("0F0.0", "0REDUCE", "2GATHER")] == [0, 1, 2]
+    assert events["thread_name"]["args"] == {"name": "collectives of stage 2"}
