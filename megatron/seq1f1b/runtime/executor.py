@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from megatron.core.utils import get_model_config
 
 from ..model import (
     Documents,
-    Segment,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -32,6 +31,7 @@ from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Step
 from .loss import LossLedger
 from .plan import Plan
+from .segmentation import Segmentation
 from .tracer import Tracer
 
 
@@ -60,12 +60,10 @@ class PipelineExecutor:
     ) -> None:
         self._plan = Plan(schedule, costs)
         self._placement = schedule.shape.placement.style if isinstance(schedule, Schedule) else placement
-        self._num_segments = num_segments
-        self._cut = cut
+        self._segmentation = Segmentation(num_segments, cut, packing)
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
         self._tracer = tracer
-        self._packing = packing
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -93,39 +91,27 @@ class PipelineExecutor:
 
         Returns one report per micro-batch on the rank that computes the loss, an empty list elsewhere.
         """
-        if self._num_segments > 1 and decoder_seq_length not in (None, seq_length):
-            raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
-        if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
-            raise ValueError(
-                "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, "
-                "which our schedules lay out themselves; run this model without --pipeline-schedule and "
-                "--sequence-splits"
-            )
-        if p2p_communicator is not None and pg_collection is None:
-            raise ValueError("a p2p_communicator needs its pg_collection")
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         seq_length = seq_length or 0  # Megatron leaves it out where no message is sent
+        config = get_model_config(chunks[0])
         if len(iterators) != len(chunks):
             raise ValueError(f"{len(chunks)} model chunks need a data iterator each, but {len(iterators)} were given")
-        config = get_model_config(chunks[0])
-        if config.variable_seq_lengths or config.mtp_standalone:
-            raise ValueError(
-                "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
-                "every message, which our schedules know in advance; run this model with Megatron's own schedule"
-            )
+        if self._segmentation.num_segments > 1 and decoder_seq_length not in (None, seq_length):
+            raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
+        _check_messages(config, p2p_communicator, pg_collection, adjust_tensor_shapes_fn)
         if not hasattr(config, "calculate_per_token_loss"):
             config.calculate_per_token_loss = False  # Megatron asks for it, but only a TransformerConfig has it
         groups = pg_collection or _build_default_pg_collection()
-        device = torch.device(torch.cuda.current_device())
         pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
-        placement = Placement(pipeline.size(), len(chunks), self._placement)
-        shape = Shape(placement, num_microbatches, self._num_segments)
+        shape = Shape(
+            Placement(pipeline.size(), len(chunks), self._placement), num_microbatches, self._segmentation.num_segments
+        )
         if shape.num_ranks > 1:  # a rank that needs nobody may run alone
             self._agree(shape, seq_length, micro_batch_size, forward_only)
-        actions = self._plan.program(shape, self._lengths(seq_length), pipeline.rank(), forward_only)
-        # A sequence that is neither cut nor packed needs nothing, so the model then keeps its own attention.
-        if self._num_segments > 1 or self._packing is not None:
+        lengths = self._segmentation.lengths(seq_length)
+        actions = self._plan.program(shape, lengths, pipeline.rank(), forward_only)
+        if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
             attach(chunks, self._context)
         if _another_goes_backward_first(actions):
             add_up_all_weight_gradients(chunks)
@@ -133,22 +119,14 @@ class PipelineExecutor:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         batches = [iterator and SegmentIterator(iterator) for iterator in iterators]
-        documents: list[Documents | None] = [None] * num_microbatches
-        if self._packing is not None:
-            documents = documents_of_step(
-                batches[placement.chunk_of(0)],
-                (num_microbatches, micro_batch_size, seq_length),
-                self._packing.end_of_document,
-                placement.rank_of(0),
-                pipeline,
-                groups.tp,
-                device,
-            )
+        documents = self._documents(batches, shape, micro_batch_size, seq_length, pipeline, groups.tp)
         step = Step(
             forward_step_func=forward_step_func,
             chunks=chunks,
             batches=batches,
-            segments=[self._segments(number, seq_length, packed) for number, packed in enumerate(documents)],
+            segments=[
+                self._segmentation.segments(number, seq_length, packed) for number, packed in enumerate(documents)
+            ],
             config=config,
             message_shape=lambda length: get_tensor_shapes(
                 seq_length=length,
@@ -164,24 +142,44 @@ class PipelineExecutor:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
         )
+        finalize = None
+        if config.finalize_model_grads_func is not None and not forward_only:
+            finalize = partial(
+                config.finalize_model_grads_func, chunks, pg_collection=groups, force_all_reduce=force_all_reduce
+            )
+        reports = self._run(step, actions, shape, pipeline, self._segmentation.common_lengths(seq_length), finalize)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return reports
+
+    def _run(
+        self,
+        step: Step,
+        actions: Sequence[Action],
+        shape: Shape,
+        pipeline: dist.ProcessGroup,
+        lengths: Sequence[int] | None,
+        finalize: Callable[[torch.Tensor | None], None] | None,
+    ) -> list[Any]:
+        """Run the actions of this rank, then `finalize(number of tokens)`; nothing of the step stays, failed or not."""
+        device, config, chunks = _device(), step.config, step.chunks
         losses = LossLedger(config.calculate_per_token_loss)
         sync = GradientSync(config, chunks, ends_last=len(chunks) == 1 and pipeline.rank() == 0)
-        communicator = self._communicator(pipeline, placement, config.pipeline_dtype, device)
-        is_split = any(action.kind is Kind.W for action in actions)
-        splitting = weight_gradients_left_in(self._weight_gradients, chunks) if is_split else nullcontext()
-        tracing = nullcontext()
-        if self._tracer is not None and not forward_only:
-            follows = self._packing is not None and self._packing.cut is not None
-            lengths = None if follows else self._lengths(seq_length)
-            tracing = self._tracer.step(self._plan.name, shape, pipeline, device, lengths)
+        communicator = self._communicator(pipeline, shape.placement, config.pipeline_dtype, device)
         try:
-            with splitting, tracing as recorder, ExitStack() as watching:
+            with ExitStack() as around:
+                recorder = None
+                if any(action.kind is Kind.W for action in actions):
+                    around.enter_context(weight_gradients_left_in(self._weight_gradients, chunks))
+                if self._tracer is not None and not step.forward_only:
+                    tracing = self._tracer.step(self._plan.name, shape, pipeline, device, lengths)
+                    recorder = around.enter_context(tracing)
                 if recorder is not None:
-                    stages = placement.stages_of(pipeline.rank())
-                    watching.enter_context(collectives_watched(chunks, stages, recorder.collective))
+                    stages = shape.placement.stages_of(pipeline.rank())
+                    around.enter_context(collectives_watched(chunks, stages, recorder.collective))
                 Interpreter(
                     step,
-                    placement,
+                    shape.placement,
                     pipeline.rank(),
                     communicator,
                     self._context,
@@ -192,35 +190,39 @@ class PipelineExecutor:
                     recorder,
                 ).run(actions)
                 sync.close()
-                if config.finalize_model_grads_func is not None and not forward_only:
+                if finalize is not None:
                     num_tokens = None
                     if config.calculate_per_token_loss:
                         num_tokens = losses.total_num_tokens(device)
-                        _take_from_last_stage(num_tokens, placement, pipeline)
-                    config.finalize_model_grads_func(
-                        chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-                    )
+                        _take_from_last_stage(num_tokens, shape.placement, pipeline)
+                    finalize(num_tokens)
         finally:
             sync.close()
             self._context.clear()
             self._weight_gradients.clear()
-
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
         return losses.reports()
 
-    def _lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
-        if self._num_segments == 1:
-            return (sequence_length,)
-        follows = documents is not None and self._packing.cut is not None
-        return self._packing.cut(sequence_length, documents) if follows else self._cut(sequence_length)
-
-    def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
-        lengths = self._lengths(sequence_length, documents)
-        return [
-            Segment(microbatch, index, end - length, end, sequence_length, documents)
-            for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
-        ]
+    def _documents(
+        self,
+        batches: Sequence[SegmentIterator | None],
+        shape: Shape,
+        micro_batch_size: int | None,
+        sequence_length: int,
+        pipeline: dist.ProcessGroup,
+        tensor: dist.ProcessGroup,
+    ) -> Sequence[Documents | None]:
+        """Those of every micro-batch of the step, told by the rank of the first stage; None where none are packed."""
+        if self._segmentation.packing is None:
+            return [None] * shape.num_microbatches
+        return documents_of_step(
+            batches[shape.placement.chunk_of(0)],
+            (shape.num_microbatches, micro_batch_size, sequence_length),
+            self._segmentation.packing.end_of_document,
+            shape.placement.rank_of(0),
+            pipeline,
+            tensor,
+            _device(),
+        )
 
     def _communicator(
         self, group: dist.ProcessGroup, placement: Placement, dtype: torch.dtype, device: torch.device
@@ -237,17 +239,39 @@ class PipelineExecutor:
 
     def _agree(self, shape: Shape, sequence_length: int, micro_batch_size: int | None, forward_only: bool) -> None:
         """Compare this step with that of the other ranks, the first time that it is asked for."""
-        is_packed, lengths = self._packing is not None, str(list(self._lengths(sequence_length)))
-        if is_packed and self._packing.cut is not None:
-            lengths = f"{shape.num_segments} times a length that follows the documents, of {sequence_length} in all,"
         plan = (
             f"{self._plan.name}, {'evaluation' if forward_only else 'training'} on {shape.num_ranks} ranks with "
             f"{shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches of "
-            f"{micro_batch_size} sequences, segments of {lengths} tokens{' within documents' if is_packed else ''}"
+            f"{micro_batch_size} sequences, {self._segmentation.description(sequence_length)}"
         )
         if plan not in self._agreed:
             check_agreement(plan)
             self._agreed.add(plan)
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
+
+
+def _check_messages(
+    config: Any,
+    p2p_communicator: Any,
+    pg_collection: ProcessGroupCollection | None,
+    adjust_tensor_shapes_fn: Callable | None,
+) -> None:
+    """Raise ValueError for what changes the messages between stages."""
+    if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
+        raise ValueError(
+            "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, which "
+            "our schedules lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
+        )
+    if p2p_communicator is not None and pg_collection is None:
+        raise ValueError("a p2p_communicator needs its pg_collection")
+    if config.variable_seq_lengths or config.mtp_standalone:
+        raise ValueError(
+            "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
+            "every message, which our schedules know in advance; run this model with Megatron's own schedule"
+        )
 
 
 def _another_goes_backward_first(actions: Sequence[Action]) -> bool:
