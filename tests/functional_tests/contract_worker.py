@@ -1,8 +1,10 @@
 """What callers of Megatron's `forward_backward_*` functions see: of Megatron's own, and of ours in their place.
 
-Started on four ranks. Every check that compares runs the same calls twice, on models that know nothing of Megatron.
+Started on four ranks, or on eight, then in pairs of tensor-parallel ranks. Every check that compares runs the same
+calls twice, on models that know nothing of Megatron.
 """
 
+import os
 from types import SimpleNamespace
 
 import torch
@@ -27,6 +29,11 @@ ALONE, PIPELINE, INTERLEAVED = (
 )
 MEGATRONS = {name: getattr(schedules, name) for name in (ALONE, PIPELINE, INTERLEAVED)}
 SEQUENCE, BATCH, HIDDEN, RANKS = 8, 2, 4, 4
+TENSOR = int(os.environ["WORLD_SIZE"]) // RANKS
+
+
+def pipeline_rank() -> int:
+    return parallel_state.get_pipeline_model_parallel_rank()
 
 
 class Chunk(torch.nn.Module):
@@ -71,7 +78,7 @@ def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Chunk]:
         **config,
     )
     made.hidden_size = HIDDEN
-    rank = dist.get_rank() if ranks > 1 else 0
+    rank = pipeline_rank() if ranks > 1 else 0
     return [Chunk(made, c * ranks + rank, c if count > 1 else None, 1 + c) for c in range(count)]
 
 
@@ -168,7 +175,7 @@ def groups_by_hand(shape: list[int]) -> tuple[P2PCommunicator, ProcessGroupColle
 
 def check_who_is_asked_gets_ours_under_megatrons_names() -> None:
     for pipeline, virtual, name in ((1, None, ALONE), (4, None, PIPELINE), (4, 2, INTERLEAVED), (2, 4, INTERLEAVED)):
-        parallel_state.initialize_model_parallel(1, pipeline, virtual)
+        parallel_state.initialize_model_parallel(TENSOR, pipeline, virtual)
         for module in (schedules, pipeline_parallel):
             assert module.get_forward_backward_func() == getattr(schedules, name) != MEGATRONS[name]
         parallel_state.destroy_model_parallel()
@@ -176,7 +183,7 @@ def check_who_is_asked_gets_ours_under_megatrons_names() -> None:
 
 def check_no_pipeline() -> None:
     """The lengths and the iterator may be nothing at all."""
-    parallel_state.initialize_model_parallel(1, 1)
+    parallel_state.initialize_model_parallel(TENSOR, 1)
     unread = {"step": integers, "data_iterator": range(9), "seq_length": None, "micro_batch_size": None}
     assert call(schedules.forward_backward_no_pipelining, chunks(1, 1), 4, forward_only=True, **unread) == [
         {"loss": 7}
@@ -184,7 +191,7 @@ def check_no_pipeline() -> None:
     for m in (1, 3):
         check_same(ALONE, 1, m, 1)
         check_same(ALONE, 1, m, 1, step=summed, per_token_loss=m == 3)
-    _, collection = groups_by_hand([2, 1, 1, 2])
+    _, collection = groups_by_hand([2, 1, 1, 2 * TENSOR])
     check_same(ALONE, 1, 3, 1, pg_collection=collection, force_all_reduce=True)
     del collection.pp
     check_same(ALONE, 1, 3, 1, pg_collection=collection)
@@ -192,8 +199,8 @@ def check_no_pipeline() -> None:
 
 
 def check_one_chunk_a_rank() -> None:
-    parallel_state.initialize_model_parallel(1, RANKS)
-    last = dist.get_rank() == RANKS - 1
+    parallel_state.initialize_model_parallel(TENSOR, RANKS)
+    last = pipeline_rank() == RANKS - 1
     reports = call(
         schedules.forward_backward_pipelining_without_interleaving,
         chunks(),
@@ -208,14 +215,14 @@ def check_one_chunk_a_rank() -> None:
         check_same(PIPELINE, 1, m, forward_only=True)
         check_same(PIPELINE, 1, m, step=summed, per_token_loss=m == 3)
     check_same(PIPELINE, 1, 3, config={"deallocate_pipeline_outputs": True})
-    communicator, collection = groups_by_hand([1, 1, 4, 1])
+    communicator, collection = groups_by_hand([TENSOR, 1, 4, 1])
     check_same(PIPELINE, 1, 3, p2p_communicator=communicator, pg_collection=collection, force_all_reduce=True)
     parallel_state.destroy_model_parallel()
 
 
 def check_interleaved_chunks_of_unequal_size() -> None:
-    parallel_state.initialize_model_parallel(1, RANKS, 2)
-    last = dist.get_rank() == RANKS - 1
+    parallel_state.initialize_model_parallel(TENSOR, RANKS, 2)
+    last = pipeline_rank() == RANKS - 1
     own = schedules.forward_backward_pipelining_with_interleaving
     unread = {"step": integers, "data_iterator": [range(9), range(9)], "forward_only": True}
     for chunk in (chunks(2), [chunks(2)[1]] * 2):
@@ -227,14 +234,14 @@ def check_interleaved_chunks_of_unequal_size() -> None:
         config = {"microbatch_group_size_per_vp_stage": group_size}
         check_same(INTERLEAVED, 2, m, config=config)
         check_same(INTERLEAVED, 2, m, config=config, forward_only=True)
-    communicator, collection = groups_by_hand([1, 1, 4, 1])
+    communicator, collection = groups_by_hand([TENSOR, 1, 4, 1])
     communicator.virtual_pipeline_model_parallel_size = 2
     check_same(INTERLEAVED, 2, 4, p2p_communicator=communicator, pg_collection=collection)
     parallel_state.destroy_model_parallel()
 
 
 def check_wrong_numbers_of_micro_batches() -> None:
-    parallel_state.initialize_model_parallel(1, RANKS, 2)
+    parallel_state.initialize_model_parallel(TENSOR, RANKS, 2)
     for function in (MEGATRONS[INTERLEAVED], schedules.forward_backward_pipelining_with_interleaving):
         raises(RuntimeError, call, function, chunks(2), 7, data_iterator=[range(9)])
         raises(RuntimeError, call, function, chunks(2, microbatch_group_size_per_vp_stage=5), 8)
@@ -244,8 +251,8 @@ def check_wrong_numbers_of_micro_batches() -> None:
 
 
 def check_wrong_arguments() -> None:
-    parallel_state.initialize_model_parallel(1, RANKS, 2)
-    communicator, collection = groups_by_hand([1, 1, 4, 1])
+    parallel_state.initialize_model_parallel(TENSOR, RANKS, 2)
+    communicator, collection = groups_by_hand([TENSOR, 1, 4, 1])
     bare, missing = ProcessGroupCollection(tp=collection.tp), (AssertionError, AttributeError)
     for functions in (MEGATRONS, vars(schedules)):
         alone, pipeline, interleaved = (functions[name] for name in (ALONE, PIPELINE, INTERLEAVED))
@@ -272,9 +279,9 @@ def check_partial_activation_checkpoints() -> None:
     """Megatron says which micro-batches keep more, by a third argument of the forward step."""
     config = {"num_microbatches_with_partial_activation_checkpoints": 1}
     for virtual, name, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
-        parallel_state.initialize_model_parallel(1, RANKS, virtual)
+        parallel_state.initialize_model_parallel(TENSOR, RANKS, virtual)
         flags = [flag for chunk in check_same(name, virtual or 1, m, config=config)["calls"] for flag in chunk]
-        assert False in flags and (True in flags) == (dist.get_rank() < RANKS - 1 or virtual is not None)
+        assert False in flags and (True in flags) == (pipeline_rank() < RANKS - 1 or virtual is not None)
         parallel_state.destroy_model_parallel()
 
 
@@ -283,17 +290,17 @@ def check_what_is_not_a_loss() -> None:
 
     def outputs(data_iterator, model):
         output = model(next(data_iterator))
-        return ({"logits": output} if dist.get_rank() == RANKS - 1 else output), None
+        return ({"logits": output} if pipeline_rank() == RANKS - 1 else output), None
 
     def shapes(data_iterator, model):
         return model(next(data_iterator)), lambda output, non_loss_data=False: non_loss_data and output.shape
 
-    parallel_state.initialize_model_parallel(1, RANKS)
+    parallel_state.initialize_model_parallel(TENSOR, RANKS)
     for step, collect in ((outputs, False), (shapes, True)):
         given = {"step": step, "forward_only": True, "collect_non_loss_data": collect}
         expected = call(MEGATRONS[PIPELINE], chunks(), 3, **given)
         actual = call(schedules.forward_backward_pipelining_without_interleaving, chunks(), 3, **given)
-        assert len(actual) == (3 if dist.get_rank() == RANKS - 1 else 0)
+        assert len(actual) == (3 if pipeline_rank() == RANKS - 1 else 0)
         for mine, theirs in zip(actual, expected, strict=True):
             assert mine == theirs if collect else torch.equal(mine["logits"], theirs["logits"])
     parallel_state.destroy_model_parallel()
@@ -301,7 +308,7 @@ def check_what_is_not_a_loss() -> None:
 
 def check_first_step_of_a_validation() -> None:
     """Transformer Engine is told once a step, in a validation once in its first step."""
-    parallel_state.initialize_model_parallel(1, RANKS)
+    parallel_state.initialize_model_parallel(TENSOR, RANKS)
     for first_val_step in (None, True, False):
         for forward_only in (True, False):
             check_same(PIPELINE, 1, 5, first_val_step=first_val_step, forward_only=forward_only)
@@ -310,11 +317,11 @@ def check_first_step_of_a_validation() -> None:
 
 def check_names_of_timers() -> None:
     """Those of messages too: all that ours use are names that Megatron logs."""
-    parallel_state.initialize_model_parallel(1, RANKS)
+    parallel_state.initialize_model_parallel(TENSOR, RANKS)
     timers, model = Timers(), chunks()
     model[0].config.timers = timers
     call(schedules.forward_backward_pipelining_without_interleaving, model, 4)
-    rank, expected = dist.get_rank(), {("forward-backward", 1, True), ("forward-compute", 2, False)}
+    rank, expected = pipeline_rank(), {("forward-backward", 1, True), ("forward-compute", 2, False)}
     expected |= {("backward-compute", 2, False)}
     if rank > 0:
         expected |= {("forward-recv", 2, False), ("backward-send", 2, False)}
@@ -325,7 +332,7 @@ def check_names_of_timers() -> None:
 
 
 def check_what_goes_to_megatrons_own() -> None:
-    parallel_state.initialize_model_parallel(1, RANKS)
+    parallel_state.initialize_model_parallel(TENSOR, RANKS)
     check_same(PIPELINE, 1, 3, config={"variable_seq_lengths": True})
     check_same(PIPELINE, 1, 3, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
     parallel_state.destroy_model_parallel()

@@ -3,10 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
+
 WORKER = Path(__file__).with_name("contract_worker.py")
 
 
-def test_callers_see_what_megatrons_own_functions_show_them(launch):
-    log = launch(4, script=WORKER, timeout=240).check().log
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_callers_see_what_megatrons_own_functions_show_them(launch, ranks):
+    log = launch(ranks, script=WORKER, timeout=240).check().log
     for check in set(re.findall(r"def (check_\w+)", WORKER.read_text())) - {"check_same"}:
-        assert log.count(f"passed: {check} ") == 4
+        assert log.count(f"passed: {check} ") == ranks
