@@ -88,8 +88,7 @@ class WithinDocuments:
                 part[before:] = own
                 if prefix is not None:
                     part[:before] = prefix
-        prefix = (grad_key[:start], grad_value[:start]) if start else None
-        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+        return Gradients.of_all_keys(grad_query, grad_key, grad_value, start)
 
     def _calls(self, start: int, end: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice], int]]:
         """Index of the queries, index of the keys and number of keys before the queries, for each piece."""

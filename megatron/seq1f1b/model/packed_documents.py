@@ -59,8 +59,7 @@ class PackedDocuments:
             ends = accumulate(rows.shape[0] for rows in self._rows(whole, start))
             for rows, end in zip(self._rows(whole, start), ends, strict=True):
                 rows.copy_(found[end - rows.shape[0] : end])
-        prefix = (grad_key[:start], grad_value[:start]) if start else None
-        return Gradients(self._apart(grad_query), grad_key[start:], grad_value[start:], prefix)
+        return Gradients.of_all_keys(self._apart(grad_query), grad_key, grad_value, start)
 
     def _cumulative_lengths(self, start: int, end: int, device: torch.device) -> CumulativeLengths:
         found = [piece for starts in self.documents for piece in pieces(starts, start, end)]

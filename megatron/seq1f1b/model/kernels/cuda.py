@@ -35,8 +35,7 @@ class CudaFlash:
         tensors = grad_output.reshape(query.shape), query, key, value, output.reshape(query.shape)
         grads = _backward(*(x.transpose(0, 1) for x in tensors), saved, lengths, scale, dropout)
         grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads)
-        prefix = (grad_key[:start], grad_value[:start]) if start else None
-        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+        return Gradients.of_all_keys(grad_query, grad_key, grad_value, start)
 
     def forward_packed(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, scale: float, dropout: float

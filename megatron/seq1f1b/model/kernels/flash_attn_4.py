@@ -50,5 +50,4 @@ class FlashAttention4:
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads[:3])
-        prefix = (grad_key[:start], grad_value[:start]) if start else None
-        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+        return Gradients.of_all_keys(grad_query, grad_key, grad_value, start)

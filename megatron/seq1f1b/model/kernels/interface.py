@@ -13,6 +13,11 @@ class Gradients(NamedTuple):
     value: Tensor
     prefix: tuple[Tensor, Tensor] | None
 
+    @classmethod
+    def of_all_keys(cls, query: Tensor, key: Tensor, value: Tensor, start: int) -> "Gradients":
+        """From the gradients of all m keys and values, of which the first `start` are before the segment."""
+        return cls(query, key[start:], value[start:], (key[:start], value[:start]) if start else None)
+
 
 class Kernel(Protocol):
     """Bottom-right causal attention: the queries are the last n of the m tokens that keys and values span.

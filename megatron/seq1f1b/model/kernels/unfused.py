@@ -68,8 +68,7 @@ class Unfused:
             grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
         grad_query = _by_token(torch.cat(grad_queries, -2)).to(query.dtype)
         grad_key, grad_value = _by_token(grad_key).to(key.dtype), _by_token(grad_value).to(value.dtype)
-        prefix = (grad_key[:start], grad_value[:start]) if start else None
-        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix)
+        return Gradients.of_all_keys(grad_query, grad_key, grad_value, start)
 
     def _blocks(self, q: Tensor, start: int) -> Iterator[tuple[slice, slice]]:
         """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
