@@ -5,7 +5,7 @@ from math import gcd
 from .errors import SplitError
 
 KERNEL_TILE = 128
-# Rounding moves the cost of a segment by at most at most one part in this.
+# Rounding moves the cost of a segment by at most one part in this.
 _TILES_PER_SEGMENT = 64
 
 

@@ -14,7 +14,7 @@ from .lowering import Channel, channel_of, lower, lower_rank
 from .memory import peak_memory, peak_units
 from .placement import Placement
 from .schedule import Schedule, Shape
-from .timeline import Span, Timeline, from_json, read_timeline, write_timeline
+from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate
 from .validate import ScheduleError, validate
 
@@ -42,7 +42,6 @@ __all__ = [
     "peak_units",
     "program",
     "read_csv",
-    "from_json",
     "read_timeline",
     "simulate",
     "validate",

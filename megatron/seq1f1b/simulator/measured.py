@@ -10,19 +10,11 @@ from collections.abc import Sequence
 from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import mean, median
-from typing import NamedTuple
 
 from ..partition import AnalyticTime, FitError, SplitError, StageCost
+from ..partition.fitted_time import Point, relative_errors
 from ..partition.least_squares import least_squares
-from ..schedule import Kind, Timeline, from_json
-
-
-class Point(NamedTuple):
-    """The tokens `start` to `end` took `seconds`."""
-
-    start: int
-    end: int
-    seconds: float
+from ..schedule import Kind, Timeline, read_timeline
 
 
 def is_trace(path: str | Path) -> bool:
@@ -40,7 +32,7 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
     Raises SplitError if the trace is of another number of stages, or has too few segments.
     """
     try:
-        timeline = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        timeline = read_timeline(path)
         if timeline.shape.num_stages != num_stages:
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
@@ -68,7 +60,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
     def points(stage: int, *kinds: Kind) -> list[Point]:
         """Of actions of these kinds together."""
         times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(ends))]
-        return [Point(end - length, end, time) for length, end, time in zip(lengths, ends, times, strict=True)]
+        return [Point(length, end - length, time) for length, end, time in zip(lengths, ends, times, strict=True)]
 
     costs, errors = [], []
     for stage in range(timeline.shape.num_stages):
@@ -78,15 +70,14 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
         costs.append(StageCost(forward, backward, weight, forward + backward))
         for time, found in zip((forward, backward), measured, strict=True):
-            errors += [abs(time(start, end) / seconds - 1) for start, end, seconds in found]
+            errors += relative_errors(time, found)
     return tuple(costs), FitError(mean(errors), max(errors))
 
 
 def fit_time(points: Sequence[Point]) -> AnalyticTime:
     """The time of least squares of the relative errors, none of its three parts negative."""
     rows = [
-        (1 / seconds, (end - start) / seconds, (end - start) * (start + end + 1) / 2 / seconds)
-        for start, end, seconds in points
+        [x / seconds for x in (1, length, length * (2 * prefix + length + 1) / 2)] for length, prefix, seconds in points
     ]
     best, least = AnalyticTime(), float("inf")
     # In segments of one length a part per token looks like a constant, which comes last because it is less likely.
@@ -97,7 +88,7 @@ def fit_time(points: Sequence[Point]) -> AnalyticTime:
             continue
         coefficients = dict(zip(parts, found, strict=True))
         time = AnalyticTime(*(coefficients.get(part, 0.0) for part in range(3)))
-        error = sum((time(start, end) / seconds - 1) ** 2 for start, end, seconds in points)
+        error = sum(relative**2 for relative in relative_errors(time, points))
         if min(found) >= 0 and error < least - 1e-9:
             best, least = time, error
     return best

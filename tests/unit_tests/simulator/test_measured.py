@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 
 from megatron.seq1f1b.partition import CPU_CORE, AnalyticTime, ModelShape, SplitError, analytic_costs
+from megatron.seq1f1b.partition.fitted_time import Point
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 from megatron.seq1f1b.simulator import action_costs, is_trace, read_traced_costs, traced_costs
-from megatron.seq1f1b.simulator.measured import Point, fit_time
+from megatron.seq1f1b.simulator.measured import fit_time
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
 LAYERS = (3, 1)
@@ -47,12 +48,12 @@ def test_equal_segments_tell_a_part_per_pair_too():
 )
 def test_fit_finds_the_parts_of_a_time(time):
     bounds = [(0, 900), (900, 1500), (1500, 1900), (1900, 2100)]
-    fitted = fit_time([Point(start, end, time(start, end)) for start, end in bounds])
+    fitted = fit_time([Point(end - start, start, time(start, end)) for start, end in bounds])
     assert fitted(300, 1000) == pytest.approx(time(300, 1000), rel=1e-6)
 
 
 def test_no_part_of_a_time_is_negative():
-    fitted = fit_time([Point(0, 100, 1.0), Point(100, 300, 1.5), Point(300, 600, 1.0)])
+    fitted = fit_time([Point(100, 0, 1.0), Point(200, 100, 1.5), Point(300, 300, 1.0)])
     assert min(fitted.fixed, fitted.per_token, fitted.per_pair) >= 0
 
 
