@@ -22,7 +22,6 @@ class StageTime(Protocol):
         """Whether no segment takes longer by `other`, of the same class."""
 
 
-
 @dataclass(frozen=True)
 class AnalyticTime:
     """Time by FLOPs over rates: a constant, a part per token, and one per pair of a query and a key."""
