@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.seq1f1b.partition import ModelShape
+from megatron.seq1f1b.costs import ModelShape
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:

@@ -4,7 +4,7 @@
     python tools/plan_split.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
         --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
 
-The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and typical rates, or as
+The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and a typical device, or as
 measured (--sequence-split-profile: a file of tools/profile_segments.py, or a trace that --pipeline-trace wrote).
 Imbalance is the highest cost over the mean one. Step and bubble are those of the 1F1B schedule simulated with the costs
 of every stage and segment, messages left out. 'terapipe, free' is the dynamic programme without --sequence-splits.
@@ -15,25 +15,30 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.seq1f1b.partition import (
+from megatron.seq1f1b.costs import (
     A100,
     CPU_CORE,
-    STRATEGIES,
     FitError,
-    SplitError,
     StageCost,
+    action_costs,
     analytic_costs,
-    check_lengths,
+    authors_flops,
+    bottleneck_time,
     check_profile,
+    is_trace,
+    read_profile,
+    read_traced_costs,
+)
+from megatron.seq1f1b.partition import (
+    STRATEGIES,
+    PartitionError,
+    check_lengths,
     cut_sequence,
     read_lengths,
-    read_profile,
-    segment_costs,
-    slowest,
+    segment_times,
     terapipe,
 )
 from megatron.seq1f1b.schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
-from megatron.seq1f1b.simulator import action_costs, is_trace, read_traced_costs
 from model_flags import add_model_flags, model_shape
 
 
@@ -63,8 +68,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=int, default=8, metavar="M", help="default: 8")
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILIES), default="1f1b", help="default: 1f1b")
     parser.add_argument("--recompute", action="store_true", help="full recomputation of the activations of layers")
-    parser.add_argument("--device", choices=("a100", "cpu"), default="a100", help="rates; default: a100")
-    parser.add_argument("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs instead of rates")
+    parser.add_argument("--device", choices=("a100", "cpu"), default="a100", help="whose throughput; default: a100")
+    parser.add_argument("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs")
     parser.add_argument("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
     parser.add_argument("--output", type=Path, help="a picture: .png, .svg or .pdf (needs matplotlib)")
     return parser.parse_args(argv)
@@ -90,14 +95,14 @@ def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
         check_profile(profile, args.sequence_split_profile, model, tensor_parallel_size)
         print(f"Measured on {profile.device}; {fit_error(profile.fit_error())}.\n")
         return profile.costs(layers)
-    rates = CPU_CORE if args.device == "cpu" else A100
-    share = replace(
-        rates,
-        matmul=rates.matmul * tensor_parallel_size,
-        attention=rates.attention * tensor_parallel_size,
-        attention_backward=rates.attention_backward * tensor_parallel_size,
+    device = CPU_CORE if args.device == "cpu" else A100
+    group = replace(
+        device,
+        matmul=device.matmul * tensor_parallel_size,
+        attention=device.attention * tensor_parallel_size,
+        attention_backward=device.attention_backward * tensor_parallel_size,
     )
-    return analytic_costs(model, layers, share, args.recompute)
+    return analytic_costs(model, layers, group, args.recompute)
 
 
 def fit_error(error: FitError) -> str:
@@ -118,12 +123,13 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
                 args.seq_length,
                 args.sequence_splits,
                 multiple_of,
-                model_shape(args),
-                costs,
-                full_speed_rows,
-                args.num_microbatches,
+                time=bottleneck_time(costs),
+                flops=authors_flops(model_shape(args)),
+                full_speed_rows=full_speed_rows,
+                num_stages=len(costs),
+                num_microbatches=args.num_microbatches,
             )
-        except SplitError as error:
+        except PartitionError as error:
             print(f"{strategy}: {error}.", file=sys.stderr)
     if args.sequence_split_profile is not None:
         found["profile"] = found.pop("balanced")
@@ -131,7 +137,7 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
     if args.sequence_split_profile is None or not is_trace(args.sequence_split_profile):
         found["terapipe, free"] = terapipe(
             args.seq_length,
-            slowest(costs),
+            bottleneck_time(costs),
             len(costs),
             multiple_of=multiple_of,
             num_microbatches=args.num_microbatches,
@@ -147,7 +153,7 @@ def plan(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: t
     placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
     shape = Shape(placement, args.num_microbatches, len(lengths))
     timeline = simulate(build(args.pipeline_schedule, shape), action_costs(costs, layers_per_stage(args), lengths))
-    return Plan(name, lengths, tuple(segment_costs(lengths, slowest(costs))), timeline)
+    return Plan(name, lengths, tuple(segment_times(lengths, bottleneck_time(costs))), timeline)
 
 
 def table(plans: list[Plan]) -> str:
@@ -175,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         costs = stage_costs(args)
         plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
-    except SplitError as error:
+    except PartitionError as error:
         print(f"error: {error}.", file=sys.stderr)
         return 2
     print(table(plans))

@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from megatron.seq1f1b.costs import Measurement, ModelShape, Profile, write_profile  # noqa: E402
 from megatron.seq1f1b.model import (  # noqa: E402
     Segment,
     SegmentContext,
@@ -41,7 +42,6 @@ from megatron.seq1f1b.model import (  # noqa: E402
     weight_gradients_left_in,
 )
 from megatron.seq1f1b.model.kv_cache import KVCache  # noqa: E402
-from megatron.seq1f1b.partition import Measurement, ModelShape, Profile, write_profile  # noqa: E402
 from model_flags import add_model_flags, model_shape  # noqa: E402
 
 

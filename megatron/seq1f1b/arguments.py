@@ -10,8 +10,8 @@ from typing import Any
 
 from .compatibility import packs_documents, refusal, segments_are_possible
 from .config import PipelineConfig
+from .costs import A100, CPU_CORE
 from .model_arguments import layers_per_stage, model_shape
-from .partition import A100, CPU_CORE
 from .schedule import FAMILY_NAMES, Kind, Placement, Schedule, Shape, build
 from .split_arguments import add_split_arguments, set_number_of_splits, warn_of_short_segments
 
@@ -179,7 +179,7 @@ def pipeline_config(args: argparse.Namespace) -> PipelineConfig:
         recomputes_layers=getattr(args, "recompute_granularity", None) == "full",
         tensor_parallel_size=args.tensor_model_parallel_size,
         num_microbatches=_num_microbatches(args),
-        rates=CPU_CORE if _on_cpu(args) else A100,
+        throughput=CPU_CORE if _on_cpu(args) else A100,
         trace_directory=args.pipeline_trace,
         trace_iterations=tuple(args.pipeline_trace_iterations),
     )

@@ -5,24 +5,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .partition import (
-    STRATEGIES_BY_COST,
-    STRATEGIES_BY_DOCUMENTS,
+from .costs import (
+    DeviceThroughput,
     ModelShape,
-    Rates,
-    SplitError,
     StageCost,
+    action_costs,
     analytic_costs,
-    check_lengths,
+    authors_flops,
+    bottleneck_time,
     check_profile,
-    cut_sequence,
-    read_lengths,
+    is_trace,
     read_profile,
-    slowest,
-    terapipe,
+    read_traced_costs,
 )
+from .partition import STRATEGIES, PartitionError, check_lengths, cut_sequence, read_lengths, terapipe
 from .schedule import Costs, Schedule, read_csv
-from .simulator import action_costs, is_trace, read_traced_costs
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class PipelineConfig:
 
     Segments are multiples of `segment_multiple` tokens. `model` is None if its sizes are not known. `layers_per_stage`
     counts transformer layers in the order of depth; `split_file` takes the place of a strategy, `split_profile` that of
-    `rates`.
+    `throughput`.
     """
 
     schedule: str | Path | None
@@ -47,7 +44,7 @@ class PipelineConfig:
     recomputes_layers: bool
     tensor_parallel_size: int
     num_microbatches: int
-    rates: Rates
+    throughput: DeviceThroughput
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
 
@@ -58,10 +55,10 @@ class PipelineConfig:
     @property
     def cuts_by_documents(self) -> bool:
         """Whether packed sequences are cut micro-batch by micro-batch, each by its own documents."""
-        return self.split_file is None and self.split_strategy in STRATEGIES_BY_DOCUMENTS
+        return self.split_file is None and STRATEGIES[self.split_strategy].follows_documents
 
     def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
-        """Lengths of the segments of a sequence; raises SplitError. Can take a second for very long sequences.
+        """Lengths of the segments of a sequence; raises PartitionError. Can take a second for very long sequences.
 
         With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
         follow those.
@@ -70,31 +67,33 @@ class PipelineConfig:
             lengths = read_lengths(self.split_file)
             check_lengths(lengths, self.split_file, sequence_length, self.num_segments, self.segment_multiple)
             return lengths
-        is_without_profile = self.split_strategy == "profile" and self.split_profile is None
-        has_costs = self.split_strategy in STRATEGIES_BY_COST and not is_without_profile
+        strategy = STRATEGIES[self.split_strategy]
+        is_measured = self.split_profile is not None
+        has_time = strategy.needs_time and self.model is not None and (is_measured or strategy.needs == "time")
         return cut_sequence(
             self.split_strategy,
             sequence_length,
             self.num_segments,
             self.segment_multiple,
-            self.model,
-            self.costs if has_costs else None,
-            self.rates.full_speed_rows,
-            self.num_microbatches,
-            documents,
+            time=bottleneck_time(self.costs) if has_time else None,
+            flops=authors_flops(self.model) if self.model is not None else None,
+            full_speed_rows=self.throughput.full_speed_rows,
+            num_stages=len(self.layers_per_stage),
+            num_microbatches=self.num_microbatches,
+            documents=documents,
         )
 
     def best_num_segments(self, sequence_length: int) -> int:
-        """The number of segments of the fastest split by TeraPipe's dynamic programme; raises SplitError."""
+        """The number of segments of the fastest split by TeraPipe's dynamic programme; raises PartitionError."""
         if self.split_profile is not None and is_trace(self.split_profile):
-            raise SplitError(
+            raise PartitionError(
                 f"--sequence-split-profile {self.split_profile} is a trace, which does not tell what shorter segments "
                 "cost, so that --sequence-split-strategy terapipe cannot choose their number; give --sequence-splits"
             )
         return len(
             terapipe(
                 sequence_length,
-                slowest(self.costs),
+                bottleneck_time(self.costs),
                 num_stages=len(self.layers_per_stage),
                 multiple_of=self.segment_multiple,
                 num_microbatches=self.num_microbatches,
@@ -103,9 +102,9 @@ class PipelineConfig:
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """The cost of a segment on every stage, measured if there is a profile; raises SplitError."""
+        """The cost of a segment on every stage, measured if there is a profile; raises PartitionError."""
         if self.split_profile is None:
-            return analytic_costs(self.model, self.layers_per_stage, self.rates, self.recomputes_layers)
+            return analytic_costs(self.model, self.layers_per_stage, self.throughput, self.recomputes_layers)
         if is_trace(self.split_profile):
             costs, _ = read_traced_costs(self.split_profile, len(self.layers_per_stage))
             return costs
@@ -114,5 +113,5 @@ class PipelineConfig:
         return profile.costs(self.layers_per_stage)
 
     def action_costs(self, lengths: Sequence[int]) -> Costs:
-        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises SplitError."""
+        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises PartitionError."""
         return action_costs(self.costs, self.layers_per_stage, lengths)

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from .partition import Experts, LatentAttention, ModelShape
+from .costs import Experts, LatentAttention, ModelShape
 
 
 def model_shape(args: Namespace) -> ModelShape:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .config import PipelineConfig
-from .partition import CPU_CORE, STRATEGIES, read_lengths
+from .costs import CPU_CORE
+from .partition import STRATEGIES, read_lengths
 
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}

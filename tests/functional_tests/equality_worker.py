@@ -30,8 +30,8 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
+from megatron.seq1f1b.costs import AnalyticTime  # noqa: E402
 from megatron.seq1f1b.partition import balanced_by_documents, even  # noqa: E402
-from megatron.seq1f1b.partition.cost import AnalyticTime  # noqa: E402
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Placement  # noqa: E402
 

@@ -13,8 +13,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 from megatron.seq1f1b.model import SegmentContext, attach
-from megatron.seq1f1b.partition import A100, CPU_CORE, ModelShape, analytic_costs, cut_sequence
+from megatron.seq1f1b.partition import cut_sequence
 from megatron.seq1f1b.runtime.memory import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
 
@@ -78,9 +79,9 @@ class Stage:
             torch.cuda.empty_cache()
 
     def _segments(self, length: int, k: int):
-        rates = CPU_CORE if self.device.type == "cpu" else A100
-        costs = analytic_costs(self.shape, [self.shape.num_layers], rates)
-        return segments_of(cut_sequence("balanced", length, k, 1, self.shape, costs, rates.full_speed_rows, 16))
+        device = CPU_CORE if self.device.type == "cpu" else A100
+        time = bottleneck_time(analytic_costs(self.shape, [self.shape.num_layers], device))
+        return segments_of(cut_sequence("balanced", length, k, time=time, full_speed_rows=device.full_speed_rows))
 
 
 def first_rank(num_microbatches: int, k: int) -> list[Action]:

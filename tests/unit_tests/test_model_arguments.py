@@ -4,8 +4,8 @@ from argparse import Namespace
 
 import pytest
 
+from megatron.seq1f1b.costs import Experts, LatentAttention, ModelShape
 from megatron.seq1f1b.model_arguments import layers_per_stage, model_shape
-from megatron.seq1f1b.partition import Experts, LatentAttention, ModelShape
 
 DENSE = dict(
     num_layers=4,

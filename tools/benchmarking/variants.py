@@ -9,20 +9,22 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.seq1f1b.partition import (
+from megatron.seq1f1b.costs import (
     A100,
     CPU_CORE,
     ModelShape,
     StageCost,
+    action_costs,
     analytic_costs,
+    authors_flops,
+    bottleneck_time,
     check_profile,
-    cut_sequence,
     read_profile,
 )
+from megatron.seq1f1b.partition import cut_sequence
 from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Placement, Shape, Span
-from megatron.seq1f1b.simulator import action_costs
 
 from .model import Batch
 from .torch_pipeline import schedule_1f1b
@@ -136,15 +138,16 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
     found: dict[tuple[int, ...], str] = {}
     for num_segments in args.sequence_splits:
         for strategy in args.sequence_split_strategy:
+            costs = _stage_costs(args, num_chunks, is_measured=strategy == "profile")
             lengths = cut_sequence(
                 strategy,
                 args.seq_length,
                 num_segments,
-                1,
-                _model_shape(args),
-                _stage_costs(args, num_chunks, is_measured=strategy == "profile"),
-                (A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
-                num_microbatches,
+                time=bottleneck_time(costs),
+                flops=authors_flops(_model_shape(args)),
+                full_speed_rows=(A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
+                num_stages=len(costs),
+                num_microbatches=num_microbatches,
             )
             found[lengths] = f"{found[lengths]} = {strategy}" if lengths in found else strategy
     if dist.get_rank() == 0:

@@ -1,54 +1,30 @@
-"""Where a sequence is cut: the lengths of its segments. Pure Python.
+"""Where a sequence is cut: the lengths of its segments. Pure Python, and nothing else of this package is imported.
 
-Start with cut (the strategies) and cost (what a segment costs on a stage).
+Start with cut (the strategies). What a segment takes is a function that the caller brings (segment_time).
 """
 
-from .balanced import balanced, segment_costs
-from .cost import AnalyticTime, StageCost, Time, analytic_costs, slowest
-from .cut import STRATEGIES, STRATEGIES_BY_COST, STRATEGIES_BY_DOCUMENTS, cut_sequence
+from .balanced import balanced
+from .cut import STRATEGIES, Strategy, cut_sequence, even
+from .cut_positions import PartitionError
 from .documents import balanced_by_documents, within_documents
-from .errors import SplitError
-from .even import even
-from .joint import Part, terapipe_joint
 from .lengths_file import check_lengths, read_lengths
-from .model_shape import Experts, LatentAttention, ModelShape
-from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
-from .rates import A100, CPU_CORE, Rates
+from .segment_time import SegmentTime, segment_times
 from .terapipe import terapipe
 from .uniform_comp import uniform_comp
 
 __all__ = [
-    "A100",
-    "CPU_CORE",
     "STRATEGIES",
-    "STRATEGIES_BY_COST",
-    "STRATEGIES_BY_DOCUMENTS",
-    "AnalyticTime",
-    "Experts",
-    "FitError",
-    "LatentAttention",
-    "Measurement",
-    "ModelShape",
-    "Part",
-    "Profile",
-    "Rates",
-    "SplitError",
-    "StageCost",
-    "Time",
-    "analytic_costs",
+    "PartitionError",
+    "SegmentTime",
+    "Strategy",
     "balanced",
     "balanced_by_documents",
     "check_lengths",
-    "check_profile",
     "cut_sequence",
     "even",
     "read_lengths",
-    "read_profile",
-    "segment_costs",
-    "slowest",
+    "segment_times",
     "terapipe",
-    "terapipe_joint",
     "uniform_comp",
     "within_documents",
-    "write_profile",
 ]

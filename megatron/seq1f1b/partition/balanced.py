@@ -7,24 +7,24 @@ backward, and by the kind of every layer.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from .cost import Time
-from .grid import check_length, tile
+from .cut_positions import check_length, tile
+from .segment_time import SegmentTime
 
-# Halvings of the interval that holds the common cost: to well below the cost of one token.
+# Halvings of the interval that holds the common time: to well below the time of one token.
 _BISECTIONS = 50
 
 
 def balanced(
-    sequence_length: int, num_segments: int, cost: Time, multiple_of: int = 1, min_length: int = 1
+    sequence_length: int, num_segments: int, time: SegmentTime, multiple_of: int = 1, min_length: int = 1
 ) -> tuple[int, ...]:
-    """Cut into segments of equal `cost(start, end)`; lengths in tokens, first to last.
+    """Cut into segments of equal `time(start, end)`; lengths in tokens, first to last.
 
     Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
     segment, whose tokens are the cheapest, takes what is left over. No segment is shorter than `min_length`, unless
-    that many are too many for the sequence. Raises SplitError if the sequence is too short for so many segments, or
+    that many are too many for the sequence. Raises PartitionError if the sequence is too short for so many segments, or
     no multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)
@@ -34,41 +34,32 @@ def balanced(
     if rest + shortest * num_segments > sequence_length:
         shortest = step
 
-    low, high = 0.0, cost(0, sequence_length)
+    low, high = 0.0, time(0, sequence_length)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _ends(sequence_length, num_segments, cost, middle, shortest)[-1] < sequence_length:
+        if _ends(sequence_length, num_segments, time, middle, shortest)[-1] < sequence_length:
             low = middle
         else:
             high = middle
-    ends = _ends(sequence_length, num_segments, cost, high, shortest)
-    return _on_grid(ends, sequence_length, step, rest, shortest)
+    ends = _ends(sequence_length, num_segments, time, high, shortest)
+    return _on_positions(ends, sequence_length, step, rest, shortest)
 
 
-def segment_costs(lengths: Iterable[int], cost: Time) -> list[float]:
-    """`cost` of each of the segments of a sequence."""
-    costs, start = [], 0
-    for length in lengths:
-        costs.append(cost(start, start + length))
-        start += length
-    return costs
-
-
-def _ends(sequence_length: int, num_segments: int, cost: Time, most: float, shortest: int) -> list[int]:
+def _ends(sequence_length: int, num_segments: int, time: SegmentTime, most: float, shortest: int) -> list[int]:
     """Where segments end that each cost up to `most`, or are `shortest` tokens long."""
     ends, start = [], 0
     for _ in range(num_segments):
         candidates = range(start + 1, sequence_length + 1)
-        start += bisect_right(candidates, most, key=lambda end, start=start: cost(start, end))
+        start += bisect_right(candidates, most, key=lambda end, start=start: time(start, end))
         start = min(max(start, (ends[-1] if ends else 0) + shortest), sequence_length)
         ends.append(start)
     return ends
 
 
-def _on_grid(ends: Sequence[int], sequence_length: int, step: int, rest: int, shortest: int) -> tuple[int, ...]:
+def _on_positions(ends: Sequence[int], sequence_length: int, step: int, rest: int, shortest: int) -> tuple[int, ...]:
     """The lengths between `ends`, each moved to the nearest position that is a multiple of `step` before the end.
 
-    Moving both ends of a segment of at least `shortest` leaves it that long; the first starts off the grid.
+    Moving both ends of a segment of at least `shortest` leaves it that long; the first takes what is left over.
     """
     rounded = []
     for i, end in enumerate(ends, start=1):

@@ -1,119 +1,152 @@
-"""The named strategies, and the one function that everybody calls."""
+"""The named strategies, each with what it needs, and the one function that everybody calls."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
 
-from .balanced import balanced, segment_costs
-from .cost import StageCost, analytic_costs, slowest
+from .balanced import balanced
+from .cut_positions import PartitionError, check_length
 from .documents import balanced_by_documents
-from .errors import SplitError
-from .even import even
-from .model_shape import ModelShape
-from .rates import A100
+from .segment_time import SegmentTime, segment_times
 from .terapipe import terapipe
 from .uniform_comp import uniform_comp
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What is to be cut, and what a strategy may look at.
-
-    `costs` are those of a segment on each stage. Kernels are at full speed for `full_speed_rows` tokens and more;
-    `num_microbatches` sequences follow one another in a step. `documents` are those of one micro-batch.
-    """
+class Task:
+    """What is to be cut, and what a strategy may look at; see `cut_sequence`."""
 
     sequence_length: int
     num_segments: int
     multiple_of: int
-    model: ModelShape | None
-    costs: Sequence[StageCost]
+    time: SegmentTime | None
+    flops: tuple[int, int] | None
     full_speed_rows: int
+    num_stages: int
     num_microbatches: int
     documents: Sequence[Sequence[int]] | None
 
 
-def _even(cut: Cut) -> tuple[int, ...]:
-    return even(cut.sequence_length, cut.num_segments, cut.multiple_of)
+@dataclass(frozen=True)
+class Strategy:
+    """A way to cut, what it needs of a task beside the length, and whether it follows packed documents."""
+
+    cut: Callable[[Task], tuple[int, ...]]
+    needs: Literal["nothing", "flops", "time", "measured time"]
+    follows_documents: bool = False
+
+    @property
+    def needs_time(self) -> bool:
+        return self.needs in ("time", "measured time")
 
 
-def _uniform_comp(cut: Cut) -> tuple[int, ...]:
-    return uniform_comp(cut.sequence_length, cut.num_segments, cut.model, cut.multiple_of)
+def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """Cut into segments whose lengths differ by at most `multiple_of` tokens.
+
+    Every segment is a multiple of `multiple_of` (tensor-parallel ranks share a segment evenly under sequence
+    parallelism). The longer segments come first, where the causal prefix is short. Raises PartitionError if the
+    sequence is too short for that many segments, or is itself no multiple.
+    """
+    check_length(sequence_length, num_segments, multiple_of)
+    base, longer = divmod(sequence_length // multiple_of, num_segments)
+    return tuple(multiple_of * (base + (i < longer)) for i in range(num_segments))
 
 
-def _balanced(cut: Cut) -> tuple[int, ...]:
-    cost = slowest(cut.costs)
-    if cut.documents is not None:
-        return balanced_by_documents(cut.sequence_length, cut.num_segments, cost, cut.documents, cut.multiple_of)
-    # Where the kernels are slower for short segments, the cost jumps as a segment shrinks, and equal costs may not
+def _even(task: Task) -> tuple[int, ...]:
+    return even(task.sequence_length, task.num_segments, task.multiple_of)
+
+
+def _uniform_comp(task: Task) -> tuple[int, ...]:
+    assert task.flops is not None
+    return uniform_comp(task.sequence_length, task.num_segments, *task.flops, task.multiple_of)
+
+
+def _balanced(task: Task) -> tuple[int, ...]:
+    time = task.time
+    assert time is not None
+    if task.documents is not None:
+        return balanced_by_documents(task.sequence_length, task.num_segments, time, task.documents, task.multiple_of)
+    # Where the kernels are slower for short segments, the time jumps as a segment shrinks, and equal times may not
     # exist; it can then be better to keep every segment long enough, or worse.
     options = [
-        balanced(cut.sequence_length, cut.num_segments, cost, cut.multiple_of, min_length)
-        for min_length in (1, cut.full_speed_rows)
+        balanced(task.sequence_length, task.num_segments, time, task.multiple_of, min_length)
+        for min_length in (1, task.full_speed_rows)
     ]
-    return min(options, key=lambda lengths: max(segment_costs(lengths, cost)))
+    return min(options, key=lambda lengths: max(segment_times(lengths, time)))
 
 
-def _terapipe(cut: Cut) -> tuple[int, ...]:
+def _terapipe(task: Task) -> tuple[int, ...]:
+    assert task.time is not None
     return terapipe(
-        cut.sequence_length,
-        slowest(cut.costs),
-        num_stages=len(cut.costs),
-        num_segments=cut.num_segments,
-        multiple_of=cut.multiple_of,
-        num_microbatches=cut.num_microbatches,
+        task.sequence_length,
+        task.time,
+        num_stages=task.num_stages,
+        num_segments=task.num_segments,
+        multiple_of=task.multiple_of,
+        num_microbatches=task.num_microbatches,
     )
 
 
-# `profile` is `balanced` on measured costs; whoever asks for it brings them.
-STRATEGIES: dict[str, Callable[[Cut], tuple[int, ...]]] = {
-    "even": _even,
-    "uniform_comp": _uniform_comp,
-    "balanced": _balanced,
-    "terapipe": _terapipe,
-    "profile": _balanced,
+_BALANCED = Strategy(_balanced, needs="time", follows_documents=True)
+
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
+    {
+        "even": Strategy(_even, needs="nothing"),
+        "uniform_comp": Strategy(_uniform_comp, needs="flops"),
+        "balanced": _BALANCED,
+        "terapipe": Strategy(_terapipe, needs="time"),
+        "profile": replace(_BALANCED, needs="measured time"),
+    }
+)
+
+_WITHOUT = {
+    "flops": "needs the sizes of a transformer, which this model does not tell; use even, or --sequence-split-file",
+    "time": "needs the sizes of a transformer, which this model does not tell; use even, or --sequence-split-file",
+    "measured time": "needs --sequence-split-profile; measure one with tools/profile_segments.py, or use "
+    "--sequence-split-strategy balanced",
 }
-
-# Those that look at `costs`.
-STRATEGIES_BY_COST = ("balanced", "terapipe", "profile")
-
-# Those that look at `documents`.
-STRATEGIES_BY_DOCUMENTS = ("balanced", "profile")
 
 
 def cut_sequence(
     strategy: str,
     sequence_length: int,
     num_segments: int,
-    multiple_of: int,
-    model: ModelShape | None,
-    costs: Sequence[StageCost] | None = None,
+    multiple_of: int = 1,
+    *,
+    time: SegmentTime | None = None,
+    flops: tuple[int, int] | None = None,
     full_speed_rows: int = 1,
+    num_stages: int = 1,
     num_microbatches: int = 1,
     documents: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
-    """Lengths in tokens of the `num_segments` segments of a sequence, first to last.
+    """Lengths in tokens of the `num_segments` segments of a sequence, first to last, multiples of `multiple_of`.
 
-    `documents` holds, for each sequence of a micro-batch, the positions that documents start at; only the strategies of
-    STRATEGIES_BY_DOCUMENTS look at them. Without `costs` the model is taken for one stage on an A100; `even` does
-    without the model. Raises SplitError for an unknown strategy, for fewer than one segment, for a model that is needed
-    and missing, for `profile` without costs, and for a cut that would leave a segment empty.
+    `time` is that of a segment on the slowest of `num_stages` stages, and kernels are at full speed for segments of
+    `full_speed_rows` tokens and more; `num_microbatches` sequences follow one another in a step. `flops` are per token
+    and per pair of a query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a
+    micro-batch, the positions that documents start at. A strategy looks at what `STRATEGIES` lists for it.
+
+    Raises PartitionError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
+    given, and for a cut that would leave a segment empty.
     """
     if strategy not in STRATEGIES:
-        raise SplitError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
+        raise PartitionError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
     if num_segments < 1:
-        raise SplitError(f"--sequence-splits {num_segments} must be at least 1")
-    if model is None and strategy != "even":
-        raise SplitError(
-            f"--sequence-split-strategy {strategy} needs the sizes of a transformer, which this model does not tell; "
-            "use even, or --sequence-split-file"
-        )
-    if costs is None:
-        if strategy == "profile":
-            raise SplitError(
-                "--sequence-split-strategy profile needs --sequence-split-profile; measure one with "
-                "tools/profile_segments.py, or use --sequence-split-strategy balanced"
-            )
-        costs = analytic_costs(model, [model.num_layers], A100) if strategy in STRATEGIES_BY_COST else ()
-    return STRATEGIES[strategy](
-        Cut(sequence_length, num_segments, multiple_of, model, costs, full_speed_rows, num_microbatches, documents)
+        raise PartitionError(f"--sequence-splits {num_segments} must be at least 1")
+    needs = STRATEGIES[strategy].needs
+    if (needs == "flops" and flops is None) or (STRATEGIES[strategy].needs_time and time is None):
+        raise PartitionError(f"--sequence-split-strategy {strategy} {_WITHOUT[needs]}")
+    task = Task(
+        sequence_length,
+        num_segments,
+        multiple_of,
+        time,
+        flops,
+        full_speed_rows,
+        num_stages,
+        num_microbatches,
+        documents,
     )
+    return STRATEGIES[strategy].cut(task)

@@ -8,45 +8,45 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from .balanced import balanced
-from .cost import Time
-from .grid import check_length, positions, tile
+from .cut_positions import check_length, positions, tile
+from .segment_time import SegmentTime
 
 
 def balanced_by_documents(
     sequence_length: int,
     num_segments: int,
-    cost: Time,
+    time: SegmentTime,
     documents: Sequence[Sequence[int]],
     multiple_of: int = 1,
 ) -> tuple[int, ...]:
-    """Cut like `balanced`, with `cost` that of a sequence of one document; lengths in tokens, first to last.
+    """Cut like `balanced`, with `time` that of a sequence of one document; lengths in tokens, first to last.
 
     `documents` holds, for each sequence of the micro-batch, the positions that documents start at, the first of them 0.
-    Raises SplitError as `balanced` does.
+    Raises PartitionError as `balanced` does.
     """
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
     cuts = positions(sequence_length, step)
-    lengths = balanced(len(cuts) - 1, num_segments, within_documents(cost, documents, cuts))
+    lengths = balanced(len(cuts) - 1, num_segments, within_documents(time, documents, cuts))
     bounds = [cuts[number] for number in accumulate(lengths, initial=0)]
     return tuple(end - start for start, end in pairwise(bounds))
 
 
-def within_documents(cost: Time, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> Time:
-    """The cost of the tokens between two of the ascending positions `cuts`, which are said by their numbers.
+def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:
+    """The time of the tokens between two of the ascending positions `cuts`, which are given by their numbers.
 
     It is that of the segment of one document which has as many tokens, and as many pairs as a sequence of the
-    micro-batch has on average. That segment may begin before its document, where `cost` goes on as a line.
+    micro-batch has on average. That segment may begin before its document, where `time` goes on as a line.
     """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]
 
-    def time(first: int, last: int) -> float:
+    def packed_time(first: int, last: int) -> float:
         length = cuts[last] - cuts[first]
         prefix = (pairs[last] - pairs[first]) / length - (length + 1) / 2
-        return cost(prefix, prefix + length)
+        return time(prefix, prefix + length)
 
-    return time
+    return packed_time
 
 
 def _pairs_before(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:

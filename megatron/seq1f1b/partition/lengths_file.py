@@ -4,18 +4,21 @@ import json
 import re
 from pathlib import Path
 
-from .errors import SplitError
+from .cut_positions import PartitionError
 
 
 def read_lengths(path: str | Path) -> tuple[int, ...]:
     """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines.
 
-    In text, what follows a '#' on a line is a comment. Raises SplitError if there is no such list of positive integers.
+    In text, what follows a '#' on a line is a comment. Raises PartitionError if there is no such list of positive
+    integers.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SplitError(f"--sequence-split-file {path} cannot be read ({error}); give a text or JSON file") from error
+        raise PartitionError(
+            f"--sequence-split-file {path} cannot be read ({error}); give a text or JSON file"
+        ) from error
     try:
         lengths = json.loads(text)
     except ValueError:
@@ -24,7 +27,7 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
     if isinstance(lengths, int):
         lengths = [lengths]
     if not isinstance(lengths, list) or not all(type(x) is int and x > 0 for x in lengths) or not lengths:
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-split-file {path} must hold the lengths of the segments in tokens, positive integers such as "
             "'4096 2048 2048' or [4096, 2048, 2048]; correct the file"
         )
@@ -34,20 +37,20 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
 def check_lengths(
     lengths: tuple[int, ...], path: str | Path, sequence_length: int, num_segments: int | None, multiple_of: int
 ) -> None:
-    """Raises SplitError if the lengths do not fit the sequence, `--sequence-splits` or the parallel sizes."""
+    """Raises PartitionError if the lengths do not fit the sequence, `--sequence-splits` or the parallel sizes."""
     if sum(lengths) != sequence_length:
-        raise SplitError(
+        raise PartitionError(
             f"the lengths in --sequence-split-file {path} add up to {sum(lengths)}, not to --seq-length "
             f"{sequence_length}; correct the file or --seq-length"
         )
     if num_segments not in (None, len(lengths)):
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-split-file {path} holds {len(lengths)} segments, not --sequence-splits {num_segments}; drop "
             "--sequence-splits, the file is enough"
         )
     odd = [length for length in lengths if length % multiple_of]
     if odd:
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-split-file {path} holds a segment of {odd[0]} tokens, which is not a multiple of "
             f"{multiple_of}, the size that segments are rounded to under --sequence-parallel; correct the file"
         )

@@ -15,10 +15,9 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
-from .cost import Time
-from .errors import SplitError
-from .grid import check_length, positions, tile
-from .least_latency import least_latency
+from .bottleneck_search import bottleneck_search
+from .cut_positions import PartitionError, check_length, positions, tile
+from .segment_time import SegmentTime
 
 # Positions at which a sequence may be cut, at most: twice as many take four times as long.
 _MOST_POSITIONS = 1024
@@ -37,7 +36,7 @@ class Path(NamedTuple):
 
 def terapipe(
     sequence_length: int,
-    cost: Time,
+    time: SegmentTime,
     num_stages: int,
     num_segments: int | None = None,
     multiple_of: int = 1,
@@ -50,20 +49,20 @@ def terapipe(
     segment, or the shortest segments are always best. With `num_microbatches` sequences one after another the sum of
     equation 5 counts that often. Segments are multiples of `step` tokens, a multiple of `multiple_of`, and the
     first takes what is left over; by default the step is 128 tokens, longer for sequences above 131072 tokens and
-    shorter where segments would be few steps long. Raises SplitError if that leaves too few positions.
+    shorter where segments would be few steps long. Raises PartitionError if that leaves too few positions.
     """
     check_length(sequence_length, num_segments or 1, multiple_of)
     step = step or _step(sequence_length, num_segments or _USUAL_SEGMENTS, multiple_of)
     cuts = positions(sequence_length, step)
     if (num_segments or 1) >= len(cuts):
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-splits {num_segments or 1} are more segments than the {len(cuts) - 1} pieces of {step} tokens "
             f"in --seq-length {sequence_length}; use fewer segments or --sequence-split-strategy balanced"
         )
-    times = table(cuts, cost)
+    times = table(cuts, time)
     whole = shortest_path(times)(inf)
     # Segments of equal time would take a k-th of the whole each.
-    path = least_latency(
+    path = bottleneck_search(
         shortest_path(times, num_segments),
         weight=(num_stages - 1) / num_microbatches,
         floor=whole.total,
@@ -72,9 +71,9 @@ def terapipe(
     return lengths_between(cuts, path.ends)
 
 
-def table(cuts: Sequence[int], cost: Time) -> list[list[float]]:
+def table(cuts: Sequence[int], time: SegmentTime) -> list[list[float]]:
     """`table[end][start]`: the time of the segment between two of the positions `cuts`."""
-    return [[cost(start, end) for start in cuts[:i]] for i, end in enumerate(cuts)]
+    return [[time(start, end) for start in cuts[:i]] for i, end in enumerate(cuts)]
 
 
 def lengths_between(cuts: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:

@@ -4,30 +4,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.partition import (
-    A100,
-    CPU_CORE,
-    ModelShape,
-    SplitError,
-    analytic_costs,
-    balanced,
-    cut_sequence,
-    even,
-    segment_costs,
-    slowest,
-    uniform_comp,
-)
+from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, authors_flops, bottleneck_time
+from megatron.seq1f1b.partition import PartitionError, balanced, cut_sequence, even, segment_times, uniform_comp
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 128, 128256, num_kv_heads=8, is_gated=True)
 
 
-def pace(model, num_stages=4, rates=A100):
-    return slowest(analytic_costs(model, [model.num_layers // num_stages] * num_stages, rates))
+def pace(model, num_stages=4, device=A100):
+    return bottleneck_time(analytic_costs(model, [model.num_layers // num_stages] * num_stages, device))
 
 
 def imbalance(lengths, cost):
-    costs = segment_costs(lengths, cost)
+    costs = segment_times(lengths, cost)
     return max(costs) * len(costs) / sum(costs)
 
 
@@ -36,17 +25,17 @@ def imbalance(lengths, cost):
     num_segments=st.integers(1, 32),
     multiple_of=st.sampled_from([1, 2, 3, 8, 12]),
     model=st.sampled_from([GPT_7B, LLAMA_8B]),
-    rates=st.sampled_from([A100, CPU_CORE]),
+    device=st.sampled_from([A100, CPU_CORE]),
     min_length=st.sampled_from([1, 100, 768]),
 )
 @settings(max_examples=100, deadline=None)
-def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, model, rates, min_length):
+def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, model, device, min_length):
     length = pieces * multiple_of
     if num_segments > pieces:
-        with pytest.raises(SplitError, match="use at most"):
+        with pytest.raises(PartitionError, match="use at most"):
             balanced(length, num_segments, pace(model), multiple_of)
         return
-    lengths = balanced(length, num_segments, pace(model, rates=rates), multiple_of, min_length)
+    lengths = balanced(length, num_segments, pace(model, device=device), multiple_of, min_length)
     assert len(lengths) == num_segments and sum(lengths) == length
     assert all(part > 0 and part % multiple_of == 0 for part in lengths)
 
@@ -65,7 +54,7 @@ def test_costs_are_equal_up_to_rounding_and_no_worse_than_the_other_strategies(t
     # long a tile weighs up to twice that of a mean one.
     assert ours < 1.04
     assert ours < imbalance(even(tokens, num_segments), cost) + 1e-9
-    assert ours < imbalance(uniform_comp(tokens, num_segments, model), cost) + 0.04
+    assert ours < imbalance(uniform_comp(tokens, num_segments, *authors_flops(model)), cost) + 0.04
 
 
 def test_the_head_of_the_last_stage_lengthens_later_segments():
@@ -82,7 +71,7 @@ def test_lengths_are_multiples_of_the_kernel_tile_where_segments_are_long():
 
 
 def test_no_segment_is_shorter_than_the_minimum():
-    cost = pace(GPT_7B, rates=CPU_CORE)
+    cost = pace(GPT_7B, device=CPU_CORE)
     assert min(balanced(4096, 5, cost)) < 768
     assert min(balanced(4096, 5, cost, min_length=768)) >= 768
     assert len(balanced(4096, 6, cost, min_length=768)) == 6, "an impossible minimum is given up"
@@ -92,7 +81,7 @@ def test_no_segment_is_shorter_than_the_minimum():
 @pytest.mark.parametrize("tokens", [16384, 24576, 32768, 65536, 131072])
 def test_better_balanced_than_the_authors_split_at_the_lengths_of_their_tables(tokens, num_segments):
     cost = pace(GPT_7B)
-    theirs = imbalance(uniform_comp(tokens, num_segments, GPT_7B), cost)
+    theirs = imbalance(uniform_comp(tokens, num_segments, *authors_flops(GPT_7B)), cost)
     assert imbalance(balanced(tokens, num_segments, cost), cost) < theirs
 
 
@@ -100,7 +89,7 @@ def test_on_a_cpu_the_better_of_long_segments_and_equal_costs_is_taken():
     small = ModelShape(4, 256, 1024, 4, 64, 512)
     costs = analytic_costs(small, [1] * 4, CPU_CORE)
     for tokens, num_segments in ((3840, 5), (8192, 4), (19454, 16), (14996, 16), (4933, 5)):
-        lengths = cut_sequence("balanced", tokens, num_segments, 1, small, costs, full_speed_rows=768)
-        alternatives = [even(tokens, num_segments), uniform_comp(tokens, num_segments, small)]
-        best = min(max(segment_costs(option, slowest(costs))) for option in alternatives)
-        assert max(segment_costs(lengths, slowest(costs))) < 1.02 * best
+        lengths = cut_sequence("balanced", tokens, num_segments, time=bottleneck_time(costs), full_speed_rows=768)
+        alternatives = [even(tokens, num_segments), uniform_comp(tokens, num_segments, *authors_flops(small))]
+        best = min(max(segment_times(option, bottleneck_time(costs))) for option in alternatives)
+        assert max(segment_times(lengths, bottleneck_time(costs))) < 1.02 * best

@@ -5,20 +5,23 @@ import time
 
 import pytest
 
-from megatron.seq1f1b.partition import (
+from megatron.seq1f1b.costs import (
     A100,
     CPU_CORE,
+    AnalyticTime,
     ModelShape,
-    SplitError,
     analytic_costs,
+    authors_flops,
+    bottleneck_time,
+)
+from megatron.seq1f1b.costs.measured_time import MeasuredTime
+from megatron.seq1f1b.partition import (
+    PartitionError,
     balanced_by_documents,
     cut_sequence,
-    segment_costs,
-    slowest,
+    segment_times,
     within_documents,
 )
-from megatron.seq1f1b.partition.cost import AnalyticTime
-from megatron.seq1f1b.partition.fitted_time import FittedTime
 
 MODEL = ModelShape(
     num_layers=32,
@@ -29,7 +32,7 @@ MODEL = ModelShape(
     ffn_hidden_size=16384,
     vocab_size=51200,
 )
-COST = slowest(analytic_costs(MODEL, [8] * 4, A100))
+COST = bottleneck_time(analytic_costs(MODEL, [8] * 4, A100))
 EVERY_TOKEN = range(97)
 DOCUMENTS = ((0, 5, 6, 40, 96 - 1), (0,), (0, 48))
 
@@ -57,7 +60,7 @@ def test_measured_costs_tell_pairs_from_tokens():
     """A fit of measurements that take 3 for a token and 0.5 for a pair: the same numbers as by formula."""
     lengths = tuple(range(16, 128, 16))
     per_token = tuple(3 + 0.5 * (length + 1) / 2 for length in lengths)
-    measured = within_documents(FittedTime(lengths, per_token, (0.0, 0.0, 0.0, 0.5)), DOCUMENTS, EVERY_TOKEN)
+    measured = within_documents(MeasuredTime(lengths, per_token, (0.0, 0.0, 0.0, 0.5)), DOCUMENTS, EVERY_TOKEN)
     formula = within_documents(AnalyticTime(per_token=3.0, per_pair=0.5), DOCUMENTS, EVERY_TOKEN)
     for first, last in ((0, 96), (0, 16), (3, 40), (30, 60), (60, 96)):
         assert measured(first, last) == pytest.approx(formula(first, last))
@@ -80,7 +83,7 @@ def test_segments_of_a_micro_batch_cost_the_same(mean, count):
     documents = packed(131072, mean, count)
     lengths = balanced_by_documents(131072, 16, COST, documents)
     assert sum(lengths) == 131072 and all(length % 128 == 0 for length in lengths)
-    costs = segment_costs(lengths, within_documents(COST, documents, range(131073)))
+    costs = segment_times(lengths, within_documents(COST, documents, range(131073)))
     assert max(costs) < 1.05 * min(costs)
 
 
@@ -98,14 +101,14 @@ def test_lengths_are_multiples_even_of_short_sequences(multiple_of, sequence_len
 
 
 def test_too_many_segments_are_refused():
-    with pytest.raises(SplitError, match="leaves empty segments"):
+    with pytest.raises(PartitionError, match="leaves empty segments"):
         balanced_by_documents(8, 9, COST, [(0,)])
 
 
 @pytest.mark.parametrize("strategy", ["even", "uniform_comp"])
 def test_other_strategies_take_no_notice(strategy):
     def cut(strategy, documents=None):
-        return cut_sequence(strategy, 16384, 4, 1, MODEL, documents=documents)
+        return cut_sequence(strategy, 16384, 4, time=COST, flops=authors_flops(MODEL), documents=documents)
 
     documents = packed(16384, 100, 1)
     assert cut(strategy, documents) == cut(strategy)
@@ -114,7 +117,7 @@ def test_other_strategies_take_no_notice(strategy):
 
 def test_a_jump_of_the_cost_is_no_obstacle():
     """On a CPU short segments are slower, so that equal costs may not exist."""
-    cost = slowest(analytic_costs(MODEL, [8] * 4, CPU_CORE))
+    cost = bottleneck_time(analytic_costs(MODEL, [8] * 4, CPU_CORE))
     assert sum(balanced_by_documents(4096, 8, cost, packed(4096, 500, 2))) == 4096
 
 

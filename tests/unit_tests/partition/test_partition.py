@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.seq1f1b.costs import A100, ModelShape, analytic_costs, authors_flops, bottleneck_time
 from megatron.seq1f1b.partition import (
-    A100,
     STRATEGIES,
-    ModelShape,
-    SplitError,
-    analytic_costs,
+    PartitionError,
     check_lengths,
     cut_sequence,
     even,
@@ -23,42 +21,43 @@ from megatron.seq1f1b.partition import (
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 GPT_7B_LARGE_VOCABULARY = ModelShape(32, 4096, 16384, 32, 128, 50304)
+TIME = bottleneck_time(analytic_costs(GPT_7B, [32], A100))
 TABLE = list(csv.DictReader((Path(__file__).parent.parent / "data" / "seq1f1b_cwp_splits.csv").open()))
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-{row['seqlen']}-k{row['k']}")
 def test_uniform_comp_gives_the_authors_lengths(row):
     model = {"2.7B": GPT_2_7B, "7B": GPT_7B}[row["model"]]
-    lengths = uniform_comp(int(row["seqlen"]), int(row["k"]), model, int(row["tp"]))
+    lengths = uniform_comp(int(row["seqlen"]), int(row["k"]), *authors_flops(model), int(row["tp"]))
     assert lengths == tuple(int(length) for length in row["splits"].split(";"))
 
 
 def test_uniform_comp_golden_values_of_the_authors_documentation():
-    assert uniform_comp(16384, 4, GPT_7B_LARGE_VOCABULARY) == (4922, 4238, 3780, 3444)
-    assert uniform_comp(32768, 4, GPT_7B_LARGE_VOCABULARY, multiple_of=8) == (11040, 8416, 7080, 6232)
+    assert uniform_comp(16384, 4, *authors_flops(GPT_7B_LARGE_VOCABULARY)) == (4922, 4238, 3780, 3444)
+    assert uniform_comp(32768, 4, *authors_flops(GPT_7B_LARGE_VOCABULARY), multiple_of=8) == (11040, 8416, 7080, 6232)
 
 
 def test_uniform_comp_refuses_an_empty_segment():
-    with pytest.raises(SplitError, match="--sequence-splits 8 .* empty segment"):
-        uniform_comp(16, 8, GPT_7B, multiple_of=8)
+    with pytest.raises(PartitionError, match="--sequence-splits 8 .* empty segment"):
+        uniform_comp(16, 8, *authors_flops(GPT_7B), multiple_of=8)
 
 
 def test_even_refuses_more_segments_than_pieces():
-    with pytest.raises(SplitError, match="use at most 2 segments"):
+    with pytest.raises(PartitionError, match="use at most 2 segments"):
         even(16, 3, multiple_of=8)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sequence_that_is_no_multiple_is_refused(strategy):
-    with pytest.raises(SplitError, match="--seq-length 1001 is not a multiple of 8"):
-        cut_sequence(strategy, 1001, 4, 8, GPT_7B, analytic_costs(GPT_7B, [32], A100))
+    with pytest.raises(PartitionError, match="--seq-length 1001 is not a multiple of 8"):
+        cut_sequence(strategy, 1001, 4, 8, time=TIME, flops=authors_flops(GPT_7B))
 
 
 def test_unknown_strategy_and_no_segment_are_refused():
-    with pytest.raises(SplitError, match="choose one of even"):
-        cut_sequence("random", 1024, 4, 1, GPT_7B)
-    with pytest.raises(SplitError, match="at least 1"):
-        cut_sequence("even", 1024, 0, 1, GPT_7B)
+    with pytest.raises(PartitionError, match="choose one of even"):
+        cut_sequence("random", 1024, 4)
+    with pytest.raises(PartitionError, match="at least 1"):
+        cut_sequence("even", 1024, 0)
 
 
 @pytest.mark.parametrize("text", ["[4096, 2048, 2048]", "4096 2048 2048", "4096,\n2048,  # the middle\n2048\n"])
@@ -69,11 +68,11 @@ def test_lengths_from_a_file(tmp_path, text):
     assert lengths == (4096, 2048, 2048)
     check_lengths(lengths, path, 8192, None, 8)
     check_lengths(lengths, path, 8192, 3, 1)
-    with pytest.raises(SplitError, match="add up to 8192, not to --seq-length 4096"):
+    with pytest.raises(PartitionError, match="add up to 8192, not to --seq-length 4096"):
         check_lengths(lengths, path, 4096, None, 1)
-    with pytest.raises(SplitError, match="3 segments, not --sequence-splits 4"):
+    with pytest.raises(PartitionError, match="3 segments, not --sequence-splits 4"):
         check_lengths(lengths, path, 8192, 4, 1)
-    with pytest.raises(SplitError, match="4096 tokens, which is not a multiple of 3"):
+    with pytest.raises(PartitionError, match="4096 tokens, which is not a multiple of 3"):
         check_lengths(lengths, path, 8192, None, 3)
 
 
@@ -81,25 +80,25 @@ def test_lengths_from_a_file(tmp_path, text):
 def test_a_file_without_lengths_is_refused(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)
-    with pytest.raises(SplitError, match="--sequence-split-file .* positive integers .*; correct the file"):
+    with pytest.raises(PartitionError, match="--sequence-split-file .* positive integers .*; correct the file"):
         read_lengths(path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(SplitError, match="--sequence-split-file .*missing cannot be read"):
+    with pytest.raises(PartitionError, match="--sequence-split-file .*missing cannot be read"):
         read_lengths(tmp_path / "missing")
 
 
 def test_profile_without_measured_costs_is_refused():
-    with pytest.raises(SplitError, match="needs --sequence-split-profile"):
-        cut_sequence("profile", 8192, 4, 1, GPT_7B)
+    with pytest.raises(PartitionError, match="needs --sequence-split-profile"):
+        cut_sequence("profile", 8192, 4)
 
 
 @given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))
 def test_even_covers_the_sequence_with_lengths_that_differ_by_one_piece(pieces, segments, multiple_of):
     length = pieces * multiple_of
     if segments > pieces:
-        with pytest.raises(SplitError):
+        with pytest.raises(PartitionError):
             even(length, segments, multiple_of)
         return
     lengths = even(length, segments, multiple_of)
@@ -111,7 +110,7 @@ def test_even_covers_the_sequence_with_lengths_that_differ_by_one_piece(pieces, 
 @given(pieces=st.integers(64, 16384), segments=st.integers(1, 16), multiple_of=st.sampled_from([1, 2, 8]))
 def test_uniform_comp_covers_the_sequence_and_shortens_towards_its_end(pieces, segments, multiple_of):
     length = pieces * multiple_of
-    lengths = uniform_comp(length, segments, GPT_7B, multiple_of)
+    lengths = uniform_comp(length, segments, *authors_flops(GPT_7B), multiple_of)
     assert len(lengths) == segments and sum(lengths) == length
     assert all(part > 0 and part % multiple_of == 0 for part in lengths)
     # The first segment takes the rest of all roundings, the others shrink as their prefix grows.

@@ -24,7 +24,7 @@ class Timed(Protocol):
     longest: float
 
 
-def least_latency[Solution: Timed](
+def bottleneck_search[Solution: Timed](
     solve: Callable[[float], Solution | None], weight: float, floor: float, guess: float
 ) -> Solution:
     """The solution of least `total` + `weight` · `longest`.

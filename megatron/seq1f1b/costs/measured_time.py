@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .least_squares import least_squares
+import numpy as np
 
 
 class Point(NamedTuple):
@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FittedTime:
+class MeasuredTime:
     """Time of a segment: `per_token[n]` is the time of a token in a segment of `lengths[n]` tokens without prefix;
     `prefix` holds a₀ to a₃."""
 
@@ -38,21 +38,21 @@ class FittedTime:
             time += a0 + a1 * length + (a2 + a3 * length) * start
         return time
 
-    def __add__(self, other: "FittedTime") -> "FittedTime":
+    def __add__(self, other: "MeasuredTime") -> "MeasuredTime":
         assert self.lengths == other.lengths, "times fitted on different lengths"
-        return FittedTime(
+        return MeasuredTime(
             self.lengths,
             tuple(a + b for a, b in zip(self.per_token, other.per_token, strict=True)),
             tuple(a + b for a, b in zip(self.prefix, other.prefix, strict=True)),
         )
 
-    def times(self, count: int) -> "FittedTime":
+    def times(self, count: int) -> "MeasuredTime":
         """`count` of these, one after another."""
-        return FittedTime(
+        return MeasuredTime(
             self.lengths, tuple(count * a for a in self.per_token), tuple(count * a for a in self.prefix)
         )
 
-    def covers(self, other: "FittedTime") -> bool:
+    def covers(self, other: "MeasuredTime") -> bool:
         """Whether certainly no segment takes longer by `other`."""
         return all(a >= b for a, b in zip(self.per_token + self.prefix, other.per_token + other.prefix, strict=True))
 
@@ -69,7 +69,18 @@ class FittedTime:
         return length * (per_token[i - 1] + slope * (length - lengths[i - 1]))
 
 
-def fit(points: Sequence[Point]) -> FittedTime:
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """The coefficients c that minimise Σ (row · c − value)²; raises ValueError if the rows do not determine them."""
+    matrix = np.array(rows, dtype=float)
+    scales = np.linalg.norm(matrix, axis=0) if matrix.size else np.ones(0)
+    scales[scales == 0] = 1.0  # columns of equal length make the rank independent of their units
+    coefficients, _, rank, _ = np.linalg.lstsq(matrix / scales, np.array(values), rcond=1e-8)
+    if not rank or rank < len(scales):
+        raise ValueError("the measurements do not determine the coefficients")
+    return (coefficients / scales).tolist()
+
+
+def fit(points: Sequence[Point]) -> MeasuredTime:
     """The times that measurements stand for; without prefixes the prefix costs nothing.
 
     Raises ValueError if a length with a prefix is not there without one, or if the prefixes are too few: at least two
@@ -83,12 +94,12 @@ def fit(points: Sequence[Point]) -> FittedTime:
     lengths = tuple(sorted(alone))
     per_token = tuple(alone[length] / length for length in lengths)
     if not after_prefix:
-        return FittedTime(lengths, per_token)
+        return MeasuredTime(lengths, per_token)
     rows = [[x / t for x in (1, length, prefix, length * prefix)] for length, prefix, t in after_prefix]
     values = [(point.time - alone[point.length]) / point.time for point in after_prefix]
-    return FittedTime(lengths, per_token, tuple(least_squares(rows, values)))
+    return MeasuredTime(lengths, per_token, tuple(least_squares(rows, values)))
 
 
-def relative_errors(time: FittedTime, points: Sequence[Point]) -> list[float]:
+def relative_errors(time: MeasuredTime, points: Sequence[Point]) -> list[float]:
     """|fitted − measured| / measured of every point."""
     return [abs(time(point.prefix, point.prefix + point.length) - point.time) / point.time for point in points]

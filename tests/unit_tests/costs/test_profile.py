@@ -7,17 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.partition import (
-    SplitError,
-    check_profile,
-    cut_sequence,
-    read_profile,
-    segment_costs,
-    slowest,
-    write_profile,
-)
-from megatron.seq1f1b.partition.fitted_time import FittedTime, Point, fit, relative_errors
-from megatron.seq1f1b.partition.least_squares import least_squares
+from megatron.seq1f1b.costs import bottleneck_time, check_profile, read_profile, write_profile
+from megatron.seq1f1b.costs.measured_time import MeasuredTime, Point, fit, least_squares, relative_errors
+from megatron.seq1f1b.partition import PartitionError, cut_sequence, segment_times
 from partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
 
 
@@ -45,7 +37,7 @@ def test_the_error_of_a_bad_fit_is_reported():
     """A kernel twice as slow below 1024 rows is not what equation 9 describes."""
     error = profile(lambda length, prefix: 2.0 if length < 1024 else 1.0).fit_error()
     assert 0.02 < error.mean < error.highest < 1
-    time = FittedTime((100,), (1.0,))
+    time = MeasuredTime((100,), (1.0,))
     assert relative_errors(time, [Point(100, 0, 80.0)]) == [0.25]
 
 
@@ -63,14 +55,15 @@ def test_survives_its_file_and_balances_segments(tmp_path):
     again = read_profile(path)
     check_profile(again, path, replace(MODEL, num_layers=64), 1)
     costs = again.costs([1, 1, 1, 1])
-    lengths = cut_sequence("profile", 16384, 4, 1, MODEL, costs)
-    times = segment_costs(lengths, slowest(costs))
+    lengths = cut_sequence("profile", 16384, 4, time=bottleneck_time(costs))
+    times = segment_times(lengths, bottleneck_time(costs))
     assert lengths[0] > lengths[-1] and max(times) < 1.02 * sum(times) / 4
-    assert sum(cut_sequence("terapipe", 16384, 4, 1, MODEL, costs)) == 16384
+    assert sum(cut_sequence("terapipe", 16384, 4, time=bottleneck_time(costs), num_stages=4)) == 16384
 
 
 def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(SplitError, match=r"another model \(hidden_size 256 instead of 512, tensor_parallel_size 1 in"):
+    sentence = r"another model \(hidden_size 256 instead of 512, tensor_parallel_size 1 in"
+    with pytest.raises(PartitionError, match=sentence):
         check_profile(profile(), "p.json", replace(MODEL, hidden_size=512), 2)
 
 
@@ -91,5 +84,6 @@ def test_a_profile_that_does_not_suffice_is_refused(tmp_path, spoil):
     data = json.loads(path.read_text())
     spoil(data)
     path.write_text(json.dumps(data))
-    with pytest.raises(SplitError, match="--sequence-split-profile .* no usable profile .*tools/profile_segments.py"):
+    sentence = "--sequence-split-profile .* no usable profile .*tools/profile_segments.py"
+    with pytest.raises(PartitionError, match=sentence):
         read_profile(path)

@@ -1,7 +1,7 @@
 """Floating-point operations of the parts of a GPT model; a multiply-add counts as two.
 
 Only what grows with the model is counted: matrix products and attention. Norms, activations and the softmax are part
-of the achieved rates.
+of the achieved throughput.
 """
 
 from typing import NamedTuple
@@ -9,22 +9,36 @@ from typing import NamedTuple
 from .model_shape import LatentAttention, ModelShape
 
 
-class LayerFlops(NamedTuple):
+class Flops(NamedTuple):
     """Of one forward: `per_token` in matrix products, `per_pair` in attention for a query and a key that it sees."""
 
     per_token: int
     per_pair: int
 
 
-def layer_flops(model: ModelShape, layer: int) -> LayerFlops:
+def layer_flops(model: ModelShape, layer: int) -> Flops:
     """Of layer number `layer`, counted from 0."""
     projections, per_pair = _latent_attention(model, model.latent) if model.latent else _attention(model)
-    return LayerFlops(projections + _feed_forward(model, layer), per_pair)
+    return Flops(projections + _feed_forward(model, layer), per_pair)
 
 
 def head_flops(model: ModelShape) -> int:
     """Of one token in the projection to the vocabulary."""
     return 2 * model.hidden_size * model.vocab_size
+
+
+def authors_flops(model: ModelShape) -> Flops:
+    """Of the whole model as the authors of Seq1F1B count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
+
+    With hidden size h, FFN size f, n heads of size d, padded vocabulary V and L layers: 4·h·V + L·(8·h·n·d + 4·h·f) per
+    token, L·(4·d + 3)·n per pair; experts, gates and shared KV heads do not appear.
+    """
+    projections = 8 * model.hidden_size * model.num_heads * model.head_dim
+    feed_forward = 4 * model.hidden_size * model.ffn_hidden_size
+    return Flops(
+        model.num_layers * (projections + feed_forward) + 4 * model.hidden_size * model.vocab_size,
+        model.num_layers * (4 * model.head_dim + 3) * model.num_heads,
+    )
 
 
 def _attention(model: ModelShape) -> tuple[int, int]:

@@ -5,11 +5,20 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.seq1f1b.partition import CPU_CORE, AnalyticTime, ModelShape, SplitError, analytic_costs
-from megatron.seq1f1b.partition.fitted_time import Point
+from megatron.seq1f1b.costs import (
+    CPU_CORE,
+    AnalyticTime,
+    ModelShape,
+    action_costs,
+    analytic_costs,
+    is_trace,
+    read_traced_costs,
+    traced_costs,
+)
+from megatron.seq1f1b.costs.measured_time import Point
+from megatron.seq1f1b.costs.traced_costs import fit_time
+from megatron.seq1f1b.partition import PartitionError
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
-from megatron.seq1f1b.simulator import action_costs, is_trace, read_traced_costs, traced_costs
-from megatron.seq1f1b.simulator.measured import fit_time
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
 LAYERS = (3, 1)
@@ -64,7 +73,7 @@ def test_no_part_of_a_time_is_negative():
 def test_a_trace_that_does_not_fit_is_an_error(tmp_path, told, num_stages, sentence):
     path = tmp_path / "trace.json"
     write_timeline(timeline("1f1b", told=told), path)
-    with pytest.raises(SplitError, match=sentence):
+    with pytest.raises(PartitionError, match=sentence):
         read_traced_costs(path, num_stages)
 
 

@@ -11,10 +11,11 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import mean, median
 
-from ..partition import AnalyticTime, FitError, SplitError, StageCost
-from ..partition.fitted_time import Point, relative_errors
-from ..partition.least_squares import least_squares
+from ..partition import PartitionError
 from ..schedule import Kind, Timeline, read_timeline
+from .measured_time import Point, least_squares, relative_errors
+from .profile import FitError
+from .stage_costs import AnalyticTime, StageCost
 
 
 def is_trace(path: str | Path) -> bool:
@@ -29,7 +30,7 @@ def is_trace(path: str | Path) -> bool:
 def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
     """The cost of a segment on every stage, in seconds for a micro-batch, and how well they fit what was measured.
 
-    Raises SplitError if the trace is of another number of stages, or has too few segments.
+    Raises PartitionError if the trace is of another number of stages, or has too few segments.
     """
     try:
         timeline = read_timeline(path)
@@ -37,7 +38,7 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-split-profile {path} is no usable trace ({type(error).__name__}: {error}); write one with "
             "--pipeline-trace in a run with --sequence-splits, 4 say"
         ) from error

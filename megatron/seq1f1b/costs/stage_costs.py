@@ -4,17 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .errors import SplitError
+from ..partition import PartitionError, SegmentTime
+from .device_throughput import DeviceThroughput
 from .flops import head_flops, layer_flops
 from .model_shape import ModelShape
-from .rates import Rates
-
-# Seconds, or any other unit, for a segment of the tokens [start, end).
-Time = Callable[[int, int], float]
 
 
 class StageTime(Protocol):
-    """A Time that can be compared as a whole."""
+    """A SegmentTime that can be compared as a whole."""
 
     def __call__(self, start: int, end: int) -> float: ...
 
@@ -24,7 +21,7 @@ class StageTime(Protocol):
 
 @dataclass(frozen=True)
 class AnalyticTime:
-    """Time by FLOPs over rates: a constant, a part per token, and one per pair of a query and a key."""
+    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -63,23 +60,23 @@ class StageCost:
     """Times of a segment on one stage; `weight` is the part of `backward` that gives the weight gradients of linear
     layers, `total` that of both directions."""
 
-    forward: Time
-    backward: Time
-    weight: Time
+    forward: SegmentTime
+    backward: SegmentTime
+    weight: SegmentTime
     total: StageTime
 
 
 def analytic_costs(
-    model: ModelShape, layers_per_stage: Sequence[int], rates: Rates, recomputes_layers: bool = False
+    model: ModelShape, layers_per_stage: Sequence[int], device: DeviceThroughput, recomputes_layers: bool = False
 ) -> tuple[StageCost, ...]:
     """The cost of a segment on every stage, in seconds for one sequence.
 
     The first stage also holds the embedding, the last the projection to the vocabulary. With `recomputes_layers` (full
-    activation recomputation) the backward of a layer includes its forward. Raises SplitError if the stages do not hold
-    all layers of the model.
+    activation recomputation) the backward of a layer includes its forward. Raises PartitionError if the stages do not
+    hold all layers of the model.
     """
     if sum(layers_per_stage) != model.num_layers:
-        raise SplitError(
+        raise PartitionError(
             f"--num-layers {model.num_layers} are not the {sum(layers_per_stage)} layers of the pipeline stages "
             f"{list(layers_per_stage)}; make the stages add up to --num-layers"
         )
@@ -87,25 +84,25 @@ def analytic_costs(
     for stage, num_layers in enumerate(layers_per_stage):
         forward, backward, weight = AnalyticTime(), AnalyticTime(), AnalyticTime()
         for layer in range(first, first + num_layers):
-            layer_forward, layer_backward, layer_weight = _layer(model, layer, rates)
+            layer_forward, layer_backward, layer_weight = _layer(model, layer, device)
             forward += layer_forward
             weight += layer_weight
             backward += layer_backward + layer_forward if recomputes_layers else layer_backward
         if stage == 0:
             # Forward reads a row and writes it; backward adds the gradient to a row.
-            forward += AnalyticTime(per_token=2 * model.hidden_size / rates.memory)
-            backward += AnalyticTime(per_token=3 * model.hidden_size / rates.memory)
+            forward += AnalyticTime(per_token=2 * model.hidden_size / device.memory)
+            backward += AnalyticTime(per_token=3 * model.hidden_size / device.memory)
         if stage == len(layers_per_stage) - 1:
-            head = head_flops(model) / rates.matmul
+            head = head_flops(model) / device.matmul
             forward += AnalyticTime(per_token=head)
-            backward += AnalyticTime(per_token=rates.matmul_backward_flops * head)
-            weight += AnalyticTime(per_token=rates.matmul_backward_flops / 2 * head)
+            backward += AnalyticTime(per_token=device.matmul_backward_flops * head)
+            weight += AnalyticTime(per_token=device.matmul_backward_flops / 2 * head)
         costs.append(StageCost(forward, backward, weight, forward + backward))
         first += num_layers
     return tuple(costs)
 
 
-def slowest(costs: Sequence[StageCost]) -> Time:
+def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
     """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
     times: list[StageTime] = []
     for cost in costs:  # stages that never take longer than another are left out, since this is called very often
@@ -116,16 +113,16 @@ def slowest(costs: Sequence[StageCost]) -> Time:
     return lambda start, end: max([time(start, end) for time in times])
 
 
-def _layer(model: ModelShape, layer: int, rates: Rates) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
+def _layer(model: ModelShape, layer: int, device: DeviceThroughput) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
     """Forward, backward, and of the latter the weight gradients."""
     per_token, per_pair = layer_flops(model, layer)
-    forward = AnalyticTime(rates.overhead, per_token / rates.matmul, per_pair / rates.attention, rates.slowdown)
+    forward = AnalyticTime(device.overhead, per_token / device.matmul, per_pair / device.attention, device.slowdown)
     backward = AnalyticTime(
-        rates.overhead,
-        rates.matmul_backward_flops * per_token / rates.matmul,
-        rates.attention_backward_flops * per_pair / rates.attention_backward,
-        rates.slowdown,
+        device.overhead,
+        device.matmul_backward_flops * per_token / device.matmul,
+        device.attention_backward_flops * per_pair / device.attention_backward,
+        device.slowdown,
     )
     # The gradient of a matrix product by its weight takes as much as that by its input.
-    weight = AnalyticTime(per_token=rates.matmul_backward_flops / 2 * per_token / rates.matmul)
+    weight = AnalyticTime(per_token=device.matmul_backward_flops / 2 * per_token / device.matmul)
     return forward, backward, weight

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from ..schedule.action import COMPUTE_KINDS, Action, Kind
-from ..schedule.costs import Costs
-from ..schedule.dependencies import message_needed, outcome
-from ..schedule.lowering import Channel, channel_of
-from ..schedule.schedule import Schedule
-from ..schedule.timeline import Span, Timeline
+from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, Action, Kind
+from megatron.seq1f1b.schedule.costs import Costs
+from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
+from megatron.seq1f1b.schedule.lowering import Channel, channel_of
+from megatron.seq1f1b.schedule.schedule import Schedule
+from megatron.seq1f1b.schedule.timeline import Span, Timeline
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _SENDS = (Kind.SEND_F, Kind.SEND_B)

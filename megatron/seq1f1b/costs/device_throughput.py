@@ -16,8 +16,8 @@ def cpu_slowdown(num_rows: int) -> float:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Achievable rates of the ranks that hold one stage together (a tensor-parallel group).
+class DeviceThroughput:
+    """Achievable throughput of the ranks that hold one stage together (a tensor-parallel group).
 
     `matmul`, `attention` and `attention_backward` in FLOP/s; `memory` in elements/s, for the embedding, which is a
     lookup; `overhead` in seconds per layer, segment and direction, for what does not shrink with a segment: launches,
@@ -41,8 +41,8 @@ class Rates:
 
 
 # Round figures of one device. For your own, measure with tools/profile_segments.py.
-A100 = Rates(matmul=220e12, attention=180e12, attention_backward=150e12, memory=5e11, overhead=1e-4)
-CPU_CORE = Rates(
+A100 = DeviceThroughput(matmul=220e12, attention=180e12, attention_backward=150e12, memory=5e11, overhead=1e-4)
+CPU_CORE = DeviceThroughput(
     matmul=80e9,
     attention=70e9,
     attention_backward=75e9,

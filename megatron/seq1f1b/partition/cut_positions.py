@@ -2,23 +2,25 @@
 
 from math import gcd
 
-from .errors import SplitError
-
 KERNEL_TILE = 128
 # Rounding moves the cost of a segment by at most one part in this.
 _TILES_PER_SEGMENT = 64
 
 
+class PartitionError(ValueError):
+    """A sequence cannot be cut as asked; the message names the flag and the way out."""
+
+
 def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:
-    """Raises SplitError if `num_segments` segments, each a multiple of `multiple_of`, cannot make up the sequence."""
+    """Raises PartitionError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
     if sequence_length % multiple_of:
-        raise SplitError(
+        raise PartitionError(
             f"--seq-length {sequence_length} is not a multiple of {multiple_of}, the size that segments are "
             f"rounded to under --sequence-parallel; choose a multiple of {multiple_of}"
         )
     pieces = sequence_length // multiple_of
     if num_segments > pieces:
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only "
             f"{pieces} pieces of {multiple_of} token(s); use at most {pieces} segments"
         )

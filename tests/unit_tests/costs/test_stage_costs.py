@@ -4,22 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.partition import (
+from megatron.seq1f1b.costs import (
     A100,
     CPU_CORE,
+    DeviceThroughput,
     Experts,
     LatentAttention,
     ModelShape,
-    Rates,
-    SplitError,
     analytic_costs,
-    slowest,
+    bottleneck_time,
 )
-from megatron.seq1f1b.partition.flops import head_flops, layer_flops
+from megatron.seq1f1b.costs.flops import head_flops, layer_flops
+from megatron.seq1f1b.partition import PartitionError
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Every operation at one FLOP or element a second: costs are counts.
-COUNT = Rates(matmul=1, attention=1, attention_backward=1, memory=1)
+COUNT = DeviceThroughput(matmul=1, attention=1, attention_backward=1, memory=1)
 
 
 def test_a_dense_layer_has_24_hidden_squared_flops_a_token_and_4_hidden_a_pair():
@@ -98,12 +98,12 @@ def test_short_segments_are_slow_on_a_cpu():
 def test_slowest_is_the_highest_of_all_stages_for_every_segment():
     # The last stage leads where the head dominates, the first, with more layers, where the prefix is long.
     costs = analytic_costs(replace(GPT_7B, vocab_size=400000), [18, 14], A100)
-    pace = slowest(costs)
+    pace = bottleneck_time(costs)
     segments = [(0, 128), (1000, 3000), (60000, 65536), (131072, 262144)]
     assert [pace(*segment) for segment in segments] == [max(c.total(*segment) for c in costs) for segment in segments]
     assert {max((c.total(*segment), i) for i, c in enumerate(costs))[1] for segment in segments} == {0, 1}
 
 
 def test_stages_have_to_hold_all_layers():
-    with pytest.raises(SplitError, match="--num-layers 32 are not the 30 layers"):
+    with pytest.raises(PartitionError, match="--num-layers 32 are not the 30 layers"):
         analytic_costs(GPT_7B, [15, 15], A100)

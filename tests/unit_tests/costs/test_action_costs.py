@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron.seq1f1b.partition import CPU_CORE, ModelShape, analytic_costs, balanced, slowest
+from megatron.seq1f1b.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
+from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.runtime.plan import Plan
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, peak_memory, program, simulate
-from megatron.seq1f1b.simulator import action_costs
 from partition_profile import profile, weight
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
@@ -35,7 +35,7 @@ def test_measured_weight_gradients_are_those_of_the_profile():
 
 def test_auto_plans_for_the_costs_and_other_families_do_not_ask_for_them():
     stages = analytic_costs(MODEL, (2, 2), CPU_CORE)
-    lengths = balanced(8192, 4, slowest(stages))
+    lengths = balanced(8192, 4, bottleneck_time(stages))
     shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)
     plan = Plan("auto", lambda lengths: action_costs(stages, (2, 2), lengths))
     for rank in range(2):

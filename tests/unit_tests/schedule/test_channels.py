@@ -16,7 +16,8 @@ from megatron.seq1f1b.schedule import (
     simulate,
     validate,
 )
-from megatron.seq1f1b.simulator import HangError, execute
+
+from .channels import HangError, execute
 
 fixed = settings(derandomize=True, deadline=None, max_examples=120)
 few = settings(fixed, max_examples=12)

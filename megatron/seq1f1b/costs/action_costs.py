@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from ..partition import StageCost, segment_costs
+from ..partition import segment_times
 from ..schedule import Costs
+from .stage_costs import StageCost
 
 
 def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:
@@ -13,7 +14,7 @@ def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], l
     and their output gradients are together about as large as all that the forward of a layer saves.
     """
     forward, backward, weight = (
-        tuple(tuple(segment_costs(lengths, getattr(stage, part))) for stage in stages)
+        tuple(tuple(segment_times(lengths, getattr(stage, part))) for stage in stages)
         for part in ("forward", "backward", "weight")
     )
     inputs = tuple(

@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from .cost import StageCost
-from .errors import SplitError
-from .fitted_time import FittedTime, Point, fit, relative_errors
+from ..partition import PartitionError
+from .measured_time import MeasuredTime, Point, fit, relative_errors
 from .model_shape import ModelShape
+from .stage_costs import StageCost
 
 PARTS = ("layer", "embedding", "head")
 
@@ -81,7 +81,7 @@ class Profile:
         ]
         return FitError(mean(errors), max(errors)) if errors else FitError(0.0, 0.0)
 
-    def _fitted(self, part: str) -> tuple[FittedTime, ...]:
+    def _fitted(self, part: str) -> tuple[MeasuredTime, ...]:
         """Forward, backward, weight gradients; the last do not depend on the prefix."""
         alone = [point for point in self._points(part, 2) if not point.prefix]
         return fit(self._points(part, 0)), fit(self._points(part, 1)), fit(alone)
@@ -106,7 +106,7 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """Raises SplitError if the file cannot be read, or its measurements do not suffice for a fit."""
+    """Raises PartitionError if the file cannot be read, or its measurements do not suffice for a fit."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         model = data["model"]
@@ -124,7 +124,7 @@ def read_profile(path: str | Path) -> Profile:
             raise ValueError("a length or a time is not positive, or a weight not part of its backward")
         profile.costs([1])
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-split-profile {path} is no usable profile ({type(error).__name__}: {error}); measure one with "
             "tools/profile_segments.py"
         ) from error
@@ -132,13 +132,13 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def check_profile(profile: Profile, path: str | Path, model: ModelShape, tensor_parallel_size: int) -> None:
-    """Raises SplitError if `profile` is of another model, apart from the number of layers, or of other sizes."""
+    """Raises PartitionError if `profile` is of another model, apart from the number of layers, or of other sizes."""
     measured = asdict(profile.model) | {"tensor_parallel_size": profile.tensor_parallel_size}
     wanted = asdict(model) | {"tensor_parallel_size": tensor_parallel_size}
     different = [name for name in wanted if name != "num_layers" and measured[name] != wanted[name]]
     if different:
         what = ", ".join(f"{name} {measured[name]} instead of {wanted[name]}" for name in different)
-        raise SplitError(
+        raise PartitionError(
             f"--sequence-split-profile {path} was measured on another model ({what}); measure this one with "
             "tools/profile_segments.py, or give a trace that --pipeline-trace wrote in a run of it"
         )

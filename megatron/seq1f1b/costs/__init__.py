@@ -1,0 +1,36 @@
+"""What work takes: the sizes of a model, FLOPs, devices, and the times of segments, by formula or measured.
+
+Start with stage_costs (what a segment costs on a stage) and action_costs (what the actions of a schedule cost).
+"""
+
+from .action_costs import action_costs
+from .device_throughput import A100, CPU_CORE, DeviceThroughput
+from .flops import authors_flops
+from .model_shape import Experts, LatentAttention, ModelShape
+from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
+from .stage_costs import AnalyticTime, StageCost, analytic_costs, bottleneck_time
+from .traced_costs import is_trace, read_traced_costs, traced_costs
+
+__all__ = [
+    "A100",
+    "CPU_CORE",
+    "AnalyticTime",
+    "DeviceThroughput",
+    "Experts",
+    "FitError",
+    "LatentAttention",
+    "Measurement",
+    "ModelShape",
+    "Profile",
+    "StageCost",
+    "action_costs",
+    "analytic_costs",
+    "authors_flops",
+    "bottleneck_time",
+    "check_profile",
+    "is_trace",
+    "read_profile",
+    "read_traced_costs",
+    "traced_costs",
+    "write_profile",
+]
