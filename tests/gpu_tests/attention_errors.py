@@ -7,7 +7,6 @@ import torch
 from common import Report, attend, attention_layer, parse
 
 from megatron.seq1f1b.model.kernels import KernelChoice
-from megatron.seq1f1b.model.kernels.unfused import Unfused
 
 # What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
 CASES = [
@@ -20,6 +19,7 @@ CASES = [
     ("heads of 100", 1, 4, 4, 100, 100),
 ]
 PARTS = ("output", "dQ", "dK", "dV")
+UNFUSED = KernelChoice(backend="unfused")
 PACKAGES = {None: "PyTorch", 2: "flash-attn", 4: "flash-attn-4"}
 
 
@@ -49,10 +49,8 @@ def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float
 def compare(report: Report, version: int | None, case: tuple, length: int, device: str) -> None:
     torch.manual_seed(0)
     tensors = random(case, length, device)
-    query, _, value, _ = tensors
-    kernel = KernelChoice(flash_attention_version=version).kernel(query, value, 0.0)
-    layer = attention_layer(kernel, case[4])
-    exact = attend(attention_layer(Unfused(), case[4]), [length], *(x.double() for x in tensors))
+    layer = attention_layer(KernelChoice(flash_attention_version=version), case[4])
+    exact = attend(attention_layer(UNFUSED, case[4]), [length], *(x.double() for x in tensors))
     whole = errors(attend(layer, [length], *tensors), exact)
     uneven = [length - 7 * (length // 9), *[length // 9] * 7]
     cut = errors(attend(layer, uneven, *tensors), exact)
@@ -68,10 +66,9 @@ def documents(report: Report, version: int | None, length: int, device: str) -> 
     """In one call where the kernel can."""
     torch.manual_seed(0)
     tensors = random(CASES[0], length, device)
-    query, _, value, _ = tensors
     starts = (0, length // 7, length // 3, length // 3 + 1, length - 2), (0, length // 2)
-    layer = attention_layer(KernelChoice(flash_attention_version=version).kernel(query, value, 0.0), CASES[0][4])
-    exact_layer = attention_layer(Unfused(), CASES[0][4])
+    layer = attention_layer(KernelChoice(flash_attention_version=version), CASES[0][4])
+    exact_layer = attention_layer(UNFUSED, CASES[0][4])
     exact = attend(exact_layer, [length], *(x.double() for x in tensors), documents=starts)
     found = errors(attend(layer, [length // 2, length - length // 2], *tensors, documents=starts), exact)
     report.check(
@@ -86,9 +83,8 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     case = CASES[0]
     torch.manual_seed(0)
     tensors = random(case, length, device)
-    query, _, value, grad = tensors
-    kernel = KernelChoice(flash_attention_version=version).kernel(query, value, 0.2)
-    layer = attention_layer(kernel, case[4], dropout=0.2)
+    _, _, value, grad = tensors
+    layer = attention_layer(KernelChoice(flash_attention_version=version), case[4], dropout=0.2)
     lengths = [length // 4] * 4
 
     def run(seed: int) -> list[torch.Tensor]:
@@ -113,7 +109,7 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     )
     trials = 64
     outputs = torch.stack([run(seed)[0].float() for seed in range(trials)])
-    expected = attend(attention_layer(KernelChoice().kernel(query, value, 0.0), case[4]), lengths, *tensors)[0]
+    expected = attend(attention_layer(KernelChoice(), case[4]), lengths, *tensors)[0]
     off = (outputs.mean(0) - expected.float()).abs() / (outputs.std(0) / sqrt(trials) + 1e-2)
     report.check(f"{name}: the mean over masks is the output without", off.max() <= 6, f"off by {off.max():.1f} errors")
 

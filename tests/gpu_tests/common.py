@@ -106,12 +106,12 @@ def segments_of(lengths: Sequence[int], documents: tuple | None = None) -> list[
     return [Segment(0, i, a, b, sum(lengths), documents) for i, (a, b) in enumerate(bounds_of(lengths))]
 
 
-def attention_layer(kernel, head_size: int, dropout: float = 0.0) -> SegmentAttention:
-    """Attention by `kernel`; its dropout draws from PyTorch's own generator."""
+def attention_layer(kernels, head_size: int, dropout: float = 0.0) -> SegmentAttention:
+    """Attention by what `kernels` chooses; its dropout draws from PyTorch's own generator."""
     config = SimpleNamespace(
         kv_channels=head_size, softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
     )
-    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda query, value, dropout: kernel))
+    layer = SegmentAttention(config, kernels=kernels)
     layer.context = SegmentContext()
     return layer
 

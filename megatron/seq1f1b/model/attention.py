@@ -5,7 +5,7 @@ projection. Without a running segment, or where the segment is the whole sequenc
 same kernel, so that comparing two schedules compares schedules and not kernels.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
 
 import torch
@@ -14,9 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import Kernel, KernelChoice
+from .kernels import AttentionRule, Kernel, KernelChoice, Saved, keep_documents_apart
 from .kv_cache import KVCache
-from .packed_documents import within_documents
 from .segment import Segment, SegmentContext
 
 
@@ -32,8 +31,9 @@ class SegmentAttention(torch.nn.Module):
         self, config: TransformerConfig, softmax_scale: float | None = None, kernels: KernelChoice | None = None
     ) -> None:
         super().__init__()
-        self.softmax_scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
-        self.dropout = config.attention_dropout
+        scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
+        self.training_rule = AttentionRule(scale, config.attention_dropout)
+        self.evaluation_rule = AttentionRule(scale)
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
         self.context: SegmentContext | None = None
@@ -53,48 +53,48 @@ class SegmentAttention(torch.nn.Module):
         # that the segment tells of; any other (windows) is refused at start-up.
         assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
         segment = self.context.segment if self.context is not None else None
-        dropout = self.dropout if self.training else 0.0
-        kernel = self.kernels.kernel(query, value, dropout)
+        rule = self.training_rule if self.training else self.evaluation_rule
+        kernel = self.kernels.kernel(rule, query, value)
         if segment is not None and segment.documents is not None:
             assert query.shape[1] == len(segment.documents), (
                 f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
                 "flattens packed batches; use --micro-batch-size 1"
             )
-            kernel = within_documents(kernel, segment.documents)
+            kernel = keep_documents_apart(kernel, segment.documents)
         if segment is None or segment.is_whole_sequence:
-            with self._random_numbers(dropout):
-                return _WholeSequence.apply(query, key, value, kernel, self.softmax_scale, dropout)
+            with self._random_numbers(rule):
+                return _WholeSequence.apply(query, key, value, kernel)
         assert query.shape[0] == segment.length, (
             f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value))
-        with self._random_numbers(dropout):
-            output = _OneSegment.apply(query, key, value, self, segment, cache, kernel, dropout)
+        with self._random_numbers(rule):
+            output = _OneSegment.apply(query, key, value, kernel, self, segment, cache)
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
         return output
 
-    def _random_numbers(self, dropout: float):
+    def _random_numbers(self, rule: AttentionRule) -> AbstractContextManager:
         """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
-        return get_cuda_rng_tracker().fork() if dropout and self.has_own_random_state else nullcontext()
+        return get_cuda_rng_tracker().fork() if rule.dropout and self.has_own_random_state else nullcontext()
 
 
 class _WholeSequence(torch.autograd.Function):
     """Causal attention of a sequence that is not cut."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel, scale: float, dropout: float) -> Tensor:
-        output, saved = kernel.forward(query, key, value, 0, scale, dropout)
-        ctx.save_for_backward(query, key, value, output, *saved)
-        ctx.kernel, ctx.scale, ctx.dropout = kernel, scale, dropout
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+        output, statistics = kernel.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, output, *statistics)
+        ctx.kernel = kernel
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        query, key, value, output, *saved = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad_output, query, key, value, output, tuple(saved), 0, ctx.scale, ctx.dropout)
-        return grads.query, grads.key, grads.value, None, None, None
+        query, key, value, output, *statistics = ctx.saved_tensors
+        grads = ctx.kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
+        return grads.query, grads.key, grads.value, None
 
 
 class _OneSegment(torch.autograd.Function):
@@ -109,36 +109,27 @@ class _OneSegment(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        kernel: Kernel,
         layer: SegmentAttention,
         segment: Segment,
         cache: KVCache,
-        kernel: Kernel,
-        dropout: float,
     ) -> Tensor:
         cache.write(segment.start, segment.end, key, value)
-        output, saved = kernel.forward(query, *cache.read(segment.end), segment.start, layer.softmax_scale, dropout)
-        ctx.save_for_backward(query, output, *saved)
-        ctx.layer, ctx.segment, ctx.cache, ctx.kernel, ctx.dropout = layer, segment, cache, kernel, dropout
+        output, statistics = kernel.forward(query, *cache.read(segment.end))
+        ctx.save_for_backward(query, output, *statistics)
+        ctx.kernel, ctx.layer, ctx.segment, ctx.cache = kernel, layer, segment, cache
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        query, output, *saved = ctx.saved_tensors
+        query, output, *statistics = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
-        grads = ctx.kernel.backward(
-            grad_output,
-            query,
-            *cache.read(segment.end),
-            output,
-            tuple(saved),
-            segment.start,
-            layer.softmax_scale,
-            ctx.dropout,
-        )
+        saved = Saved(query, *cache.read(segment.end), output, tuple(statistics))
+        grads = ctx.kernel.backward(grad_output, saved)
         grad_key, grad_value = cache.exchange_gradients(
             segment.start, segment.end, (grads.key, grads.value), grads.prefix
         )
         if segment.is_first:
             layer.context.release(layer, segment.microbatch)
-        return grads.query, grad_key, grad_value, None, None, None, None, None
+        return grads.query, grad_key, grad_value, None, None, None, None

@@ -12,14 +12,21 @@ import torch
 
 import fake_flash
 from megatron.seq1f1b.model.attention import SegmentAttention
-from megatron.seq1f1b.model.documents import WithinDocuments
-from megatron.seq1f1b.model.kernels import CumulativeLengths, KernelChoice, cuda
+from megatron.seq1f1b.model.kernels import (
+    AttentionRule,
+    CumulativeLengths,
+    DocumentsApart,
+    DocumentsPacked,
+    KernelChoice,
+    Saved,
+    cuda,
+    keep_documents_apart,
+)
 from megatron.seq1f1b.model.kernels.cuda import CudaFlash
 from megatron.seq1f1b.model.kernels.flash_attn_2 import FlashAttention2
 from megatron.seq1f1b.model.kernels.flash_attn_4 import FlashAttention4
 from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.packed_documents import PackedDocuments, within_documents
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 # Sequences, query heads, KV heads, head size of queries and keys, of values.
@@ -76,7 +83,7 @@ def torch_operators(monkeypatch):
 
     monkeypatch.setattr(cuda, "_flash", forward)
     monkeypatch.setattr(cuda, "_flash_backward", backward)
-    return CudaFlash()
+    return CudaFlash
 
 
 def flash_attention_2(monkeypatch):
@@ -195,7 +202,7 @@ def flash_attention_2(monkeypatch):
         _flash_attn_varlen_forward=packed_forward,
         _flash_attn_varlen_backward=packed_backward,
     )
-    return FlashAttention2()
+    return FlashAttention2
 
 
 def flash_attention_4(monkeypatch):
@@ -210,10 +217,11 @@ def flash_attention_4(monkeypatch):
         return fake_flash.backward(dout, q, k, v, out, lse, softmax_scale, 0.0, NO_DROPOUT, causal, one_size=False)
 
     provide(monkeypatch, "flash_attn.cute", "interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    return FlashAttention4()
+    return FlashAttention4
 
 
 NO_DROPOUT = torch.zeros(2, dtype=torch.uint64)
+RULE = AttentionRule(0.125)
 
 
 def provide(monkeypatch, package, module, **functions):
@@ -232,12 +240,12 @@ KERNELS = {"PyTorch": torch_operators, "flash-attn": flash_attention_2, "flash-a
 BOUNDS = [(0, 11), (11, 12), (12, 40)]
 
 
-def step(kernel, query, key, value, grad, dropout=0.0, documents=None):
+def step(kernel_of, query, key, value, grad, dropout=0.0, documents=None):
     """Output and gradients of all segments, through the attention layer."""
     config = SimpleNamespace(
         kv_channels=query.shape[3], softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
     )
-    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda query, value, dropout: kernel))
+    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda rule, query, value: kernel_of(rule)))
     layer.context = SegmentContext()
     segments = [Segment(0, i, start, end, len(query), documents) for i, (start, end) in enumerate(BOUNDS)]
     parts, outputs = [], []
@@ -261,11 +269,13 @@ def inputs(heads):
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("provider", KERNELS.values(), ids=KERNELS)
 def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
-    kernel = provider(monkeypatch)
-    if heads[3] % 8 or heads[3] != heads[4] and not isinstance(kernel, FlashAttention4):
-        kernel = Padded(kernel, 8)
+    kernel_of = provider(monkeypatch)
     tensors = inputs(heads)
-    for result, expected in zip(step(kernel, *tensors), step(Unfused(), *tensors), strict=True):
+    if heads[3] % 8 or heads[3] != heads[4] and kernel_of is not FlashAttention4:
+        results = step(lambda rule: Padded(kernel_of(rule), 8), *tensors)
+    else:
+        results = step(kernel_of, *tensors)
+    for result, expected in zip(results, step(Unfused, *tensors), strict=True):
         assert result.dtype == torch.bfloat16
         # Both compute in more than 16 bits and round once, gradients of earlier segments once per segment.
         torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
@@ -274,36 +284,36 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
 @pytest.mark.parametrize("documents", [((0,),), ((0, 5, 11, 25, 39),), ((0, 12, 13), (0, 30))], ids=str)
 @pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
 def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
-    kernel = provider(monkeypatch)
-    assert isinstance(within_documents(kernel, documents), PackedDocuments)
-    assert isinstance(within_documents(Unfused(), documents), WithinDocuments)
+    kernel_of = provider(monkeypatch)
+    assert isinstance(keep_documents_apart(kernel_of(RULE), documents), DocumentsPacked)
+    assert isinstance(keep_documents_apart(Unfused(RULE), documents), DocumentsApart)
     tensors = inputs((len(documents), 4, 2, 64, 64))
-    apart = step(Unfused(), *tensors, documents=documents)
-    for result, expected in zip(step(kernel, *tensors, documents=documents), apart, strict=True):
+    apart = step(Unfused, *tensors, documents=documents)
+    for result, expected in zip(step(kernel_of, *tensors, documents=documents), apart, strict=True):
         torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("provider", KERNELS.values(), ids=KERNELS)
 def test_what_is_saved_is_the_logsumexp_and_a_random_state(monkeypatch, provider):
     query, key, value, _ = inputs(HEADS["80, grouped"])
-    output, saved = provider(monkeypatch).forward(query[30:], key, value, 30, 0.125, 0.0)
+    output, statistics = provider(monkeypatch)(RULE).forward(query[30:], key, value)
     assert output.is_contiguous()
-    assert sum(x.nbytes for x in saved) <= 4 * 10 * 2 * 4 + 24
+    assert sum(x.nbytes for x in statistics) <= 4 * 10 * 2 * 4 + 24
 
 
 @pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
 def test_dropout_draws_once_and_the_backward_gets_the_same_state(monkeypatch, provider):
-    kernel = provider(monkeypatch)
+    kernel_of = provider(monkeypatch)
     tensors = inputs(HEADS["80, grouped"])
     torch.manual_seed(3)
-    dropped = step(kernel, *tensors, dropout=0.5)
+    dropped = step(kernel_of, *tensors, dropout=0.5)
     torch.manual_seed(3)
-    assert all(torch.equal(a, b) for a, b in zip(dropped, step(kernel, *tensors, dropout=0.5), strict=True))
-    assert not torch.equal(dropped[0], step(kernel, *tensors, dropout=0.5)[0])
+    assert all(torch.equal(a, b) for a, b in zip(dropped, step(kernel_of, *tensors, dropout=0.5), strict=True))
+    assert not torch.equal(dropped[0], step(kernel_of, *tensors, dropout=0.5)[0])
     # Backward with the forward's mask: the output is linear in the values, so their gradient gives it back.
     query, key, value, grad = tensors
     torch.manual_seed(3)
-    output, _, _, grad_value = step(kernel, query, key, value, grad, dropout=0.5)
+    output, _, _, grad_value = step(kernel_of, query, key, value, grad, dropout=0.5)
     assert float((grad_value.double() * value).sum()) == pytest.approx(float((output.double() * grad).sum()), rel=0.02)
 
 
@@ -314,10 +324,10 @@ def test_calls_fit_the_operators_of_pytorch(start, groups):
     length, batch, heads, size = 16, 2, 4, 64
     query = torch.empty(length, batch, heads, size, dtype=torch.bfloat16, device="meta")
     key, value = (torch.empty(start + length, batch, groups, size, dtype=torch.bfloat16, device="meta") for _ in "kv")
-    kernel = CudaFlash()
-    output, saved = kernel.forward(query, key, value, start, 0.125, 0.1)
+    kernel = CudaFlash(AttentionRule(0.125, 0.1))
+    output, statistics = kernel.forward(query, key, value)
     assert output.shape == (length, batch, heads * size)
-    grads = kernel.backward(torch.empty_like(output), query, key, value, output, saved, start, 0.125, 0.1)
+    grads = kernel.backward(torch.empty_like(output), Saved(query, key, value, output, statistics))
     assert grads.query.shape == query.shape
     assert grads.key.shape == grads.value.shape == (length, batch, groups, size)
     if start:
@@ -331,9 +341,10 @@ def test_packed_calls_fit_the_operators_of_pytorch():
     key, value = (torch.empty(50, 2, 64, dtype=torch.bfloat16, device="meta") for _ in "kv")
     ends = torch.empty(4, dtype=torch.int32, device="meta")
     packing = CumulativeLengths(ends, ends, 20, 40)
-    output, saved = CudaFlash().forward_packed(query, key, value, packing, 0.125, 0.1)
+    kernel = CudaFlash(AttentionRule(0.125, 0.1))
+    output, statistics = kernel.forward_packed(query, key, value, packing)
     assert output.shape == query.shape
-    grads = CudaFlash().backward_packed(output, query, key, value, output, saved, packing, 0.125, 0.1)
+    grads = kernel.backward_packed(output, Saved(query, key, value, output, statistics), packing)
     assert [x.shape for x in grads] == [query.shape, key.shape, value.shape]
 
 
@@ -384,7 +395,8 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
 def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, expected):
     flash_attention_2(monkeypatch)
     flash_attention_4(monkeypatch) if flags.get("flash_attention_version") == 4 else None
-    kernel = KernelChoice(**flags).kernel(tensor(size, dtype, is_cuda), tensor(value_size, dtype, is_cuda), dropout)
+    rule, kernels = AttentionRule(0.125, dropout), KernelChoice(**flags)
+    kernel = kernels.kernel(rule, tensor(size, dtype, is_cuda), tensor(value_size, dtype, is_cuda))
     kinds = [type(kernel).__name__]
     if isinstance(kernel, Padded):
         kinds.append(type(kernel.kernel).__name__)
@@ -394,10 +406,17 @@ def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, e
 def test_what_is_not_fused_is_said_once_on_rank_0(monkeypatch, capsys):
     kernels = KernelChoice()
     for _ in range(3):
-        kernels.kernel(tensor(64, torch.float32), tensor(64, torch.float32), 0.0)
-        kernels.kernel(tensor(320), tensor(320), 0.0)
+        kernels.kernel(RULE, tensor(64, torch.float32), tensor(64, torch.float32))
+        kernels.kernel(RULE, tensor(320), tensor(320))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "torch.float32 on a GPU" in lines[0] and "more than 256" in lines[1]
     monkeypatch.setenv("RANK", "1")
-    KernelChoice().kernel(tensor(320), tensor(320), 0.0)
+    KernelChoice().kernel(RULE, tensor(320), tensor(320))
     assert capsys.readouterr().err == ""
+
+
+def test_a_kernel_is_chosen_once():
+    kernels = KernelChoice()
+    first = kernels.kernel(RULE, tensor(64), tensor(64))
+    assert kernels.kernel(AttentionRule(0.125), tensor(64), tensor(64)) is first
+    assert kernels.kernel(AttentionRule(0.25), tensor(64), tensor(64)) is not first

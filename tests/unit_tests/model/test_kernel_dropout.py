@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.seq1f1b.model import attention, use_segment_attention
 from megatron.seq1f1b.model.attention import SegmentAttention
+from megatron.seq1f1b.model.kernels import AttentionRule, Saved
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8
 BOUNDS = [(0, 7), (7, 18), (18, 24)]
-KERNELS = {"one block": Unfused(), "small blocks": Unfused(scores_at_once=600)}
+SCALE = 1 / sqrt(SIZE)
+KERNELS = {"one block": Unfused, "small blocks": lambda rule: Unfused(rule, scores_at_once=600)}
 
 
 def inputs():
@@ -27,14 +29,14 @@ def inputs():
     return query, key, value, torch.randn(LENGTH, BATCH, HEADS * SIZE, dtype=torch.float64)
 
 
-def run(kernel, query, key, value, grad, dropout, seed):
+def run(kernel_of, query, key, value, grad, dropout, seed):
     """Output and gradients, summed over the segments, whose masks come from `seed`."""
     torch.manual_seed(seed)
-    scale = 1 / sqrt(SIZE)
-    runs = [kernel.forward(query[a:b], key[:b], value[:b], a, scale, dropout) for a, b in BOUNDS]
+    kernel = kernel_of(AttentionRule(SCALE, dropout))
+    runs = [kernel.forward(query[a:b], key[:b], value[:b]) for a, b in BOUNDS]
     grad_query, grad_key, grad_value = (torch.zeros_like(x) for x in (query, key, value))
-    for (a, b), (output, saved) in reversed(list(zip(BOUNDS, runs, strict=True))):
-        part = kernel.backward(grad[a:b], query[a:b], key[:b], value[:b], output, saved, a, scale, dropout)
+    for (a, b), (output, statistics) in reversed(list(zip(BOUNDS, runs, strict=True))):
+        part = kernel.backward(grad[a:b], Saved(query[a:b], key[:b], value[:b], output, statistics))
         grad_query[a:b] = part.query
         grad_key[a:b] += part.key
         grad_value[a:b] += part.value
@@ -44,11 +46,12 @@ def run(kernel, query, key, value, grad, dropout, seed):
     return [torch.cat([output for output, _ in runs]), grad_query, grad_key, grad_value]
 
 
-def masks(kernel, query, key, dropout, seed):
+def masks(kernel_of, query, key, dropout, seed):
     """[b, h, s, t]: where weights stay. Values that are unit vectors bring every dropped weight to the output."""
     torch.manual_seed(seed)
     units = torch.eye(LENGTH, dtype=query.dtype)[:, None, None].expand(LENGTH, BATCH, GROUPS, LENGTH)
-    weights = [kernel.forward(query[a:b], key[:b], units[:b], a, 1 / sqrt(SIZE), dropout)[0] for a, b in BOUNDS]
+    kernel = kernel_of(AttentionRule(SCALE, dropout))
+    weights = [kernel.forward(query[a:b], key[:b], units[:b])[0] for a, b in BOUNDS]
     return torch.cat(weights).unflatten(2, (HEADS, LENGTH)).permute(1, 2, 0, 3) != 0
 
 
@@ -72,14 +75,14 @@ def test_gradients_are_those_of_autograd_through_the_same_masks(kernel):
 
 def test_a_seed_gives_one_result_and_another_seed_another():
     tensors = inputs()
-    first, again, other = (run(Unfused(), *tensors, 0.1, seed) for seed in (1, 1, 2))
+    first, again, other = (run(Unfused, *tensors, 0.1, seed) for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def test_segments_have_masks_of_their_own():
     query, key, _, _ = inputs()
-    kept = masks(Unfused(), query, key, 0.5, seed=3)
+    kept = masks(Unfused, query, key, 0.5, seed=3)
     heads = kept[..., 18:24, :18].flatten(0, 1)
     assert all(not torch.equal(a, b) for i, a in enumerate(heads) for b in heads[:i])
     assert not torch.equal(kept[..., 7:13, :7], kept[..., 18:24, :7])
@@ -89,8 +92,8 @@ def test_the_mean_over_masks_is_the_result_without_dropout():
     """Output and gradients are linear in the mask. Bound: 6 standard errors, which by chance one of the 4608 numbers
     exceeds for one choice of seeds in 100,000, if errors are normal."""
     tensors, trials = inputs(), 150
-    exact = run(Unfused(), *tensors, 0.0, seed=0)
-    samples = [run(Unfused(), *tensors, 0.2, seed) for seed in range(trials)]
+    exact = run(Unfused, *tensors, 0.0, seed=0)
+    samples = [run(Unfused, *tensors, 0.2, seed) for seed in range(trials)]
     for of_one, expected in zip(zip(*samples, strict=True), exact, strict=True):
         stacked = torch.stack(of_one)
         standard_error = stacked.std(0) / sqrt(trials)

@@ -5,16 +5,17 @@ import math
 import pytest
 import torch
 
+from megatron.seq1f1b.model.kernels import AttentionRule, Saved
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.kv_cache import KVCache
 
 KERNELS = {
-    "flash": Padded(CpuFlash()),
-    "flash, padded to 8": Padded(CpuFlash(), 8),
-    "unfused": Unfused(),
-    "unfused, small blocks": Unfused(scores_at_once=1000),
+    "flash": lambda rule: Padded(CpuFlash(rule)),
+    "flash, padded to 8": lambda rule: Padded(CpuFlash(rule), 8),
+    "unfused": Unfused,
+    "unfused, small blocks": lambda rule: Unfused(rule, scores_at_once=1000),
 }
 
 # Sequences, query heads, KV heads, head size of queries and keys, of values.
@@ -59,20 +60,18 @@ def dense(query, key, value, grad, mask=None):
     return [output.detach(), query.grad, key.grad, value.grad]
 
 
-def by_segments(kernel, query, key, value, grad, bounds, dropout=0.0, accumulator=None):
+def by_segments(kernel_of, query, key, value, grad, bounds, accumulator=None):
     """Output and gradients through the real KVCache: forward in order, backward in reverse."""
-    scale = 1 / math.sqrt(query.shape[3])
+    kernel = kernel_of(AttentionRule(1 / math.sqrt(query.shape[3])))
     cache = KVCache(len(query), key, value)
     runs = []
     for start, end in bounds:
         cache.write(start, end, key[start:end], value[start:end])
-        runs.append(kernel.forward(query[start:end], *cache.read(end), start, scale, dropout))
+        runs.append(kernel.forward(query[start:end], *cache.read(end)))
         assert runs[-1][0].is_contiguous()
     grads = []
-    for (start, end), (output, saved) in zip(reversed(bounds), reversed(runs), strict=True):
-        part = kernel.backward(
-            grad[start:end], query[start:end], *cache.read(end), output, saved, start, scale, dropout
-        )
+    for (start, end), (output, statistics) in zip(reversed(bounds), reversed(runs), strict=True):
+        part = kernel.backward(grad[start:end], Saved(query[start:end], *cache.read(end), output, statistics))
         own = cache.exchange_gradients(start, end, (part.key, part.value), part.prefix)
         if accumulator is not None and start:
             cache._key_grads, cache._value_grads = (x.to(accumulator) for x in (cache._key_grads, cache._value_grads))
@@ -110,7 +109,7 @@ def rms_errors(k, accumulator=None):
     tensors = inputs(512, (1, 4, 2, 64, 64), torch.bfloat16)
     # The unfused kernel computes in fp32, and rounds its results of every segment to bf16, as kernels on GPUs do.
     # PyTorch's CPU kernel would hide what is tested here: it adds up in bf16 itself.
-    results = by_segments(Unfused(), *tensors, cut(512, k, True), accumulator=accumulator)
+    results = by_segments(Unfused, *tensors, cut(512, k, True), accumulator=accumulator)
     return [
         ((result - expected).square().mean() / expected.square().mean()).sqrt().item()
         for result, expected in zip(results[1:], dense(*tensors)[1:], strict=True)

@@ -1,6 +1,32 @@
-"""Attention kernels: what a kernel must offer, and which one serves a tensor."""
+"""Attention kernels: what a kernel must offer, and which one serves a layer.
 
+A kernel computes causal attention of a segment to its whole prefix by one `AttentionRule`. `KernelChoice` finds the
+fastest for the rule, the device, the type and the head sizes; `keep_documents_apart` confines a kernel to the documents
+of packed sequences.
+"""
+
+from ..documents import Documents
 from .choice import KernelChoice
-from .interface import CumulativeLengths, Gradients, Kernel, PackedKernel
+from .documents_apart import DocumentsApart
+from .documents_packed import DocumentsPacked
+from .interface import AttentionRule, CumulativeLengths, Gradients, Kernel, PackedKernel, Saved
 
-__all__ = ["CumulativeLengths", "Gradients", "Kernel", "KernelChoice", "PackedKernel"]
+__all__ = [
+    "AttentionRule",
+    "CumulativeLengths",
+    "DocumentsApart",
+    "DocumentsPacked",
+    "Gradients",
+    "Kernel",
+    "KernelChoice",
+    "PackedKernel",
+    "Saved",
+    "keep_documents_apart",
+]
+
+
+def keep_documents_apart(kernel: Kernel, documents: Documents) -> Kernel:
+    """`kernel`, within each of the documents: in one call if it can, else in a call for each."""
+    if isinstance(kernel, PackedKernel):
+        return DocumentsPacked(kernel, documents)
+    return DocumentsApart(kernel, documents)

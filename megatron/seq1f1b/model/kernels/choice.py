@@ -1,8 +1,7 @@
-"""Which kernel serves a tensor, by Megatron's own flags for attention."""
+"""Which kernel serves a layer, by Megatron's own flags for attention."""
 
 import os
 import sys
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from .cpu import CpuFlash
 from .cuda import CudaFlash
 from .flash_attn_2 import FlashAttention2
 from .flash_attn_4 import FlashAttention4
-from .interface import Kernel
+from .interface import AttentionRule, Kernel
 from .padded import Padded
 from .unfused import Unfused
 
@@ -32,46 +31,47 @@ class KernelChoice:
     def __init__(self, backend: str = "auto", flash_attention_version: int | None = None) -> None:
         self._is_unfused = backend in ("unfused", "local")
         self._version = flash_attention_version
+        self._chosen: dict[tuple, Kernel] = {}
         self._said: set[str] = set()
 
-    def kernel(self, query: Tensor, value: Tensor, dropout: float) -> Kernel:
-        """The kernel for query [n, b, h, d] and value [m, b, g, e]."""
+    def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
+        """The kernel by which `rule` is computed for queries like [n, b, h, d] and values like [m, b, g, e].
+
+        Chosen at the first tensors of a device, type and head sizes; later ones get the same kernel.
+        """
+        key = rule, query.is_cuda, query.dtype, query.shape[3], value.shape[3]
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
         if self._is_unfused:
-            return Unfused()
-        sizes = query.shape[3], value.shape[3]
-        if not query.is_cuda:
-            if dropout:
-                return self._unfused("attention dropout on a CPU")
-            return CpuFlash() if sizes[0] == sizes[1] else Padded(CpuFlash())
-        if query.dtype not in (torch.bfloat16, torch.float16):
-            return self._unfused(f"attention in {query.dtype} on a GPU")
-        if max(sizes) > _LARGEST_HEAD:
-            return self._unfused(f"attention heads of more than {_LARGEST_HEAD}")
-        kernel = self._flash(dropout)
-        sizes_fit = sizes[0] == sizes[1] or isinstance(kernel, FlashAttention4)
-        fits = sizes_fit and not any(size % _HEAD_MULTIPLE for size in sizes)
+            return Unfused(rule)
+        if not is_cuda:
+            if rule.dropout:
+                return self._unfused(rule, "attention dropout on a CPU")
+            return CpuFlash(rule) if size == value_size else Padded(CpuFlash(rule))
+        if dtype not in (torch.bfloat16, torch.float16):
+            return self._unfused(rule, f"attention in {dtype} on a GPU")
+        if max(size, value_size) > _LARGEST_HEAD:
+            return self._unfused(rule, f"attention heads of more than {_LARGEST_HEAD}")
+        kernel = self._flash(rule)
+        sizes_fit = size == value_size or isinstance(kernel, FlashAttention4)
+        fits = sizes_fit and not size % _HEAD_MULTIPLE and not value_size % _HEAD_MULTIPLE
         return kernel if fits else Padded(kernel, _HEAD_MULTIPLE)
 
-    def _flash(self, dropout: float) -> Kernel:
+    def _flash(self, rule: AttentionRule) -> Kernel:
         if self._version == 2:
-            return self._flash_attention_2
+            return FlashAttention2(rule)
         if self._version == 4:
-            if not dropout:
-                return self._flash_attention_4
+            if not rule.dropout:
+                return FlashAttention4(rule)
             self._say("flash-attn-4 has no attention dropout: PyTorch's own flash attention takes its place.")
-        return CudaFlash()
+        return CudaFlash(rule)
 
-    @cached_property
-    def _flash_attention_2(self) -> Kernel:
-        return FlashAttention2()
-
-    @cached_property
-    def _flash_attention_4(self) -> Kernel:
-        return FlashAttention4()
-
-    def _unfused(self, what: str) -> Kernel:
+    def _unfused(self, rule: AttentionRule, what: str) -> Kernel:
         self._say(f"{what} has no fused kernel: plain matrix products take its place, several times slower.")
-        return Unfused()
+        return Unfused(rule)
 
     def _say(self, warning: str) -> None:
         if warning not in self._said and int(os.environ.get("RANK", "0")) == 0:

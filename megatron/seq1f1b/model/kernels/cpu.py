@@ -6,22 +6,28 @@ log-sum-exp, the operator returns each part's exact share, since the softmax wei
 exp(score − logsumexp) with the log-sum-exp of the whole row.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from .interface import Gradients
+from .interface import AttentionRule, Gradients, Saved
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@dataclass(frozen=True)
 class CpuFlash:
     """fp32, fp64, bf16 and fp16; grouped KV heads without expansion; heads of one size; no dropout."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        assert dropout == 0, "the operator has no dropout"
+    rule: AttentionRule
+
+    def __post_init__(self) -> None:
+        assert self.rule.dropout == 0, "the operator has no dropout"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        start, scale = key.shape[0] - query.shape[0], self.rule.scale
         q = _heads_first(query)
         output, logsumexp = _flash(q, _heads_first(key[start:]), _heads_first(value[start:]), 0.0, True, scale=scale)
         if start:
@@ -29,24 +35,13 @@ class CpuFlash:
             output, logsumexp = _merge(output, logsumexp, *prefix)
         return output.permute(2, 0, 1, 3).flatten(2).contiguous(), (logsumexp,)
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        start: int,
-        scale: float,
-        dropout: float,
-    ) -> Gradients:
-        (logsumexp,) = saved
-        q, o, grad = (_heads_first(x.reshape(query.shape)) for x in (query, output, grad_output))
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        start, (logsumexp,) = saved.start, saved.statistics
+        q, o, grad = (_heads_first(x.reshape(saved.query.shape)) for x in (saved.query, saved.output, grad_output))
 
         def part(rows: slice, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            k, v = _heads_first(key[rows]), _heads_first(value[rows])
-            grads = _flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=scale)
+            k, v = _heads_first(saved.key[rows]), _heads_first(saved.value[rows])
+            grads = _flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=self.rule.scale)
             return tuple(x.permute(2, 0, 1, 3) for x in grads)
 
         grad_query, grad_key, grad_value = part(slice(start, None), True)

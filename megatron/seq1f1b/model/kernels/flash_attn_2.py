@@ -3,103 +3,72 @@
 import torch
 from torch import Tensor
 
-from .interface import CumulativeLengths, Gradients
+from .interface import AttentionRule, CumulativeLengths, Gradients, Saved
 
 
 class FlashAttention2:
     """bf16 and fp16; heads of one size, a multiple of 8 up to 256; grouped KV heads; dropout."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: AttentionRule) -> None:
         from flash_attn import flash_attn_interface
 
         self._package = flash_attn_interface
+        # What forward and backward are given alike; the causal mask is aligned bottom-right.
+        self._common = {
+            "dropout_p": rule.dropout,
+            "softmax_scale": rule.scale,
+            "causal": True,
+            "window_size_left": -1,
+            "window_size_right": -1,
+            "softcap": 0.0,
+            "alibi_slopes": None,
+        }
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, logsumexp, _, rng_state = self._package._flash_attn_forward(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            **_common(scale, dropout),
-            return_softmax=False,
+            *(x.transpose(0, 1) for x in (query, key, value)), **self._common, return_softmax=False
         )
         return output.transpose(0, 1).flatten(2).contiguous(), (logsumexp, rng_state)
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        start: int,
-        scale: float,
-        dropout: float,
-    ) -> Gradients:
-        logsumexp, rng_state = saved
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        logsumexp, rng_state = saved.statistics
+        q, k, v = (x.transpose(0, 1) for x in saved[:3])
         grads = [torch.empty_like(x) for x in (q, k, v)]
         self._package._flash_attn_backward(
-            grad_output.reshape(query.shape).transpose(0, 1),
+            grad_output.reshape(saved.query.shape).transpose(0, 1),
             q,
             k,
             v,
-            output.reshape(query.shape).transpose(0, 1),
+            saved.output.reshape(saved.query.shape).transpose(0, 1),
             logsumexp,
             *grads,
-            **_common(scale, dropout),
+            **self._common,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=rng_state,
         )
-        grad_query, grad_key, grad_value = (x.transpose(0, 1) for x in grads)
-        return Gradients.of_all_keys(grad_query, grad_key, grad_value, start)
+        return Gradients.of_all_keys(*(x.transpose(0, 1) for x in grads))
 
     def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, scale: float, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, logsumexp, _, rng_state = self._package._flash_attn_varlen_forward(
-            query, key, value, *lengths, **_common(scale, dropout), return_softmax=False
+            query, key, value, *lengths, **self._common, return_softmax=False
         )
         return output, (logsumexp, rng_state)
 
     def backward_packed(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        lengths: CumulativeLengths,
-        scale: float,
-        dropout: float,
+        self, grad_output: Tensor, saved: Saved, lengths: CumulativeLengths
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logsumexp, rng_state = saved
-        grads = tuple(torch.empty_like(x) for x in (query, key, value))
+        *tensors, (logsumexp, rng_state) = saved
+        grads = tuple(torch.empty_like(x) for x in saved[:3])
         self._package._flash_attn_varlen_backward(
             grad_output,
-            query,
-            key,
-            value,
-            output,
+            *tensors,
             logsumexp,
             *grads,
             *lengths,
-            **_common(scale, dropout),
+            **self._common,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rng_state=rng_state,
         )
         return grads
-
-
-def _common(scale: float, dropout: float) -> dict:
-    """What forward and backward are told alike; the causal mask is aligned bottom-right."""
-    return {
-        "dropout_p": dropout,
-        "softmax_scale": scale,
-        "causal": True,
-        "window_size_left": -1,
-        "window_size_right": -1,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }

@@ -1,8 +1,39 @@
 """What segment attention asks of a kernel."""
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How the queries of a layer weigh the keys that they see; a kernel is chosen for one rule and keeps it.
+
+    Scores are multiplied by `scale`. `dropout` is the probability with which a softmax weight is set to zero; the
+    others grow by 1 / (1 − dropout).
+    """
+
+    scale: float
+    dropout: float = 0.0
+
+
+class Saved(NamedTuple):
+    """What the backward of a call starts from, put together by the caller, which may keep keys and values elsewhere.
+
+    `statistics` are the kernel's own: the scores' log-sum-exp, the random state of the dropout.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    statistics: tuple[Tensor, ...]
+
+    @property
+    def start(self) -> int:
+        """Keys before the first query."""
+        return self.key.shape[0] - self.query.shape[0]
 
 
 class Gradients(NamedTuple):
@@ -14,39 +45,26 @@ class Gradients(NamedTuple):
     prefix: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of_all_keys(cls, query: Tensor, key: Tensor, value: Tensor, start: int) -> "Gradients":
-        """From the gradients of all m keys and values, of which the first `start` are before the segment."""
+    def of_all_keys(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
+        """From the gradients of all keys and values; those of the segment are the last."""
+        start = key.shape[0] - query.shape[0]
         return cls(query, key[start:], value[start:], (key[:start], value[:start]) if start else None)
 
 
 class Kernel(Protocol):
-    """Bottom-right causal attention: the queries are the last n of the m tokens that keys and values span.
+    """Bottom-right causal attention by one rule: the queries are the last n of the m tokens that the keys span.
 
-    Shapes are Megatron's, sequence first: query [n, b, h, d], key [m, b, g, d] and value [m, b, g, e] with
-    n = m − start, output and its gradient [n, b, h·e]. `dropout` is the probability with which a softmax weight is
-    set to zero; the others grow by 1 / (1 − dropout).
+    Shapes are Megatron's, sequence first: query [n, b, h, d], key [m, b, g, d] and value [m, b, g, e], output and its
+    gradient [n, b, h·e].
     """
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Output, contiguous, and what `backward` wants back: the scores' log-sum-exp, the random state of the dropout.
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Output, contiguous, and the statistics that `backward` starts from.
 
-        Draws from PyTorch's default generator of the device, and only where `dropout` is above 0.
+        Draws from PyTorch's default generator of the device, and only where the rule has dropout.
         """
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        start: int,
-        scale: float,
-        dropout: float,
-    ) -> Gradients:
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         """Gradients in Megatron's shapes, contiguous or not."""
 
 
@@ -68,20 +86,11 @@ class PackedKernel(Protocol):
     """A kernel that can also do all documents in one call: query [t, h, d], key [u, g, d], value [u, g, d]."""
 
     def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, scale: float, dropout: float
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Output [t, h, d], and what `backward_packed` wants back."""
+        """Output [t, h, d], and the statistics that `backward_packed` starts from."""
 
     def backward_packed(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        lengths: CumulativeLengths,
-        scale: float,
-        dropout: float,
+        self, grad_output: Tensor, saved: Saved, lengths: CumulativeLengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .interface import Gradients, Kernel
+from .interface import Gradients, Kernel, Saved
 
 
 @dataclass(frozen=True)
@@ -19,33 +19,20 @@ class Padded:
     kernel: Kernel
     multiple_of: int = 1
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         size = self._size(query, value)
-        padded = (_pad(x, size) for x in (query, key, value))
-        output, saved = self.kernel.forward(*padded, start, scale, dropout)
+        output, statistics = self.kernel.forward(*(_pad(x, size) for x in (query, key, value)))
         heads = output.view(*query.shape[:3], size)
-        return heads[..., : value.shape[3]].flatten(2).contiguous(), saved
+        return heads[..., : value.shape[3]].flatten(2).contiguous(), statistics
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        start: int,
-        scale: float,
-        dropout: float,
-    ) -> Gradients:
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        query, key, value, output, statistics = saved
         size = self._size(query, value)
         grad_output, output = (
             _pad(x.unflatten(2, (-1, value.shape[3])), size).flatten(2) for x in (grad_output, output)
         )
-        padded = (_pad(x, size) for x in (query, key, value))
-        grads = self.kernel.backward(grad_output, *padded, output, saved, start, scale, dropout)
+        padded = Saved(*(_pad(x, size) for x in (query, key, value)), output, statistics)
+        grads = self.kernel.backward(grad_output, padded)
 
         def own_sizes(grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
             return grad_key[..., : key.shape[3]], grad_value[..., : value.shape[3]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .interface import Gradients
+from .interface import AttentionRule, Gradients, Saved
 
 
 @dataclass(frozen=True)
@@ -16,46 +16,35 @@ class Unfused:
     Saved are the log-sum-exp and, with dropout, a seed; the backward computes the weights and the masks again.
     """
 
+    rule: AttentionRule
     scores_at_once: int = 2**24
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, k, v = (_by_group(x, key.shape[2]) for x in (query, key, value))
-        seed = (torch.randint(2**62, (1,), device=query.device),) if dropout else ()
-        masks = _Masks(dropout, *seed)
+        seed = (torch.randint(2**62, (1,), device=query.device),) if self.rule.dropout else ()
+        masks = _Masks(self.rule.dropout, *seed)
         outputs, logsumexps = [], []
-        for rows, keys in self._blocks(q, start):
-            scores = _scores(q[..., rows, :], k[..., keys, :], scale)
+        for rows, keys in self._blocks(q, key.shape[0]):
+            scores = _scores(q[..., rows, :], k[..., keys, :], self.rule.scale)
             logsumexps.append(scores.logsumexp(-1))
             weights = masks.apply(scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_())
             outputs.append((weights @ v[..., keys, :]).to(query.dtype))
         output = _by_token(torch.cat(outputs, -2)).flatten(2).contiguous()
         return output, (torch.cat(logsumexps, -1), *seed)
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        start: int,
-        scale: float,
-        dropout: float,
-    ) -> Gradients:
-        logsumexp, *seed = saved
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        query, key, value, output, (logsumexp, *seed) = saved
+        scale = self.rule.scale
         heads = query.shape[2], value.shape[3]
         q, k, v, o, grad = (
             _by_group(x, key.shape[2])
             for x in (query, key, value, output.unflatten(2, heads), grad_output.unflatten(2, heads))
         )
-        masks = _Masks(dropout, *seed)
+        masks = _Masks(self.rule.dropout, *seed)
         # Σ weight · its gradient, over the keys of a query; dropout leaves this identity as it is.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
-        for rows, keys in self._blocks(q, start):
+        for rows, keys in self._blocks(q, key.shape[0]):
             q_rows, k_seen, grad_rows = q[..., rows, :], k[..., keys, :], grad[..., rows, :]
             weights = _scores(q_rows, k_seen, scale).sub_(logsumexp[..., rows, None]).exp_()
             grad_weights = grad_rows @ v[..., keys, :].mT
@@ -68,15 +57,15 @@ class Unfused:
             grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
         grad_query = _by_token(torch.cat(grad_queries, -2)).to(query.dtype)
         grad_key, grad_value = _by_token(grad_key).to(key.dtype), _by_token(grad_value).to(value.dtype)
-        return Gradients.of_all_keys(grad_query, grad_key, grad_value, start)
+        return Gradients.of_all_keys(grad_query, grad_key, grad_value)
 
-    def _blocks(self, q: Tensor, start: int) -> Iterator[tuple[slice, slice]]:
+    def _blocks(self, q: Tensor, num_keys: int) -> Iterator[tuple[slice, slice]]:
         """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
         batch, groups, heads, length, _ = q.shape
-        rows = max(1, self.scores_at_once // (batch * groups * heads * (start + length)))
+        rows = max(1, self.scores_at_once // (batch * groups * heads * num_keys))
         for first in range(0, length, rows):
             end = min(first + rows, length)
-            yield slice(first, end), slice(start + end)
+            yield slice(first, end), slice(num_keys - length + end)
 
 
 class _Masks:

@@ -7,18 +7,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .documents import Documents, WithinDocuments, pieces
-from .kernels import CumulativeLengths, Gradients, Kernel, PackedKernel
-
-
-def within_documents(kernel: Kernel, documents: Documents) -> Kernel:
-    """`kernel`, within each of the documents: in one call if it can, else in a call for each."""
-    kind = PackedDocuments if isinstance(kernel, PackedKernel) else WithinDocuments
-    return kind(kernel, documents)
+from ..documents import Documents, pieces
+from .interface import CumulativeLengths, Gradients, PackedKernel, Saved
 
 
 @dataclass(frozen=True)
-class PackedDocuments:
+class DocumentsPacked:
     """Hands `kernel` the sequences one after the other, each without the keys that its segment does not see.
 
     With one sequence in a micro-batch nothing is copied.
@@ -27,39 +21,27 @@ class PackedDocuments:
     kernel: PackedKernel
     documents: Documents
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float, dropout: float
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        keys, values = (self._seen(x, start) for x in (key, value))
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        start = key.shape[0] - query.shape[0]
         lengths = self._cumulative_lengths(start, key.shape[0], query.device)
-        output, saved = self.kernel.forward_packed(_joined(query), keys, values, lengths, scale, dropout)
-        return self._apart(output).flatten(2).contiguous(), saved
+        keys, values = (self._seen(x, start) for x in (key, value))
+        output, statistics = self.kernel.forward_packed(_joined(query), keys, values, lengths)
+        return self._apart(output).flatten(2).contiguous(), statistics
 
-    def backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        saved: tuple[Tensor, ...],
-        start: int,
-        scale: float,
-        dropout: float,
-    ) -> Gradients:
-        grad_output, output = (_joined(x.reshape(query.shape)) for x in (grad_output, output))
-        keys, values = (self._seen(x, start) for x in (key, value))
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        query, key, value, output, statistics = saved
+        start = saved.start
         lengths = self._cumulative_lengths(start, key.shape[0], query.device)
-        grad_query, *grads = self.kernel.backward_packed(
-            grad_output, _joined(query), keys, values, output, saved, lengths, scale, dropout
-        )
+        grad_output, output = (_joined(x.reshape(query.shape)) for x in (grad_output, output))
+        packed = Saved(_joined(query), self._seen(key, start), self._seen(value, start), output, statistics)
+        grad_query, *grads = self.kernel.backward_packed(grad_output, packed, lengths)
         # Keys of earlier segments whose documents have ended there get no gradient.
         grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
         for whole, found in zip((grad_key, grad_value), grads, strict=True):
             ends = accumulate(rows.shape[0] for rows in self._rows(whole, start))
             for rows, end in zip(self._rows(whole, start), ends, strict=True):
                 rows.copy_(found[end - rows.shape[0] : end])
-        return Gradients.of_all_keys(self._apart(grad_query), grad_key, grad_value, start)
+        return Gradients.of_all_keys(self._apart(grad_query), grad_key, grad_value)
 
     def _cumulative_lengths(self, start: int, end: int, device: torch.device) -> CumulativeLengths:
         found = [piece for starts in self.documents for piece in pieces(starts, start, end)]
