@@ -29,7 +29,7 @@ from preprocessing.documents import (
     read_records,
     refusal,
 )
-from preprocessing.pair import indexed_pair, pair_paths
+from preprocessing.pair import indexed_pair, pair_paths, recover
 from preprocessing.stopping import STOP_SIGNALS, Refused, refuse_existing, stop
 from preprocessing.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from preprocessing.workers import results, started_workers
@@ -159,6 +159,7 @@ def check(args: argparse.Namespace) -> None:
             "Name a tokenizer's folder with --tokenizer-model DIR; to train one on the input, add "
             "--train-tokenizer VOCAB_SIZE."
         )
+    recover(args.output_prefix)
     refuse_existing(pair_paths(args.output_prefix), args.overwrite, "--output-prefix")
 
 

@@ -1,10 +1,10 @@
-"""The .bin/.idx pair: both files appear, complete, or neither does."""
+"""The .bin/.idx pair: both files appear, complete, or neither does; an old pair is there until the new one is."""
 
 import contextlib
-import os
 import tempfile
 from pathlib import Path
 
+from preprocessing.durable import move
 from preprocessing.stopping import refuse_existing, signals_held
 
 
@@ -24,11 +24,52 @@ def indexed_pair(prefix: str, overwrite: bool, dtype: type):
             builder.data_file.close()
         with signals_held():
             refuse_existing((target_bin, target_idx), overwrite, "--output-prefix")
-            # A reader opens the index first: it must never see one that is not its data's.
-            target_idx.unlink(missing_ok=True)
-            os.replace(f"{new}/bin", target_bin)
-            os.replace(f"{new}/idx", target_idx)
+            put_in_place(Path(new), prefix)
+
+
+def put_in_place(new: Path, prefix: str) -> None:
+    """Move `bin` and `idx` in the folder `new` to their names, and an old pair away until both are there.
+
+    A reader opens the index first: it never sees one that is not its data's. After a kill at any step, `recover` finds
+    the old pair or the new one complete.
+    """
+    target_bin, target_idx = pair_paths(prefix)
+    aside = _aside(prefix)
+    if target_idx.exists() or target_bin.exists():
+        aside.mkdir()
+        # In this order an index that is set aside always has its data, there or still in place.
+        for target, name in ((target_idx, "idx"), (target_bin, "bin")):
+            if target.exists():
+                move(target, aside / name)
+    move(new / "bin", target_bin)
+    move(new / "idx", target_idx)
+    _remove(aside)
+
+
+def recover(prefix: str) -> None:
+    """Finish what a run did that was killed while it replaced a pair: without the new pair, the old one comes back."""
+    target_bin, target_idx = pair_paths(prefix)
+    aside = _aside(prefix)
+    if not target_idx.exists():
+        for name, target in (("bin", target_bin), ("idx", target_idx)):
+            if (aside / name).exists():
+                move(aside / name, target)
+    _remove(aside)
 
 
 def pair_paths(prefix: str) -> tuple[Path, Path]:
     return Path(prefix + ".bin"), Path(prefix + ".idx")
+
+
+def _aside(prefix: str) -> Path:
+    """The folder in which an old pair waits for the new one."""
+    path = Path(prefix)
+    return path.with_name(f".{path.name}-replaced")
+
+
+def _remove(aside: Path) -> None:
+    if aside.exists():
+        # The index first: data without one are nobody's, and `recover` brings back no index alone.
+        for name in ("idx", "bin"):
+            (aside / name).unlink(missing_ok=True)
+        aside.rmdir()

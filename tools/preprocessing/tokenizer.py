@@ -1,7 +1,6 @@
 """Train a tokenizer, or load one."""
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from preprocessing.documents import BadDocument, parse, read_records, refusal
+from preprocessing.durable import move
 from preprocessing.stopping import signals_held
 
 EOD, PAD = "<|endoftext|>", "<|padding|>"
@@ -62,7 +62,7 @@ def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
         Path(new, "tokenizer_config.json").write_text(TOKENIZER_CONFIG)
         with signals_held():
             for name in ("tokenizer_config.json", "tokenizer.json"):
-                os.replace(f"{new}/{name}", folder / name)
+                move(Path(new, name), folder / name)
     print(f"Tokenizer of {tokenizer.get_vocab_size()} tokens saved in {folder}.", flush=True)
 
 
