@@ -9,11 +9,15 @@ S*(tmax) of segments that keep the bound is a shortest path over the positions o
 T* is the least S*(tmax) + (K − 1) · tmax over all tmax (equation 6).
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from .bottleneck_search import bottleneck_search
 from .cut_positions import PartitionError, check_length, positions, tile
@@ -24,6 +28,10 @@ _MOST_POSITIONS = 1024
 
 # A free number of segments is taken for this many in the choice of a step.
 _USUAL_SEGMENTS = 16
+
+
+# The least total, and for each segment an array that holds, for every position it may end at, where it starts.
+_Extended = tuple[float, list[NDArray[np.int64]]]
 
 
 class Path(NamedTuple):
@@ -59,94 +67,79 @@ def terapipe(
             f"--sequence-splits {num_segments or 1} are more segments than the {len(cuts) - 1} pieces of {step} tokens "
             f"in --seq-length {sequence_length}; use fewer segments or --sequence-split-strategy balanced"
         )
-    times = table(cuts, time)
-    whole = shortest_path(times)(inf)
-    # Segments of equal time would take a k-th of the whole each.
+    solve = _shortest_path(_table(cuts, time), num_segments)
+    unbounded = solve(inf)
+    assert unbounded is not None, "there are enough positions for so many segments"
     path = bottleneck_search(
-        shortest_path(times, num_segments),
+        solve,
+        unbounded,
         weight=(num_stages - 1) / num_microbatches,
-        floor=whole.total,
-        guess=whole.total / (num_segments or 1),
+        shortest=unbounded.total / num_segments if num_segments else 0.0,
     )
-    return lengths_between(cuts, path.ends)
+    return tuple(cuts[end] - cuts[start] for start, end in pairwise((0, *path.ends)))
 
 
-def table(cuts: Sequence[int], time: SegmentTime) -> list[list[float]]:
-    """`table[end][start]`: the time of the segment between two of the positions `cuts`."""
-    return [[time(start, end) for start in cuts[:i]] for i, end in enumerate(cuts)]
+def _table(cuts: Sequence[int], time: SegmentTime) -> NDArray[np.float64]:
+    """The times of the segments between two of the positions `cuts`: `table[end, start - end]`.
+
+    So what is near the end of a row is short. Infinite where `start` is not before `end`, or before the sequence.
+    """
+    last = len(cuts) - 1
+    times = np.full((last + 1, last), inf)
+    for i, end in enumerate(cuts):
+        times[i, last - i :] = [time(start, end) for start in cuts[:i]]
+    return times
 
 
-def lengths_between(cuts: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
-    """Lengths in tokens of segments that end at the positions number `ends`."""
-    return tuple(cuts[end] - cuts[start] for start, end in pairwise((0, *ends)))
-
-
-def shortest_path(times: list[list[float]], num_segments: int | None = None) -> Callable[[float], Path | None]:
+def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Callable[[float], Path | None]:
     """A function of tmax: the segments of least total that each take at most tmax; None if there are none."""
     last = len(times) - 1
-    # A segment may take less than a shorter one, since kernels are slow for short segments. The running minimum, here
-    # negated to ascend, tells from where on a start is near enough at all.
-    reach = [list(accumulate((-time for time in row), max)) for row in times]
+    extend = _by_any_number if num_segments is None else partial(_by_one, num_segments)
 
     def solve(tmax: float) -> Path | None:
-        nearest = [bisect_left(row, -tmax) for row in reach]
-        totals = [0.0] + [inf] * last
-        if num_segments is None:  # one pass in place: every segment extends any number of earlier ones
-            starts = _extend(times, tmax, nearest, totals, totals, range(last), range(1, last + 1))
-            layers = [starts] * last
-        else:
-            layers = []
-            first_from = list(accumulate(reversed(nearest), min))[::-1]
-            useful = [last]  # for each segment, from the last to the first, the least end that can still lead there
-            for _ in range(num_segments - 1):
-                useful.append(first_from[useful[-1]])
-            live = range(1)
-            for least_end in reversed(useful):
-                before, totals = totals, [inf] * (last + 1)
-                ends = range(max(least_end, live.start + 1), last + 1)
-                layers.append(_extend(times, tmax, nearest, before, totals, live, ends))
-                found = [end for end in ends if totals[end] < inf]
-                if not found:
-                    return None
-                live = range(found[0], found[-1] + 1)
-        if totals[last] == inf:
+        possible = times <= tmax
+        longest = last - int(possible.any(axis=0).argmax())  # in positions; what is longer is left out
+        total, starts = extend(np.where(possible, times, inf)[:, last - longest :])
+        if total == inf:
             return None
         ends = [last]
-        for starts in reversed(layers):
-            ends.append(starts[ends[-1]])
+        for start_of in reversed(starts):
+            ends.append(int(start_of[ends[-1]]))
             if ends[-1] == 0:
                 break
         ends.reverse()
-        longest = max(times[end][start] for start, end in pairwise(ends))
-        return Path(tuple(ends[1:]), totals[last], longest)
+        bottleneck = max(float(times[end, start - end]) for start, end in pairwise(ends))
+        return Path(tuple(ends[1:]), total, bottleneck)
 
     return solve
 
 
-def _extend(
-    times: list[list[float]],
-    tmax: float,
-    nearest: list[int],
-    before: list[float],
-    after: list[float],
-    live: range,
-    ends: range,
-) -> list[int]:
-    """Add one segment to the least totals `before` of the positions `live`, for those in `ends`.
+def _by_any_number(times: NDArray[np.float64]) -> _Extended:
+    """The least total of any number of segments; for each of them, where it starts if it ends at a position."""
+    size, longest = times.shape
+    totals = np.full(longest + size, inf)  # those before the sequence come first
+    totals[longest] = 0.0
+    starts = np.zeros(size, dtype=np.int64)
+    for end in range(1, size):  # every segment extends any number of earlier ones
+        options = totals[end : end + longest] + times[end]
+        best = options.argmin()
+        starts[end] = best + end - longest
+        totals[longest + end] = options[best]
+    return float(totals[-1]), [starts] * (size - 1)
 
-    Returns, for every position, where its last segment starts.
-    """
-    starts = [0] * len(times)
-    for end in ends:
-        low, high = max(nearest[end], live.start), min(end, live.stop)
-        if low < high:
-            options = [
-                total + time if time <= tmax else inf
-                for total, time in zip(before[low:high], times[end][low:high], strict=True)
-            ]
-            after[end] = min(options)
-            starts[end] = low + options.index(after[end])
-    return starts
+
+def _by_one(num_segments: int, times: NDArray[np.float64]) -> _Extended:
+    """The same of so many segments, added one by one."""
+    size, longest = times.shape
+    totals = np.full(longest + size, inf)
+    totals[longest] = 0.0
+    ends, starts = np.arange(size), []
+    for _ in range(num_segments):
+        options = sliding_window_view(totals, longest)[:size] + times
+        best = options.argmin(axis=1)
+        starts.append(best + ends - longest)
+        totals[longest:] = options[ends, best]
+    return float(totals[-1]), starts
 
 
 def _step(sequence_length: int, num_segments: int, multiple_of: int) -> int:
