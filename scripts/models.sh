@@ -42,7 +42,7 @@ esac
 # --------------------------------------------------------------------------------- the schedule
 : "${PIPELINE_SCHEDULE:=1f1b}" # megatron: Megatron's own, for comparison
 : "${SEQUENCE_SPLITS:=4}"
-: "${SEQUENCE_SPLIT_STRATEGY:=uniform_comp}"
+: "${SEQUENCE_SPLIT_STRATEGY:=balanced}" # the paper: uniform_comp
 
 # --------------------------------------------------------------------------------- the training
 : "${DEVICE:=cuda}" # cuda, cpu
@@ -59,8 +59,16 @@ esac
 : "${SAVE_INTERVAL:=1000}"
 
 # --------------------------------------------------------------------------- where it is to run
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Hardware queues of a GPU. Tensor parallelism overlaps its messages by the order of launches, which one queue keeps
+# (Megatron requires it below Blackwell); without it, several queues keep messages from holding up kernels.
+if [ -z "${CUDA_DEVICE_MAX_CONNECTIONS:-}" ]; then
+    CUDA_DEVICE_MAX_CONNECTIONS=$([ "$TP" = 1 ] && echo 32 || echo 1)
+fi
+# Segments of different lengths fragment memory unless the allocator's blocks can grow.
+: "${PYTORCH_ALLOC_CONF:=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
+PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_ALLOC_CONF # its name before PyTorch 2.9
+: "${OMP_NUM_THREADS:=1}"
+export CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS
 : "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 
 # Set `installed` to those of the modules that $PYTHON finds, without importing them.
@@ -80,13 +88,24 @@ EOF
 }
 
 check_python() {
-    find_modules torch megatron.core transformer_engine apex
+    find_modules torch megatron.core transformer_engine apex \
+        fused_weight_gradient_mlp_cuda fused_layer_norm_cuda scaled_upper_triang_masked_softmax_cuda
     [[ $installed == *" torch "* && $installed == *" megatron.core "* ]] ||
         die "$PYTHON has no torch or no megatron-core: run bash scripts/setup.sh, or set PYTHON."
 }
 
-# check_world NODES: set GPUS_PER_NODE if need be, and check that the model can be laid out.
+# check_numbers NAME...: every variable holds a positive integer.
+check_numbers() {
+    local name
+    for name in "$@"; do
+        [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a positive integer."
+    done
+}
+
+# check_world NODES: check the sizes, set GPUS_PER_NODE if need be, and check that the model can be laid out.
 check_world() {
+    check_numbers TP PP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
+        SEQUENCE_SPLITS TRAIN_ITERS SAVE_INTERVAL
     if [ -z "${GPUS_PER_NODE:-}" ]; then
         GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | grep -c ^GPU || true)}
     fi
@@ -139,6 +158,9 @@ make_flags() {
         --eval-iters "$EVAL_ITERS"
         --log-interval 1
         --log-throughput
+        # Python's garbage collector pauses one rank at a time, and the pipeline waits for each.
+        --manual-gc
+        --manual-gc-interval 100
     )
     if [ "$PIPELINE_SCHEDULE" != megatron ]; then
         flags+=(
@@ -174,17 +196,25 @@ make_flags() {
     fi
 }
 
-# Megatron takes its GPU kernels from Transformer Engine, some from apex; without them it has to be
-# told not to look for them. (On a CPU pretrain_gpt.py sees to that itself.)
+has() {
+    [[ $installed == *" $1 "* ]]
+}
+
+# Megatron takes its GPU kernels from Transformer Engine, which also chooses those of attention by what is installed.
+# Without it they come from the extensions of NVIDIA apex; Megatron looks for those that are missing unless a flag says
+# otherwise. (On a CPU pretrain_gpt.py sees to that itself.)
 add_kernel_flags() {
-    if [[ $installed == *" transformer_engine "* ]]; then
-        flags+=(--attention-backend flash)
+    if has transformer_engine; then
         return
     fi
     flags+=(--transformer-impl local --no-rope-fusion)
-    if [[ $installed != *" apex "* ]]; then
+    has fused_weight_gradient_mlp_cuda || flags+=(--no-gradient-accumulation-fusion)
+    has scaled_upper_triang_masked_softmax_cuda || flags+=(--no-masked-softmax-fusion)
+    if ! has apex; then
         ((TP == 1)) ||
             die "TP=$TP on GPUs needs Transformer Engine or NVIDIA apex: pip install 'megatron-seq1f1b[te]', or set TP=1."
-        flags+=(--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion)
+        flags+=(--no-persist-layer-norm)
+    elif ! has fused_layer_norm_cuda; then
+        die "NVIDIA apex is installed without its extensions: build it with --cpp_ext --cuda_ext, or uninstall it."
     fi
 }

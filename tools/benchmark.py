@@ -31,6 +31,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist  # noqa: E402
 
+from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
 from benchmarking.results import table, write_profiles  # noqa: E402
 from benchmarking.variants import Variant, variants  # noqa: E402
@@ -109,6 +110,7 @@ def compare(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
 def main() -> None:
     args = parse()
     logging.disable(logging.INFO)
+    use_own_gpu()
     dist.init_process_group()
     tables, everything = [], []
     for num_chunks in args.num_chunks:

@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist  # noqa: E402
 
+from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
 from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
 from megatron.seq1f1b.partition import even  # noqa: E402
@@ -108,6 +109,7 @@ def now() -> float:
 
 def main() -> None:
     args = parse()
+    use_own_gpu()
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )

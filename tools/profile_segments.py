@@ -33,6 +33,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from benchmarking.device import use_own_gpu  # noqa: E402
 from megatron.seq1f1b.costs import Measurement, ModelShape, Profile, write_profile  # noqa: E402
 from megatron.seq1f1b.model import (  # noqa: E402
     Segment,
@@ -192,6 +193,7 @@ def grid(sequence_length: int) -> tuple[list[int], list[int]]:
 
 def main() -> None:
     args = parse()
+    use_own_gpu()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()

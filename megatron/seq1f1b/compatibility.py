@@ -87,7 +87,10 @@ HONOURED = (
     ),
     Honoured("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
     Honoured("`--recompute-granularity` `selective`, `full`"),
-    Honoured("`--group-query-attention`", "KV heads are never expanded"),
+    Honoured(
+        "`--group-query-attention`",
+        "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
+    ),
     Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
     Honoured(
         "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
@@ -170,6 +173,12 @@ WITH_SEGMENTS = (
         "--moe-enable-routing-replay",
         _given("moe_enable_routing_replay"),
         "replays the routes of whole micro-batches",
+        "drop it",
+    ),
+    Refusal(
+        "--tp-comm-overlap",
+        _given("tp_comm_overlap"),
+        "sizes its buffers for whole sequences, which the layers of a segment do not fill",
         "drop it",
     ),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),

@@ -45,6 +45,9 @@ def install(add_flags: bool = False, always: bool = False, placement: str = "loo
 
     if _is_ours(schedules.get_forward_backward_func) or _is_ours(schedules.forward_backward_no_pipelining):
         return
+    from .model.output_layer import allow_output_layers_without_apex
+
+    allow_output_layers_without_apex()
     if always:
         _replace_functions(schedules)
     elif is_library:
