@@ -1,10 +1,23 @@
 #!/usr/bin/env bash
-# Set up, then run the linter and every test. Arguments go to pytest: bash scripts/test.sh -k cpu
+# Set up, then run the linters and the tests: the unit and the functional ones.
+#
+#   bash scripts/test.sh                  # at most 8 minutes on two idle cores
+#   bash scripts/test.sh -m unit          # a minute; other arguments go to pytest, too: -k zb-h1
+#   bash scripts/test.sh --exhaustive     # every case of every matrix
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+case "${1:-}" in
+    '') set -- -m 'not exhaustive' ;;
+    --exhaustive) shift ;;
+esac
 
 bash scripts/setup.sh
 echo "Linting ..."
 .venv/bin/ruff check .
+.venv/bin/ruff format --check --quiet .
+if command -v shellcheck >/dev/null; then
+    shellcheck -x .ci/run scripts/*.sh scripts/*/*.sbatch
+fi
 echo "Testing ..."
 .venv/bin/python -m pytest "$@"

@@ -84,7 +84,7 @@ class Launcher:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
             start_new_session=True,
         )
 

@@ -1,44 +1,69 @@
-"""Every schedule gives the losses and gradients of Megatron's own unsegmented run (see equality_worker.py)."""
+"""Every schedule gives the losses and gradients of Megatron's own unsegmented run (see equality/comparison.py).
 
+Each case has an id of its own, suite/group/step: `-k pp2-moe`, `-k zb-h1-k3`. All selected cases with the same number
+of ranks run in one job; if it dies, the case that was running has failed and another job goes on with the next.
+"""
+
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).with_name("equality_worker.py")
-RANKS = {
-    "pp1": 1,
-    "pp2": 2,
-    "pp4": 4,
-    "pp2-families": 2,
-    "pp2-chunks3": 2,
-    "pp4-chunks2": 4,
-    "pp2-split": 2,
-    "pp4-split": 4,
-    "pp2-tp2-split": 4,
-    "tp2": 2,
-    "pp2-tp2": 4,
-    "pp2-documents": 2,
-    "pp2-tp2-documents": 4,
-    "pp2-positions": 2,
-    "pp2-mla": 2,
-    "tp2-mla": 2,
-    "pp2-moe": 2,
-    "pp2-moe-losses": 2,
-    "pp2-mla-moe": 2,
-    "pp1-moe-global": 1,
-    "dp2-moe": 2,
-    "pp2-dp2-moe": 4,
-    "tp2-moe": 2,
-    "dp2": 2,
-    "pp2-dp2": 4,
-    "pp2-dp2-overlap": 4,
-    "pp2-v": 2,
-    "pp4-v": 4,
-    "pp2-dp2-v": 4,
-}
+from functional_tests.equality.suites import groups, representatives
+
+WORKER = Path(__file__).parent / "equality" / "worker.py"
+GROUPS = list(groups())
+CASES = {name: group.ranks for group in GROUPS for name in group.cases}
+FEW = representatives()
 
 
-@pytest.mark.parametrize("suite", RANKS)
-def test_step_equals_megatrons_own_unsegmented_run(launch, suite):
-    job = launch(RANKS[suite], ["--suite", suite], script=WORKER, timeout=300).check()
-    assert "equal: " in job.log
+class Verdicts:
+    """The verdict on every selected case; those with the same number of ranks, and of the same tier, share a job."""
+
+    def __init__(self, launch, folder: Path, selected: set[str]) -> None:
+        self._launch, self._folder, self._selected = launch, folder, selected
+        self._found: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        if name not in self._found:
+            self._run([case for case in CASES if case in self._selected and shares_job(case, name)])
+        return self._found[name]
+
+    def _run(self, names: list[str]) -> None:
+        """Run the cases in as many jobs as it takes."""
+        while names:
+            (self._folder / "cases").write_text("\n".join(names))
+            job = self._launch(CASES[names[0]], [self._folder / "cases"], script=WORKER, timeout=120 + 3 * len(names))
+            done = dict(re.findall(r"^case (\S+): (.*)$", job.log, re.MULTILINE))
+            self._found |= done
+            names = [name for name in names if name not in done]
+            if names:
+                self._found[names[0]] = f"the job ended with code {job.code}:\n{job.log[-6000:]}"
+                names = names[1:]
+
+
+def shares_job(case: str, other: str) -> bool:
+    return CASES[case] == CASES[other] and (case in FEW) == (other in FEW)
+
+
+@pytest.fixture(scope="session")
+def verdicts(request, launch, tmp_path_factory) -> Verdicts:
+    items = [item for item in request.session.items if item.originalname == test_a_step.__name__]
+    return Verdicts(launch, tmp_path_factory.mktemp("equality"), {item.callspec.params["case"] for item in items})
+
+
+def tiered() -> Iterator:
+    for name in CASES:
+        yield pytest.param(name, id=name, marks=() if name in FEW else pytest.mark.exhaustive)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", tiered())
+def test_a_step(verdicts, case):
+    verdict = verdicts.of(case)
+    assert verdict.startswith("equal, "), verdict
+
+
+def test_every_suite_has_cases_that_stand_for_it():
+    assert {name.split("/")[0] for name in FEW} == {group.suite for group in GROUPS}

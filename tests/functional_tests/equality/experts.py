@@ -21,9 +21,7 @@ def routers(chunks) -> list[TopKRouter]:
 def set_biases(chunks) -> dict[str, torch.Tensor]:
     """The biases by which routers without balance losses learn balance, far from zero, which would be no bias."""
     found = {f"expert bias of layer {router.layer_number}": router.expert_bias for router in routers(chunks)}
-    return {
-        name: bias.copy_(torch.linspace(-0.2, 0.2, len(bias))) for name, bias in found.items() if bias is not None
-    }
+    return {name: bias.copy_(torch.linspace(-0.2, 0.2, len(bias))) for name, bias in found.items() if bias is not None}
 
 
 def logged(num_microbatches: int, num_layers: int, kinds: Sequence[str]) -> dict[str, float]:

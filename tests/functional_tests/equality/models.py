@@ -1,12 +1,18 @@
-"""The models that equality_worker.py compares: what they are made of, and how Megatron builds them."""
+"""The models that are compared: what they are made of, and how Megatron builds them.
+
+Megatron is imported where it builds: pytest collects the cases without it.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
 
@@ -31,17 +37,27 @@ class Model:
     gpt: tuple[tuple[str, Any], ...] = ()
 
     @property
+    def label(self) -> str:
+        """How it differs from the plain model, as far as fields of their own say so."""
+        words = ["fp32" if self.dtype == torch.float32 else "", f"kv{self.kv_heads}" if self.kv_heads < HEADS else ""]
+        words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
+        words += [self.recompute or "", "per-token" if self.per_token_loss else ""]
+        return "-".join(filter(None, words))
+
+    @property
     def auxiliary(self) -> tuple[str, ...]:
         """The losses of its experts."""
         config = dict(self.config)
         z_loss = ("z_loss",) if config.get("moe_z_loss_coeff") else ()
         return config.get("moe_router_load_balancing_type", ()) + z_loss
 
-    def with_config(self, **values: Any) -> "Model":
+    def with_config(self, **values: Any) -> Model:
         return replace(self, config=options(**(dict(self.config) | values)))
 
     def transformer_config(self, **layout: Any) -> TransformerConfig:
         """Megatron's configuration of the model, cut over ranks as `layout` says."""
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
         recompute = {"recompute_granularity": self.recompute} if self.recompute else {}
         if self.recompute == "full":
             recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -73,6 +89,9 @@ class Model:
         self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
     ) -> GPTModel:
         """One stage of the model; `groups` is Megatron's pg_collection."""
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
         return GPTModel(
             config,
             get_gpt_decoder_block_spec(
@@ -86,7 +105,7 @@ class Model:
             SEQUENCE,
             pre_process=is_first,
             post_process=is_last,
-            position_embedding_type="none" if isinstance(config, MLATransformerConfig) else self.positions,
+            position_embedding_type="none" if config.multi_latent_attention else self.positions,
             share_embeddings_and_output_weights=self.tied,
             vp_stage=chunk,
             pg_collection=groups,

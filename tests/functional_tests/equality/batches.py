@@ -1,0 +1,46 @@
+"""The micro-batches of a case: random tokens, with masked losses and packed documents."""
+
+import torch
+
+from functional_tests.equality.cases import Case
+from functional_tests.equality.models import SEQUENCE, VOCABULARY
+
+BATCH, END = 2, 6
+
+
+def batches(case: Case, first: int, step: int):
+    """Micro-batches `first`, `first + step`, … of random tokens; `mask` zeroes some, or all of one segment."""
+    for microbatch in range(first, case.m * step, step):
+        generator = torch.Generator().manual_seed(100 + microbatch)
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        loss_mask = torch.ones(BATCH, SEQUENCE)
+        if case.mask == "random":
+            loss_mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.3 + 0.2 * microbatch).float()
+        elif case.mask == "segment":
+            start = sum(case.lengths[: microbatch % case.k])
+            loss_mask[:, start : start + case.lengths[microbatch % case.k]] = 0 if case.k > 1 else 1
+        batch = {
+            "tokens": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "loss_mask": loss_mask,
+            "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
+        }
+        yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
+
+
+def packed(tokens: torch.Tensor, form: str) -> dict:
+    """Entries of a batch with several documents, each ended by a token below END: positions within them, and a mask or
+    cumulative lengths."""
+    tokens = torch.where(tokens < END, 0, tokens)
+    starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0), value=True)
+    documents = starts.cumsum(dim=1)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    entries = {"tokens": tokens, "position_ids": positions - torch.where(starts, positions, 0).cummax(dim=1).values}
+    if form == "mask":
+        sees = (documents[:, :, None] == documents[:, None, :]).tril()
+        entries["attention_mask"] = ~sees[:, None]
+    elif form == "cu_seqlens":
+        bounds = torch.where(starts, positions, SEQUENCE).sort(dim=1).values
+        entries["cu_seqlens"] = torch.nn.functional.pad(bounds, (0, 1), value=SEQUENCE).int()
+        entries["max_seqlen"] = entries["cu_seqlens"].diff(dim=1).max(dim=1).values
+    return entries

@@ -1,0 +1,64 @@
+"""What the equality tests vary beside the model: how it is cut over ranks, and one training step."""
+
+from dataclasses import dataclass
+
+from functional_tests.equality.models import SEQUENCE
+from megatron.seq1f1b.partition import even
+from megatron.seq1f1b.schedule import Placement
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is cut over ranks; what is left of the ranks is data parallel."""
+
+    pipeline: int = 1
+    chunks: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    expert: int = 1
+    expert_tensor: int | None = None
+    overlap: bool = False
+    align: bool = False
+    distributed_optimizer: bool = False
+    style: str = "looped"
+
+    @property
+    def label(self) -> str:
+        """What its sizes do not say."""
+        words = {
+            "sp": self.sequence_parallel,
+            f"c{self.chunks}": self.chunks > 1,
+            "v": self.style == "v",
+            "overlap": self.overlap,
+            "align": self.align,
+            "sharded": self.distributed_optimizer,
+        }
+        return "-".join(word for word, holds in words.items() if holds)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.pipeline, self.chunks, self.style)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step. Where sequences are `packed`, it says how a batch tells of documents."""
+
+    family: str
+    k: int
+    m: int
+    split: str
+    mask: str
+    packed: str | None = None
+
+    @property
+    def label(self) -> str:
+        words = (self.family, f"k{self.k}", f"m{self.m}", self.split, self.mask, self.packed)
+        return "-".join(filter(None, words))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        if self.split in ("even", "documents"):
+            return even(SEQUENCE, self.k, 2)
+        shrinking = [2 * (self.k - i) for i in range(self.k)]  # uneven, and even numbers for two tensor ranks
+        return (SEQUENCE - sum(shrinking[1:]), *shrinking[1:])

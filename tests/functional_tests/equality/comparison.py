@@ -1,0 +1,117 @@
+"""Our schedules against Megatron's own unsegmented run of the same model.
+
+The reference has the whole model on one pipeline stage, with Megatron's own attention and schedule, and the same
+tensor-parallel size: Megatron computes the cross entropy in fp32, which rounds differently when the vocabulary is cut.
+Every data-parallel replica of the reference sees all micro-batches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, isclose
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+from functional_tests.equality.cases import Case, Layout
+from functional_tests.equality.experts import logged
+from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
+from functional_tests.equality.models import Model
+from functional_tests.equality.step import run
+from megatron.seq1f1b.costs import AnalyticTime
+from megatron.seq1f1b.partition import balanced_by_documents
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+
+
+class References:
+    """Losses and gradients of Megatron's own runs of the unsegmented model on one pipeline stage."""
+
+    def __init__(self) -> None:
+        self._found = {}
+
+    def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
+        """(reports of training, gradients, logged auxiliary losses, reports of evaluation) for each case."""
+        ranks = Layout(
+            tensor=layout.tensor,
+            sequence_parallel=layout.sequence_parallel,
+            expert_tensor=layout.expert_tensor,
+        )
+        cases = [replace(case, packed=case.packed and "mask") for case in cases]
+        chunks = None
+        found = []
+        for case in cases:
+            key = model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None, case.packed
+            if key not in self._found:
+                chunks = chunks or build(model, ranks)
+                whole = replace(case, m=case.m * replicas_of(layout))
+                self._found[key] = (
+                    *run(forward_backward_no_pipelining, chunks, whole, 0, 1),
+                    logged(whole.m, model.layers, model.auxiliary),
+                    run(forward_backward_no_pipelining, chunks, whole, 0, 1, forward_only=True)[0],
+                )
+            found.append(self._found[key])
+        return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank found in a case: the number of gradients, the largest relative error, and what is wrong."""
+
+    gradients: int
+    worst: float
+    wrong: list[tuple[float, str]]
+
+
+def compare(
+    references: References, model: Model, layout: Layout, cases: dict[str, Case]
+) -> Iterator[tuple[str, Verdict]]:
+    """Run the cases, consecutive steps of one model in one layout, and yield what this rank found in each."""
+    expectations = references.of(model, layout, list(cases.values()))
+    chunks = build(model, layout)
+    first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
+    for (name, case), expected in zip(cases.items(), expectations, strict=True):
+        expected_reports, expected_grads, expected_logs, expected_evaluation = expected
+        packing = Packing(0, cut_by_documents(case)) if case.packed else None
+        executor = PipelineExecutor(
+            case.family,
+            case.k,
+            lambda length, case=case: case.lengths,
+            packing=packing,
+            placement=layout.style,
+        )
+        step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
+        evaluations = [step(forward_only=True)[0]]
+        reports, grads = step()
+        logs = logged(case.m, model.layers, model.auxiliary)
+        evaluations.append(step(forward_only=True)[0])
+
+        errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
+        for got, wanted in ((reports, expected_reports), *((each, expected_evaluation) for each in evaluations)):
+            wanted = wanted[first::replicas] if has_loss(layout) else []
+            if len(got) != len(wanted):
+                errors[f"{len(got)} reports instead of {len(wanted)}"] = inf
+            for microbatch, (mine, theirs) in enumerate(zip(got, wanted, strict=False)):
+                errors[f"loss of micro-batch {microbatch}"] = error(mine["lm loss"], theirs["lm loss"])
+        wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
+        # Megatron keeps what it logs in fp32.
+        wrong += [
+            (logs[name] / value - 1, name)
+            for name, value in expected_logs.items()
+            if not isclose(logs[name], value, rel_tol=2e-6)
+        ]
+        yield name, Verdict(len(grads), max(errors.values(), default=0.0), wrong)
+
+
+def cut_by_documents(case: Case):
+    """For an executor: lengths that differ from one micro-batch to the next, if the case is split by documents."""
+    if case.split != "documents":
+        return None
+    cost = AnalyticTime(per_token=1.0, per_pair=0.5)
+    return lambda length, documents: balanced_by_documents(length, case.k, cost, documents, multiple_of=2)

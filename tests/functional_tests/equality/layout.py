@@ -1,0 +1,165 @@
+"""A model cut over ranks as a layout says, with the same parameters in every layout."""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from functional_tests.equality.cases import Layout
+from functional_tests.equality.models import Model
+
+
+def use_ranks(layout: Layout) -> None:
+    """Give the ranks their parts; keeps the process groups if they are the right ones, ends them if not.
+
+    Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
+    """
+    sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None, layout.expert
+    sizes += (layout.expert_tensor or layout.tensor,)
+    if parallel_state.model_parallel_is_initialized():
+        now = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+        if now == sizes:
+            return
+        for group in filter(None, parallel_state._global_process_group_list):
+            dist.destroy_process_group(group)
+        parallel_state.destroy_model_parallel()
+    tensor, pipeline, chunks, expert, expert_tensor = sizes
+    parallel_state.initialize_model_parallel(
+        tensor,
+        pipeline,
+        virtual_pipeline_model_parallel_size=chunks,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
+    """The model chunks of this rank; every parameter has the same values in every layout."""
+    use_ranks(layout)
+    config = model.transformer_config(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        sequence_parallel=layout.sequence_parallel,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
+    config.finalize_model_grads_func = finalize_v if layout.style == "v" else finalize_model_grads
+    chunks = []
+    for chunk in range(layout.chunks):
+        stage = layout.placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
+        is_last = stage == layout.pipeline * layout.chunks - 1
+        number = chunk if layout.chunks > 1 else None
+        chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
+    with torch.no_grad():
+        for name, param in named(chunks):
+            param.copy_(initial(name, param))
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False,
+        overlap_grad_reduce=layout.overlap,
+        use_distributed_optimizer=layout.distributed_optimizer,
+        bucket_size=4000 if layout.overlap else None,  # several for a chunk
+    )
+    wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
+    # As Megatron's training loop does: bare for one chunk, a list for several.
+    if layout.overlap:
+        config.no_sync_func = _bare_if_one([chunk.no_sync for chunk in wrapped])
+    if layout.align:
+        config.grad_sync_func = _bare_if_one([chunk.start_grad_sync for chunk in wrapped])
+    return wrapped
+
+
+class Depth:
+    """Stands for the pipeline group while Megatron builds a chunk: which of its layers they are follows from `rank`."""
+
+    def __init__(self, stage: int, size: int) -> None:
+        self._rank, self._size = stage % size, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollection | None:
+    """Megatron's groups; of the ranks of a V no two share an embedding, and their chunks lie as deep as their stage."""
+    if layout.style == "looped":
+        return None
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    groups.embd = groups.pos_embd = groups.cp  # of this rank alone
+    if stage is not None:
+        groups.pp = Depth(stage, layout.pipeline)
+    return groups
+
+
+def finalize_v(chunks, *args, **kwargs) -> None:
+    """In a V rank 0 has the embedding and the output layer, so tied ones are summed there."""
+    finalize_model_grads(chunks, *args, **kwargs)
+    first, last = chunks[0].module, chunks[-1].module
+    if first.pre_process and first.share_embeddings_and_output_weights:
+        embedding, output = (model.shared_embedding_or_output_weight().main_grad for model in (first, last))
+        embedding += output
+        output.copy_(embedding)
+
+
+def _bare_if_one(hooks: list):
+    return hooks[0] if len(hooks) == 1 else hooks
+
+
+def named(chunks):
+    """(name in the whole model, parameter) of the chunks of this rank; bare or wrapped."""
+    for chunk in chunks:
+        chunk = getattr(chunk, "module", chunk)
+        for name, param in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                _, _, local, rest = name.split(".", 3)
+                if rest.startswith("mlp.experts.local_experts."):
+                    rest = _of_all_experts(rest, chunk.decoder.layers[int(local)].mlp.local_expert_indices)
+                name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"
+            yield name, param
+
+
+def _of_all_experts(name: str, indices: list[int]) -> str:
+    *path, local, linear, parameter = name.split(".")
+    return ".".join((*path, str(indices[int(local)]), linear, parameter))
+
+
+def initial(name: str, param: torch.Tensor) -> torch.Tensor:
+    """Weights large enough that attention is far from uniform; replicated parameters are the same on every rank."""
+    shard = 0
+    if getattr(param, "tensor_model_parallel", False):
+        of_experts = "local_experts" in name
+        get_rank = (
+            parallel_state.get_expert_tensor_parallel_rank
+            if of_experts
+            else parallel_state.get_tensor_model_parallel_rank
+        )
+        shard = get_rank()
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shard}".encode()))
+    noise = torch.randn(param.shape, generator=generator)
+    return (noise if param.dim() > 1 else 1 + noise / 4 if name.endswith("norm.weight") else noise / 4) * 0.5
+
+
+def replicas_of(layout: Layout) -> int:
+    return dist.get_world_size() // (layout.pipeline * layout.tensor)
+
+
+def has_loss(layout: Layout) -> bool:
+    """Whether this rank holds the last stage."""
+    last = layout.placement.num_stages - 1
+    return parallel_state.get_pipeline_model_parallel_rank() == layout.placement.rank_of(last)

@@ -1,0 +1,63 @@
+"""One training step: reports, and gradients by name."""
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from functional_tests.equality.batches import BATCH, batches
+from functional_tests.equality.cases import Case
+from functional_tests.equality.experts import set_biases
+from functional_tests.equality.layout import named
+from functional_tests.equality.models import SEQUENCE
+
+
+def forward_step(data_iterator, model):
+    """Like pretrain_gpt.py's, with the loss summed in fp64."""
+    module = model.module
+    batch = next(data_iterator) if module.pre_process or module.post_process else {}
+    packing = {}
+    if "cu_seqlens" in batch:
+        bounds, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
+        packing["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, None, None, longest, longest)
+    inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
+    output = model(*inputs, labels=batch.get("labels"), **packing)
+
+    def loss_func(losses):
+        mask = batch["loss_mask"].double()
+        loss, count = (losses.double() * mask).sum(), mask.sum().int()
+        return loss, count, {"lm loss": torch.stack([loss.detach(), count.double()])}
+
+    return output, loss_func
+
+
+def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False, groups=None):
+    """Reports and gradients by name of one step, biases of experts too; no gradients where `forward_only`."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    biases = set_biases(chunks)
+    num_microbatches = len(range(first, case.m * step, step))
+    with torch.set_grad_enabled(not forward_only):
+        reports = schedule(
+            forward_step_func=forward_step,
+            data_iterator=[batches(case, first, step) for _ in chunks],
+            model=chunks,
+            num_microbatches=num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+            pg_collection=groups,
+        )
+    if not forward_only:
+        gather_sharded_gradients(chunks)
+    gradients = {name: param.main_grad for name, param in named(chunks)}
+    return reports, {name: tensor.clone() for name, tensor in (gradients | biases).items()}
+
+
+def gather_sharded_gradients(chunks) -> None:
+    """With the distributed optimizer a rank has its shard of each bucket reduced; the other shards come from theirs."""
+    for bucket in (bucket for chunk in chunks for group in chunk.bucket_groups for bucket in group.buckets):
+        if chunks[0].ddp_config.use_distributed_optimizer:
+            group = parallel_state.get_data_parallel_group()
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)

@@ -1,0 +1,313 @@
+"""The matrix of cases, in suites: (model, layout, consecutive steps of the model in this layout)."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from functional_tests.equality.cases import Case, Layout
+from functional_tests.equality.models import Model, balanced, latent, mixture, positions, variants
+from megatron.seq1f1b.schedule import FAMILY_NAMES
+
+
+def all_cases(families=("1f1b",)):
+    return [
+        Case(family, k, m, split, mask)
+        for family, k, m, split, mask in itertools.product(
+            families, (1, 2, 3, 4, 7), (1, 2, 5), ("even", "uneven"), ("ones", "random", "segment")
+        )
+        if k > 1 or (split, mask) in (("even", "ones"), ("even", "random"))
+    ]
+
+
+def few_cases(families=("1f1b",)):
+    """One of each kind."""
+    return [
+        *(Case(family, k, m, "uneven", "random") for family in families for k, m in ((1, 2), (2, 1), (3, 5), (7, 2))),
+        *(Case(family, 4, 2, "even", "segment") for family in families),
+    ]
+
+
+def pipeline_suite(size: int):
+    yield Model(), Layout(pipeline=size), all_cases()
+    for model in variants():
+        yield model, Layout(pipeline=size), few_cases()
+
+
+def tensor_suite(pipeline: int):
+    for sequence_parallel in (False, True):
+        layout = Layout(pipeline=pipeline, tensor=2, sequence_parallel=sequence_parallel)
+        yield Model(), layout, few_cases()
+        yield Model(kv_heads=2, positions="learned_absolute", tied=True), layout, few_cases()
+
+
+def order_cases(families):
+    """Sizes that orders of actions stumble over: fewer micro-batches than ranks, no multiple of them, odd segments."""
+    return [
+        Case(family, k, m, "uneven", "random") for family, k, m in itertools.product(families, (1, 2, 3, 5), (1, 2, 5))
+    ]
+
+
+def families_suite():
+    yield Model(), Layout(pipeline=2), order_cases(("gpipe", "breadth-first"))
+    yield Model(layers=4), Layout(pipeline=2, chunks=2), order_cases(("1f1b",)) + few_cases(("gpipe", "breadth-first"))
+
+
+def chunks_suite(pipeline: int, chunks: int):
+    model, layout = Model(layers=pipeline * chunks), Layout(pipeline=pipeline, chunks=chunks)
+    yield model, layout, order_cases(("1f1b",)) + few_cases(("gpipe", "breadth-first"))
+    yield replace(model, tied=True, positions="learned_absolute", recompute="full"), layout, few_cases()
+
+
+def split_suite():
+    families = ("zb-h1", "auto")
+    yield Model(), Layout(pipeline=2), order_cases(families)
+    for model in variants()[1:]:
+        yield model, Layout(pipeline=2), few_cases(("zb-h1",))
+    yield Model(), Layout(pipeline=2, chunks=2), few_cases(families)
+
+
+def split_tensor_suite():
+    for model, sequence_parallel in ((Model(), True), (variants()[1], False), (variants()[1], True)):
+        yield model, Layout(pipeline=2, tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))
+
+
+def v_suite(pipeline: int):
+    """Every second chunk runs back, so that the first rank has the loss."""
+    model, layout = Model(layers=2 * pipeline), Layout(pipeline=pipeline, chunks=2, style="v")
+    if pipeline == 2:
+        yield model, layout, order_cases(("1f1b", "auto")) + few_cases(FAMILY_NAMES)
+    else:
+        yield model, layout, few_cases(("1f1b", "zb-h1", "auto"))
+    for variant in ({"per_token_loss": True}, {"tied": True, "positions": "learned_absolute", "recompute": "full"}):
+        yield replace(model, **variant), layout, few_cases(("1f1b", "auto"))
+
+
+def v_overlap_suite():
+    for variant in ({}, {"distributed_optimizer": True}):
+        layout = replace(Layout(pipeline=2, chunks=2, style="v", overlap=True), **variant)
+        for family in ("1f1b", "auto"):
+            yield Model(per_token_loss=family == "auto"), layout, consecutive_cases(family)
+
+
+def consecutive_cases(family):
+    return [Case(family, k, m, "even", "random") for k, m in ((2, 2), (1, 1), (3, 1))]
+
+
+def overlap_suite():
+    """The cases of a model are consecutive steps, of one unit or several; in the first DDP learns what to wait for."""
+    for chunks, family in ((1, "1f1b"), (1, "zb-h1"), (2, "1f1b"), (2, "zb-h1"), (2, "breadth-first")):
+        layout = Layout(pipeline=2, chunks=chunks, overlap=True)
+        for variant in ({}, {"distributed_optimizer": True}, {"align": True}):
+            model = Model(tied=True, positions="learned_absolute")
+            yield model, replace(layout, **variant), consecutive_cases(family)
+
+
+def documents_suite():
+    """Each way to tell of documents, and one step of each kind in each model."""
+    cases = [
+        Case("1f1b", k, m, split, "random", form)
+        for k, m, split, form in (
+            (1, 2, "even", "mask"),
+            (1, 2, "even", "tokens"),
+            (2, 2, "uneven", "cu_seqlens"),
+            (3, 2, "documents", "tokens"),
+            (4, 2, "uneven", "mask"),
+            (5, 5, "documents", "cu_seqlens"),
+            (7, 2, "uneven", "cu_seqlens"),
+        )
+    ]
+    yield Model(), Layout(pipeline=2), cases
+    for model in (*variants(), latent(), mixture()):
+        yield model, Layout(pipeline=2), cases[1:4]
+    yield Model(), Layout(pipeline=2), [replace(case, family="zb-h1") for case in cases[3:6]]
+
+
+def data_suite(pipeline: int):
+    for model in (Model(), variants()[1]):
+        yield model, Layout(pipeline=pipeline), few_cases()
+
+
+def latent_suite():
+    """Multi-latent attention."""
+    layout, exact = Layout(pipeline=2), latent()
+    recomputed = replace(exact, recompute="selective")
+    yield exact, layout, few_cases(("1f1b", "zb-h1"))
+    yield latent("rope", query_rank=None), layout, few_cases()
+    yield replace(exact, recompute="full"), layout, few_cases()
+    yield recomputed, layout, few_cases(("zb-h1",))
+    yield recomputed.with_config(recompute_modules=("mla_up_proj",)), layout, few_cases(("zb-h1",))
+    yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, few_cases()
+
+
+def latent_tensor_suite():
+    for sequence_parallel in (False, True):
+        yield latent(), Layout(tensor=2, sequence_parallel=sequence_parallel), few_cases()
+    yield latent("rope", query_rank=None), Layout(tensor=2, sequence_parallel=True), few_cases(("zb-h1",))
+
+
+SHARED = {"moe_shared_expert_intermediate_size": 16, "moe_token_dispatcher_type": "alltoall"}
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+
+
+def experts_suite():
+    """Mixtures of experts."""
+    layout, shared = Layout(pipeline=2), mixture(**SHARED, moe_layer_freq=(0, 1))
+    recomputed = replace(shared, recompute="selective").with_config(recompute_modules=("moe", "core_attn"))
+    yield mixture(), layout, few_cases(("1f1b", "zb-h1"))
+    yield shared, layout, few_cases(("zb-h1",))
+    yield replace(shared, recompute="full"), layout, few_cases()
+    yield recomputed, layout, few_cases(("zb-h1",))
+    # A sigmoid in fp32, as Megatron takes it in models of any precision, rounds by the place in its tensor.
+    yield replace(mixture(**BIASED), dtype=torch.float32), layout, few_cases()
+
+
+def router_losses_suite():
+    layout, everything = Layout(pipeline=2), balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
+    yield everything, layout, few_cases(("zb-h1",))
+    yield replace(everything, per_token_loss=True), layout, few_cases()
+    yield replace(everything, recompute="full"), layout, few_cases()
+
+
+def latent_experts_suite():
+    """Both together, in chunks, on packed documents."""
+    model = replace(latent(), layers=4).with_config(**dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config))
+    cases = few_cases(("1f1b", "breadth-first"))
+    forms = ("mask", "tokens", "cu_seqlens")
+    packed = [replace(case, packed=form) for case, form in zip(cases[:3], forms, strict=True)]
+    yield model, Layout(pipeline=2, chunks=2), cases + packed
+
+
+def global_balance_suite():
+    """On one rank: the counts of the reference's replicas, which all see the same tokens, would add up."""
+    for recompute in (None, "full"):
+        yield replace(balanced("global_aux_loss"), recompute=recompute), Layout(), few_cases()
+
+
+def expert_parallel_suite(layout: Layout):
+    for dispatcher, family in (("allgather", "1f1b"), ("alltoall", "zb-h1")):
+        model = balanced("aux_loss", moe_z_loss_coeff=0.1, moe_token_dispatcher_type=dispatcher)
+        yield model, layout, few_cases((family,))
+
+
+def experts_tensor_suite():
+    layout = Layout(tensor=2, sequence_parallel=True)
+    model = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
+    yield model, layout, few_cases(("zb-h1",))
+    model = replace(model, per_token_loss=True).with_config(moe_token_dispatcher_type="alltoall")
+    yield model, replace(layout, expert=2, expert_tensor=1), few_cases()
+
+
+RANKS = {
+    "pp1": 1,
+    "pp2": 2,
+    "pp4": 4,
+    "pp2-families": 2,
+    "pp2-chunks3": 2,
+    "pp4-chunks2": 4,
+    "pp2-split": 2,
+    "pp4-split": 4,
+    "pp2-tp2-split": 4,
+    "tp2": 2,
+    "pp2-tp2": 4,
+    "pp2-documents": 2,
+    "pp2-tp2-documents": 4,
+    "pp2-positions": 2,
+    "pp2-mla": 2,
+    "tp2-mla": 2,
+    "pp2-moe": 2,
+    "pp2-moe-losses": 2,
+    "pp2-mla-moe": 2,
+    "pp1-moe-global": 1,
+    "dp2-moe": 2,
+    "pp2-dp2-moe": 4,
+    "tp2-moe": 2,
+    "dp2": 2,
+    "pp2-dp2": 4,
+    "pp2-dp2-overlap": 4,
+    "pp2-v": 2,
+    "pp4-v": 4,
+    "pp2-dp2-v": 4,
+}
+
+SUITES = {
+    "pp1": lambda: pipeline_suite(1),
+    "pp2": lambda: pipeline_suite(2),
+    "pp4": lambda: pipeline_suite(4),
+    "pp2-families": families_suite,
+    "pp2-chunks3": lambda: chunks_suite(2, 3),
+    "pp4-chunks2": lambda: chunks_suite(4, 2),
+    "pp2-split": split_suite,
+    "pp4-split": lambda: [(Model(), Layout(pipeline=4), order_cases(("zb-h1", "auto")))],
+    "pp2-tp2-split": split_tensor_suite,
+    "pp2-dp2-overlap": overlap_suite,
+    "pp2-v": lambda: v_suite(2),
+    "pp4-v": lambda: v_suite(4),
+    "pp2-dp2-v": v_overlap_suite,
+    "tp2": lambda: tensor_suite(1),
+    "pp2-tp2": lambda: tensor_suite(2),
+    "pp2-documents": documents_suite,
+    "pp2-tp2-documents": lambda: [
+        (variants()[1], Layout(2, 1, 2, True), [Case("1f1b", 4, 2, "documents", "random", "tokens")]),
+    ],
+    "pp2-positions": lambda: [(model, Layout(pipeline=2), few_cases()) for model in positions()],
+    "pp2-mla": latent_suite,
+    "tp2-mla": latent_tensor_suite,
+    "pp2-moe": experts_suite,
+    "pp2-moe-losses": router_losses_suite,
+    "pp2-mla-moe": latent_experts_suite,
+    "pp1-moe-global": global_balance_suite,
+    "dp2-moe": lambda: expert_parallel_suite(Layout(expert=2)),
+    "pp2-dp2-moe": lambda: expert_parallel_suite(
+        Layout(pipeline=2, expert=2, overlap=True, distributed_optimizer=True)
+    ),
+    "tp2-moe": experts_tensor_suite,
+    "dp2": lambda: data_suite(1),
+    "pp2-dp2": lambda: data_suite(2),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive steps of one model in one layout, by the ids of the cases."""
+
+    suite: str
+    model: Model
+    layout: Layout
+    cases: dict[str, Case]
+
+    @property
+    def ranks(self) -> int:
+        return RANKS[self.suite]
+
+    def representatives(self) -> set[str]:
+        """One case of each family, with three segments if there is one."""
+        chosen = {}
+        for name, case in self.cases.items():
+            if case.family not in chosen or case.k == 3:
+                chosen[case.family] = name
+        return set(chosen.values())
+
+
+def groups() -> Iterator[Group]:
+    """The whole matrix; a case has the id suite/group/step."""
+    for suite, make in SUITES.items():
+        for number, (model, layout, cases) in enumerate(make()):
+            prefix = "-".join(filter(None, (str(number), model.label, layout.label)))
+            named: dict[str, Case] = {}
+            for case in cases:
+                name = f"{suite}/{prefix}/{case.label}"
+                while name in named:  # the same step again, of a model that has made others since
+                    name += "-again"
+                named[name] = case
+            yield Group(suite, model, layout, named)
+
+
+def representatives() -> set[str]:
+    """The ids of a few cases that stand for all: of the first and the last group of every suite."""
+    by_suite: dict[str, list[Group]] = {}
+    for group in groups():
+        by_suite.setdefault(group.suite, []).append(group)
+    ends = [group for suite in by_suite.values() for group in (suite[0], suite[-1])]
+    return set().union(*(group.representatives() for group in ends))
