@@ -1,17 +1,15 @@
-#!/usr/bin/env python3
 """Check a schedule of your own before training with --pipeline-schedule-file.
 
-    python tools/check_schedule.py my_schedule.csv
+    seq1f1b check my_schedule.csv
 
 Prints its sizes, bubble ratio and peak units if it can be run; else says what is wrong and where,
-and exits with status 1.
+and exits with status 2.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from megatron.seq1f1b.schedule import peak_units, read_csv, simulate
+from ..schedule import peak_units, read_csv, simulate
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,10 +24,3 @@ def main(argv: list[str] | None = None) -> None:
     )
     print(f"bubble ratio for equal F, I and W: {simulate(schedule).bubble_ratio:.4f}")
     print("peak units in flight of each rank:", *(peak_units(actions) for actions in schedule.ranks))
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")

@@ -8,19 +8,19 @@ import argparse
 from pathlib import Path
 from statistics import mean
 
-from megatron.seq1f1b.report import plot_timelines
-from megatron.seq1f1b.report.training_log import TrainingLog, read_training_log
-from megatron.seq1f1b.schedule import Timeline, read_timeline
+from ..report import plot_timelines
+from ..report.training_log import TrainingLog, read_training_log
+from ..schedule import Timeline, read_timeline
 
 COMPARED_ITERATIONS = 10
 LATEST = 10  # one batch is easier to predict than another
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--output", type=Path, required=True, help="the picture of the timelines (.png, .svg, .pdf)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
         logs = [read_training_log(run / "log.txt") for run in args.runs]
         timelines = [latest_timeline(run / "trace") for run in args.runs]
@@ -71,7 +71,3 @@ def losses(logs: list[TrainingLog]) -> str:
     first, *others = (log.losses[:COMPARED_ITERATIONS] for log in logs)
     difference = max((abs(a - b) for other in others for a, b in zip(first, other, strict=False)), default=0.0)
     return f"Losses of the first {len(first)} iterations differ by at most {difference:.1e}."
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.seq1f1b.costs import ModelShape
+from ..costs import ModelShape
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:

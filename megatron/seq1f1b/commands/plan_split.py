@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Compare where a sequence can be cut: lengths, cost per segment, imbalance, predicted step and bubble.
 
-    python tools/plan_split.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+    seq1f1b plan-split --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
         --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
 
 The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and a typical device, or as
-measured (--sequence-split-profile: a file of tools/profile_segments.py, or a trace that --pipeline-trace wrote).
+measured (--sequence-split-profile: a file of seq1f1b profile, or a trace that --pipeline-trace wrote).
 Imbalance is the highest cost over the mean one. Step and bubble are those of the 1F1B schedule simulated with the costs
 of every stage and segment, messages left out. 'terapipe, free' is the dynamic programme without --sequence-splits.
 """
@@ -15,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.seq1f1b.costs import (
+from ..costs import (
     A100,
     CPU_CORE,
     FitError,
@@ -29,7 +28,7 @@ from megatron.seq1f1b.costs import (
     read_profile,
     read_traced_costs,
 )
-from megatron.seq1f1b.partition import (
+from ..partition import (
     STRATEGIES,
     PartitionError,
     check_lengths,
@@ -38,8 +37,8 @@ from megatron.seq1f1b.partition import (
     segment_times,
     terapipe,
 )
-from megatron.seq1f1b.schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
-from model_flags import add_model_flags, model_shape
+from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
+from .model_flags import add_model_flags, model_shape
 
 
 @dataclass(frozen=True)
@@ -178,12 +177,8 @@ def table(plans: list[Plan]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        costs = stage_costs(args)
-        plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
-    except PartitionError as error:
-        print(f"error: {error}.", file=sys.stderr)
-        return 2
+    costs = stage_costs(args)
+    plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
     print(table(plans))
     if args.output is not None:
         from megatron.seq1f1b.report.splits import plot_splits
@@ -192,13 +187,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, "
             f"{args.pipeline_model_parallel_size} ranks, {args.num_microbatches} micro-batches"
         )
-        rows = [
-            (each.name, each.lengths, each.costs, f"{100 * each.step.bubble_ratio:.1f} %") for each in plans
-        ]
+        rows = [(each.name, each.lengths, each.costs, f"{100 * each.step.bubble_ratio:.1f} %") for each in plans]
         plot_splits(rows, title, args.output)
         print(f"\n{args.output} written.")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Draw the timeline of a schedule, or write it as JSON, CSV or a trace for Perfetto.
 
-    python tools/plot_schedule.py --pipeline-schedule 1f1b --pipeline-model-parallel-size 8 \\
+    seq1f1b plot --pipeline-schedule 1f1b --pipeline-model-parallel-size 8 \\
         --num-microbatches 8 --sequence-splits 4 --output seq1f1b.png
 
 The end of the name of --output says what is written: .png, .svg, .pdf (a figure), .trace.json (a
@@ -11,11 +10,10 @@ and given to --pipeline-schedule-file). Draw measured timelines with --timeline.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from megatron.seq1f1b.report import plot_timelines, write_trace
-from megatron.seq1f1b.schedule import (
+from ..report import plot_timelines, write_trace
+from ..schedule import (
     FAMILY_NAMES,
     Costs,
     Placement,
@@ -101,10 +99,3 @@ def main(argv: list[str] | None = None) -> None:
         write_timeline(timelines[0], output)
     else:
         raise ValueError(f"--output {name}: expected .png, .svg, .pdf, .trace.json, .json, or .csv for a schedule")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")

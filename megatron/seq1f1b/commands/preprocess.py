@@ -1,11 +1,10 @@
-#!/usr/bin/env python3
 """Turn text into the PREFIX.bin / PREFIX.idx pair that Megatron trains on.
 
 In: JSON-lines files (one document a line), plain text files (one document a file), folders of
 either. Out: one pair, to be named in training as ``--data-path PREFIX``. The tokenizer is any that
 Megatron knows, under Megatron's own flags, or a byte-level BPE trained here on the same input:
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+    seq1f1b preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --train-tokenizer 32000 --tokenizer-model data/tokenizer --append-eod
 
 The two files appear together, complete, at the very end of a run, or not at all.
@@ -22,17 +21,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from preprocessing.documents import (
+from ..preprocessing.documents import (
     JSON_SUFFIXES,
     batched,
     find_files,
     read_records,
     refusal,
 )
-from preprocessing.pair import indexed_pair, pair_paths, recover
-from preprocessing.stopping import STOP_SIGNALS, Refused, refuse_existing, stop
-from preprocessing.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
-from preprocessing.workers import results, started_workers
+from ..preprocessing.pair import indexed_pair, pair_paths, recover
+from ..preprocessing.stopping import STOP_SIGNALS, Refused, refuse_existing, stop
+from ..preprocessing.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from ..preprocessing.workers import results, started_workers
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -219,6 +218,16 @@ def preprocess(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The program: `run` in a process of its own, which signals stop."""
+    # Megatron warns of parts it does not find and that preprocessing never uses.
+    warnings.simplefilter("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"  # for the workers
+    for each in STOP_SIGNALS:
+        signal.signal(each, stop)
+    return run(argv)
+
+
+def run(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         preprocess(args)
@@ -229,12 +238,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"preprocess_data: error: nothing written: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    # Megatron warns of parts it does not find and that preprocessing never uses.
-    warnings.simplefilter("ignore")
-    os.environ["PYTHONWARNINGS"] = "ignore"  # for the workers
-    for each in STOP_SIGNALS:
-        signal.signal(each, stop)
-    sys.exit(main())

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Measure what segments of a sequence cost on this machine, for --sequence-split-strategy profile.
 
-    python tools/profile_segments.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+    seq1f1b profile --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
         --seq-length 32768 --bf16 --output profile.json
 
 Forward and backward of one transformer layer are timed over a grid of segment lengths and prefixes, those of the
@@ -21,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
-from megatron.seq1f1b import cpu  # noqa: E402
+from .. import cpu  # noqa: E402
 
 if not torch.cuda.is_available():
     cpu.activate()
@@ -33,20 +32,19 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from benchmarking.device import use_own_gpu  # noqa: E402
-from megatron.seq1f1b.costs import Measurement, ModelShape, Profile, write_profile  # noqa: E402
-from megatron.seq1f1b.model import (  # noqa: E402
+from ..costs import Measurement, ModelShape, Profile, write_profile  # noqa: E402
+from ..model import (  # noqa: E402
     Segment,
     SegmentContext,
     WeightGradientStore,
     attach,
     weight_gradients_left_in,
 )
-from megatron.seq1f1b.model.kv_cache import KVCache  # noqa: E402
-from model_flags import add_model_flags, model_shape  # noqa: E402
+from ..model.kv_cache import KVCache  # noqa: E402
+from .model_flags import add_model_flags, model_shape  # noqa: E402
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_flags(parser, num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=512)
     parser.add_argument("--seq-length", type=int, default=8192, help="of the sequences to be cut; default: 8192")
@@ -54,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bf16", action="store_true", help="default: fp32, or bf16 on a GPU")
     parser.add_argument("--repeats", type=int, default=3, help="the median counts; default: 3")
     parser.add_argument("--output", default="profile.json", help="default: profile.json")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 class Bench:
@@ -191,9 +189,8 @@ def grid(sequence_length: int) -> tuple[list[int], list[int]]:
     return lengths, [0, sequence_length // 8, sequence_length // 2, sequence_length * 7 // 8]
 
 
-def main() -> None:
-    args = parse()
-    use_own_gpu()
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -225,7 +222,3 @@ def main() -> None:
         f"{100 * error.highest:.1f} % at most (layers after a prefix; TeraPipe's equation 9)."
     )
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from typing import NamedTuple
 
-from preprocessing.stopping import Refused
+from .stopping import Refused
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 BATCH_BYTES, BATCH_RECORDS = 1 << 18, 1024

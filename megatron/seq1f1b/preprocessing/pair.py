@@ -4,8 +4,8 @@ import contextlib
 import tempfile
 from pathlib import Path
 
-from preprocessing.durable import move
-from preprocessing.stopping import refuse_existing, signals_held
+from .durable import move
+from .stopping import refuse_existing, signals_held
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocessing.documents import BadDocument, parse, read_records, refusal
-from preprocessing.durable import move
-from preprocessing.stopping import signals_held
+from .documents import BadDocument, parse, read_records, refusal
+from .durable import move
+from .stopping import signals_held
 
 EOD, PAD = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens

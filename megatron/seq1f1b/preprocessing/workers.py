@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from preprocessing.documents import BadDocument, Record, parse
-from preprocessing.stopping import STOP_SIGNALS, Refused
-from preprocessing.tokenizer import Tokenizer, load_tokenizer
+from .documents import BadDocument, Record, parse
+from .stopping import STOP_SIGNALS, Refused
+from .tokenizer import Tokenizer, load_tokenizer
 
 
 class Result(NamedTuple):

@@ -26,7 +26,7 @@ SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--se
 
 @pytest.fixture
 def tool(monkeypatch, capsys):
-    """Runs a command of tools/ in this process; gives its exit status and what it printed."""
+    """Runs a command of tools/ in this process; gives its exit status, what it printed and its error."""
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
@@ -35,7 +35,8 @@ def tool(monkeypatch, capsys):
             runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
         except SystemExit as stop:
             status = stop.code
-        return status, capsys.readouterr().out
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
 
     return run
 
@@ -113,21 +114,21 @@ def test_costs_from_a_file_for_auto(tmp_path, tool):
     ],
 )
 def test_mistakes_are_one_sentence(arguments, message, tool):
-    status, _ = tool("plot_schedule.py", *arguments)
-    assert status.startswith("error: ") and message in status
+    status, _, error = tool("plot_schedule.py", *arguments)
+    assert status == 2 and error.startswith("error: ") and message in error
 
 
 def test_the_checker(tmp_path, tool):
     path = tmp_path / "mine.csv"
     path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n")
-    status, printed = tool("check_schedule.py", path)
-    assert status is None
+    status, printed, _ = tool("check_schedule.py", path)
+    assert status == 0
     assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in printed
     assert "peak units in flight of each rank: 2 2" in printed
     path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.0,1B0.1\n")
-    status, _ = tool("check_schedule.py", path)
-    assert status.startswith("error: rank 1, action 2: 1B0.0 comes before 1B0.1")
-    assert "> rank 1" in status
+    status, _, error = tool("check_schedule.py", path)
+    assert status == 2 and error.startswith("error: rank 1, action 2: 1B0.0 comes before 1B0.1")
+    assert "> rank 1" in error
 
 
 def test_collectives_have_rows_of_their_own_in_a_trace():

@@ -2,7 +2,7 @@
 
 import pytest
 
-import plan_split
+from megatron.seq1f1b.commands import run
 from partition_profile import write_example
 
 MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
@@ -21,7 +21,7 @@ def rows(text):
 
 
 def test_balance_shows_in_the_predicted_step(capsys):
-    assert plan_split.main([*SMALL, *PIPELINE]) == 0
+    assert run("plan-split", [*SMALL, *PIPELINE]) == 0
     found = rows(capsys.readouterr().out)
     assert list(found) == ["even", "uniform_comp", "balanced", "terapipe", "terapipe, free"]
     for better, worse in (("balanced", "uniform_comp"), ("uniform_comp", "even")):
@@ -35,7 +35,7 @@ def test_a_file_and_a_profile_take_part(capsys, tmp_path):
     write_example(profile)
     shape = ["--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", "512"]
     flags = ["--seq-length", "16384", "--sequence-split-file", str(lengths), "--sequence-split-profile", str(profile)]
-    assert plan_split.main([*shape, *PIPELINE, *flags]) == 0
+    assert run("plan-split", [*shape, *PIPELINE, *flags]) == 0
     output = capsys.readouterr().out
     assert "Measured on a device; fit off by 0.0 %" in output
     found = rows(output.split("\n\n", 1)[1])
@@ -45,12 +45,12 @@ def test_a_file_and_a_profile_take_part(capsys, tmp_path):
 def test_a_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "splits.png"
-    assert plan_split.main([*SMALL, *PIPELINE, "--output", str(path)]) == 0
+    assert run("plan-split", [*SMALL, *PIPELINE, "--output", str(path)]) == 0
     assert path.stat().st_size > 10_000
 
 
 def test_bad_input_is_one_sentence(capsys, tmp_path):
     lengths = tmp_path / "lengths"
     lengths.write_text("1 2 3")
-    assert plan_split.main([*SMALL, *PIPELINE, "--sequence-split-file", str(lengths)]) == 2
+    assert run("plan-split", [*SMALL, *PIPELINE, "--sequence-split-file", str(lengths)]) == 2
     assert "add up to 6, not to --seq-length 16384" in capsys.readouterr().err

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import preprocess_data
-from preprocessing.documents import Record
-from preprocessing.stopping import Refused
-from preprocessing.tokenizer import load_megatron_tokenizer, load_tokenizer, load_trained_tokenizer
-from preprocessing.workers import results, started_workers, tokenize
+from megatron.seq1f1b.commands import preprocess as preprocess_data
+from megatron.seq1f1b.preprocessing.documents import Record
+from megatron.seq1f1b.preprocessing.stopping import Refused
+from megatron.seq1f1b.preprocessing.tokenizer import load_megatron_tokenizer, load_tokenizer, load_trained_tokenizer
+from megatron.seq1f1b.preprocessing.workers import results, started_workers, tokenize
 
 # Three batches, so that two workers have to keep their order.
 TEXTS = [f"def f_{i}(x):\n\treturn x + {i}  # größer 🙂\n" for i in range(3000)]
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def run(corpus: Path, source: Path, prefix: str, *flags: str) -> int:
-    return preprocess_data.main(command(corpus, source, prefix, *flags))
+    return preprocess_data.run(command(corpus, source, prefix, *flags))
 
 
 def command(corpus: Path, source: Path, prefix: str, *flags: str) -> list[str]:
@@ -198,7 +198,7 @@ def test_no_more_batches_are_read_than_there_are_workers():
 
 def test_a_signal_leaves_nothing_behind(corpus):
     """Both runs wait in the middle of a stream: what they wrote so far goes, they end at once."""
-    tool = Path(preprocess_data.__file__)
+    tool = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
     runs = []
     for number in (signal.SIGINT, signal.SIGTERM):
         folder = corpus / number.name

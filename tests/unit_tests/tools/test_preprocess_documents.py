@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from preprocessing.documents import (
+from megatron.seq1f1b.preprocessing.documents import (
     BATCH_RECORDS,
     BadDocument,
     Record,
@@ -13,7 +13,7 @@ from preprocessing.documents import (
     parse,
     read_records,
 )
-from preprocessing.stopping import Refused
+from megatron.seq1f1b.preprocessing.stopping import Refused
 
 
 @pytest.fixture

@@ -7,15 +7,15 @@ import sys
 from itertools import count
 from pathlib import Path
 
-import preprocess_data
-from preprocessing.durable import move
-from preprocessing.pair import put_in_place, recover
+from megatron.seq1f1b.commands import preprocess as preprocess_data
+from megatron.seq1f1b.preprocessing.durable import move
+from megatron.seq1f1b.preprocessing.pair import put_in_place, recover
 
 # Replaces a pair, and kills itself before its n-th change of a name in the file system.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from preprocessing.pair import put_in_place, recover
+from megatron.seq1f1b.preprocessing.pair import put_in_place, recover
 function, folder, step = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 events = []
 def watch(event, arguments):
@@ -49,9 +49,9 @@ def folder_with(path: Path, old: bool) -> Path:
 
 def killed(function: str, folder: Path, step: int) -> bool:
     """Whether the run got as far as that step."""
-    tools = Path(preprocess_data.__file__).parent
+    root = Path(__file__).parents[3]
     command = [sys.executable, "-S", "-c", KILLED, function, folder, step]
-    run = subprocess.run([*map(str, command)], cwd=tools, capture_output=True, text=True, timeout=20)
+    run = subprocess.run([*map(str, command)], cwd=root, capture_output=True, text=True, timeout=20)
     assert run.returncode in (0, -signal.SIGKILL), run.stderr
     return run.returncode != 0
 
@@ -106,6 +106,6 @@ def test_the_tool_recovers_before_it_looks_for_an_old_pair(tmp_path, capsys):
     assert killed("replace", folder, 4) and pair_in(folder) is None
     (folder / "a.txt").write_text("hello")
     flags = ["--input", folder / "a.txt", "--output-prefix", folder / "data", "--tokenizer-type", "NullTokenizer"]
-    assert preprocess_data.main([*map(str, flags), "--vocab-size", "100"]) == 1
+    assert preprocess_data.run([*map(str, flags), "--vocab-size", "100"]) == 1
     assert "data.bin exists" in capsys.readouterr().err
     assert pair_in(folder) == ("old", "old")

@@ -1,0 +1,51 @@
+"""What users run beside training: the subcommands of `seq1f1b`. The scripts in tools/ are faces of the same functions.
+
+A command is a module here with `main(argv) -> int | None`, and a line in COMMANDS. It is imported when it runs.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+
+# Name -> (module, what it does).
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "plot": ("plot", "draw a schedule or measured timelines, or write them as JSON, CSV or for Perfetto"),
+        "check": ("check", "check a schedule file before training with it"),
+        "plan-split": ("plan_split", "compare where sequences can be cut, for a model of your size"),
+        "profile": ("profile", "measure what segments cost on this machine"),
+        "compare": ("compare", "lay training runs side by side"),
+        "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console command `seq1f1b COMMAND ...`; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage(), file=sys.stdout if words else sys.stderr)
+        return 0 if words else 2
+    name = words.pop(0)
+    if name not in COMMANDS:
+        print(f"error: seq1f1b has no command {name!r}; it has {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    sys.argv[0] = f"seq1f1b {name}"  # for --help
+    return run(name, words)
+
+
+def run(name: str, argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a mistake of the user's is one sentence and the code 2."""
+    command = import_module(f".{COMMANDS[name][0]}", __name__)
+    try:
+        return command.main(argv) or 0
+    except (ValueError, OSError) as error:
+        print(f"error: {str(error).rstrip('.')}.", file=sys.stderr)
+        return 2
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    return "\n".join(("usage: seq1f1b COMMAND ...", "", *lines, "", "seq1f1b COMMAND --help explains its options."))

@@ -1,0 +1,68 @@
+"""The console command `seq1f1b`, and its faces in tools/."""
+
+import ast
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b import commands
+
+ROOT = Path(__file__).parents[3]
+FACES = {
+    "plot_schedule": "plot",
+    "check_schedule": "check",
+    "plan_split": "plan-split",
+    "profile_segments": "profile",
+    "compare_runs": "compare",
+    "preprocess_data": "preprocess",
+}
+
+
+def test_help_lists_every_command(capsys):
+    assert commands.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name}" in printed and what in printed for name, (_, what) in commands.COMMANDS.items())
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_every_command_has_a_module_with_main(name):
+    spec = find_spec(f"megatron.seq1f1b.commands.{commands.COMMANDS[name][0]}")
+    functions = [
+        node.name for node in ast.parse(Path(spec.origin).read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    assert "main" in functions
+
+
+@pytest.mark.parametrize(
+    "words, sentence", [(["draw"], "error: seq1f1b has no command 'draw'; it has plot, "), ([], "usage: ")]
+)
+def test_what_is_no_command_ends_with_a_sentence(capsys, words, sentence):
+    assert commands.main(words) == 2
+    assert capsys.readouterr().err.startswith(sentence)
+
+
+def test_a_command_names_itself_in_its_help(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["seq1f1b"])
+    with pytest.raises(SystemExit) as stop:
+        commands.main(["check", "--help"])
+    assert stop.value.code == 0 and "usage: seq1f1b check" in capsys.readouterr().out
+
+
+def test_a_mistake_is_one_sentence(capsys, tmp_path):
+    assert commands.main(["check", str(tmp_path / "nowhere.csv")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "nowhere.csv" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("face, name", FACES.items())
+def test_the_scripts_in_tools_are_faces_of_the_commands(face, name):
+    assert f'sys.exit(run("{name}"))' in (ROOT / "tools" / f"{face}.py").read_text()
+
+
+def test_a_face_runs_as_a_program(tmp_path):
+    tool = [sys.executable, str(ROOT / "tools" / "check_schedule.py"), str(tmp_path / "nowhere.csv")]
+    run = subprocess.run(tool, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2 and run.stderr.startswith("error: ")
