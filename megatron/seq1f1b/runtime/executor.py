@@ -1,5 +1,6 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -58,7 +59,7 @@ class PipelineExecutor:
         costs: Callable[[Sequence[int]], Costs] | None = None,
         placement: str = "looped",
     ) -> None:
-        self._plan = Plan(schedule, costs)
+        self._plan = Plan(schedule, costs, one_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
         self._placement = schedule.shape.placement.style if isinstance(schedule, Schedule) else placement
         self._segmentation = Segmentation(num_segments, cut, packing)
         self._sequence_length_is = sequence_length_is
