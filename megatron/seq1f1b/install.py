@@ -193,8 +193,7 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
 
-    from .model import collectives_watched
-    from .runtime import UpstreamSteps
+    from .runtime import UpstreamSteps, trace_collectives
     from .schedule import Placement, Shape
 
     run = partial(function, model=model, num_microbatches=num_microbatches, **kwargs)
@@ -212,7 +211,7 @@ def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches:
         steps = UpstreamSteps(forward_step, backward_step, recorder, placement, group.rank())
         schedules.forward_step, schedules.backward_step = steps.forward_step, steps.backward_step
         try:
-            with collectives_watched(chunks, placement.stages_of(group.rank()), recorder.collective):
+            with trace_collectives(chunks, placement.stages_of(group.rank()), recorder.collective):
                 return run()
         finally:
             schedules.forward_step, schedules.backward_step = forward_step, backward_step

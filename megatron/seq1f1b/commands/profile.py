@@ -38,7 +38,7 @@ from ..model import (  # noqa: E402
     SegmentContext,
     WeightGradientStore,
     attach,
-    weight_gradients_left_in,
+    defer_weight_gradients,
 )
 from ..model.kv_cache import KVCache  # noqa: E402
 from .model_flags import add_model_flags, model_shape  # noqa: E402
@@ -152,7 +152,7 @@ class Bench:
         """Medians over the repeats; the first run warms up."""
         times: list[tuple[float, float, float]] = []
         left = self.weight_gradients
-        with weight_gradients_left_in(left, [self.model]):
+        with defer_weight_gradients(left, [self.model]):
             for _ in range(self.repeats + 1):
                 prepare()
                 self.context.segment = segment

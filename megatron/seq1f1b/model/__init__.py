@@ -1,15 +1,11 @@
 """A Megatron model on one segment: attention with a KV cache, positions that start where the segment
 starts, weight gradients apart from input gradients."""
 
-from .attach import (
-    add_up_all_weight_gradients,
-    attach,
-    collectives_watched,
-    use_segment_attention,
-    weight_gradients_left_in,
-)
+from .attach import attach
 from .documents import Documents
+from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
 from .segment import Segment, SegmentContext
+from .self_attention import refuse_attention_to_later_tokens, use_segment_attention
 from .weight_gradient import WeightGradientStore
 
 __all__ = [
@@ -19,7 +15,7 @@ __all__ = [
     "WeightGradientStore",
     "add_up_all_weight_gradients",
     "attach",
-    "collectives_watched",
+    "defer_weight_gradients",
+    "refuse_attention_to_later_tokens",
     "use_segment_attention",
-    "weight_gradients_left_in",
 ]

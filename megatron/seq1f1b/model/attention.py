@@ -10,6 +10,7 @@ from math import sqrt
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -49,10 +50,20 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params=None,
     ) -> Tensor:
-        # The mask of a causal layer is the triangle that the kernel applies by itself, within each of the documents
-        # that the segment tells of; any other (windows) is refused at start-up.
-        assert attention_bias is None and packed_seq_params is None, "segment attention is causal and unpacked"
         segment = self.context.segment if self.context is not None else None
+        if attn_mask_type not in (None, AttnMaskType.causal) or attention_bias is not None:
+            raise ValueError(
+                f"attention with a bias or with a mask of type {getattr(attn_mask_type, 'name', None)} cannot be cut "
+                "into segments, which attend causally; drop --sequence-splits"
+            )
+        if packed_seq_params is not None:
+            raise ValueError(
+                "attention got packed_seq_params, but segments attend across documents; keep documents apart by "
+                "--reset-attention-mask, or drop --sequence-splits"
+            )
+        # The kernel applies the triangle by itself, within each of the documents of the segment.
+        if attention_mask is not None and segment is not None and segment.documents is None:
+            self.context.check_mask(attention_mask)
         rule = self.training_rule if self.training else self.evaluation_rule
         kernel = self.kernels.kernel(rule, query, value)
         if segment is not None and segment.documents is not None:

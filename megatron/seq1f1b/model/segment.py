@@ -1,11 +1,14 @@
-"""Which unit is running, said by one object that the executor shares with the modules of its model chunks."""
+"""Which unit is running, kept in one object that the executor shares with the modules of its model chunks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from .documents import Documents
+from .masks import MaskCheck
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class SegmentContext:
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.keeps_for_backward = True
+        self.masks = MaskCheck()
+        self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
 
     @contextmanager
@@ -58,7 +63,13 @@ class SegmentContext:
         try:
             yield
         finally:
-            self.segment = None
+            self.segment = self._checked_mask = None
+
+    def check_mask(self, mask: Tensor) -> None:
+        """Raise ValueError unless the mask that a layer of the running segment got is causal; once for all layers."""
+        if mask is not self._checked_mask:
+            self._checked_mask = mask
+            self.masks.require_causal(mask, f"the attention mask of micro-batch {self.segment.microbatch}")
 
     def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
         """What `layer` keeps of the running micro-batch from segment to segment, made at the first."""
@@ -74,6 +85,7 @@ class SegmentContext:
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
         self._caches.clear()
+        self.masks.clear()
 
     def assert_empty(self) -> None:
         """No keys, values or gradients outlive a step."""

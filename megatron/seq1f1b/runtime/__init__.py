@@ -1,9 +1,10 @@
 """Doing it: the interpreter of a schedule, its messages, losses, gradient reduction and traces."""
 
+from .collectives import trace_collectives
 from .documents import Packing
 from .executor import PipelineExecutor
 from .tracer import Tracer
 from .upstream_functions import UpstreamFunctions
 from .upstream_steps import UpstreamSteps
 
-__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamFunctions", "UpstreamSteps"]
+__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamFunctions", "UpstreamSteps", "trace_collectives"]

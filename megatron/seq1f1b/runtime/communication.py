@@ -6,20 +6,28 @@ both ends the same order and says when a receive is posted, so neither shapes no
 """
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedule import Channel, Kind
+from ..schedule import Action, Channel, Kind
 
 _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
+
+# Thread blocks of an NCCL kernel for messages, unless Megatron's configuration for `pp` has a number of its own. NCCL
+# would take up to 32 over NVLink, an eighth of an H100.
+MAX_CTAS = 4
+_NCCL_UNDEFINED = -(2**31)
 
 
 class Communicator:
@@ -50,41 +58,47 @@ class Communicator:
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
         # That a gloo send has left is only known by waiting for it; a thread does so off the compute's path.
         self._waiter = _Waiter() if self._is_gloo else None
-        self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor]]] = {}
-        self._sending: deque[tuple[dist.Work, Tensor] | Future] = deque()
+        self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor, Action | None]]] = {}
+        self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
         self._connect(channels)
 
-    def post_receive(self, channel: Channel, shape: tuple[int, ...]) -> None:
-        """Offer a buffer for the next message of a channel."""
+    def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
+        """Offer a buffer for the next message of a channel; `action` is named if the message does not come."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
-        self._receiving.setdefault(channel, deque()).append((work, buffer))
+        self._receiving.setdefault(channel, deque()).append((work, buffer, action))
 
     def receive(self, channel: Channel) -> Tensor:
-        """Wait for the oldest posted message of a channel."""
-        work, buffer = self._receiving[channel].popleft()
-        self._wait(work)
+        """Wait for the oldest posted message of a channel. Raises RuntimeError if it does not come."""
+        work, buffer, action = self._receiving[channel].popleft()
+        start = time.monotonic()
+        try:
+            self._wait(work)
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            raise RuntimeError(f"{_message(channel, action)} did not come in {seconds:.0f} s: {error}") from error
         return buffer.to(self._device, non_blocking=True) if self._is_staged else buffer
 
-    def send(self, channel: Channel, tensor: Tensor) -> None:
-        """Send without waiting. The message holds the storage of `tensor` until it has left, the caller need not."""
+    def send(self, channel: Channel, tensor: Tensor, action: Action | None = None) -> None:
+        """Send without waiting. The message holds the storage of `tensor` until it has left, the caller need not.
+
+        Raises RuntimeError if an earlier one did not leave.
+        """
         message = tensor.detach()
         if self._is_staged:
             message = torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message)
         message = message.contiguous()
         work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
-        if self._waiter is not None:
-            self._sending.append(self._waiter.submit(lambda: self._wait(work, message)))
-        else:
-            self._sending.append((work, message))
-        while self._sending and _has_left(self._sending[0]):
-            self._finish(self._sending.popleft())
+        left = (work, message) if self._waiter is None else self._waiter.submit(partial(self._wait, work, message))
+        self._sending.append((left, channel, action))
+        while self._sending and _has_left(self._sending[0][0]):
+            self._finish(*self._sending.popleft())
 
     def finish(self) -> None:
         """Wait until every message has left, and assert that every posted receive was used."""
         while self._sending:
-            self._finish(self._sending.popleft())
+            self._finish(*self._sending.popleft())
         unused = [channel for channel, posted in self._receiving.items() if posted]
         assert not unused, f"messages outlived the step: {unused}"
 
@@ -93,11 +107,14 @@ class Communicator:
             return {"group": self._group, "tag": _GLOO_TAGS[channel.payload]}
         return {"group": self._groups[channel.communicator]}
 
-    def _finish(self, sending: tuple[dist.Work, Tensor] | Future) -> None:
-        if isinstance(sending, Future):
-            sending.result()
-        else:
-            self._wait(sending[0])
+    def _finish(self, sending: tuple[dist.Work, Tensor] | Future, channel: Channel, action: Action | None) -> None:
+        try:
+            if isinstance(sending, Future):
+                sending.result()
+            else:
+                self._wait(sending[0])
+        except RuntimeError as error:
+            raise RuntimeError(f"{_message(channel, action)} was not taken: {error}") from error
 
     def _wait(self, work: dist.Work, message: Tensor | None = None) -> None:
         """Wait for a send or receive; `message` is only held, so that its storage lives until then."""
@@ -121,6 +138,19 @@ class Communicator:
             elif rank == channel.source:
                 self.send(channel, torch.zeros(1, dtype=self._dtype, device=self._device))
                 self.finish()
+
+
+def _message(channel: Channel, action: Action | None) -> str:
+    """A message in words, by the SEND or RECV that it belongs to."""
+    ranks = f"pipeline rank {channel.source} to {channel.destination}"
+    if action is None:
+        return f"the first message from {ranks}"
+    is_forward = channel.payload is Kind.F
+    source = action.stage - (action.kind is Kind.RECV_F) + (action.kind is Kind.RECV_B)
+    stages = f"stage {source} to {source + (1 if is_forward else -1)}"
+    what = "activations" if is_forward else "gradient"
+    unit = f"micro-batch {action.microbatch}, segment {action.segment}"
+    return f"the {what} of {unit} from {stages} ({ranks}; {action})"
 
 
 class _Waiter:
@@ -156,7 +186,8 @@ def groups_per_communicator(
 ) -> dict[tuple, dist.ProcessGroup]:
     """A process group over the ranks of `group` for each communicator that the channels need.
 
-    Making a group is a collective of the whole world, so every rank makes those of every pipeline.
+    Making a group is a collective of the whole world, so every rank makes those of every pipeline. They take over what
+    Megatron has set for NCCL in `group` (--nccl-communicator-config-path, --high-priority-stream-groups).
     """
     own = dist.get_process_group_ranks(group)
     pipelines: list[list[int]] = [None] * dist.get_world_size()
@@ -164,10 +195,33 @@ def groups_per_communicator(
     groups = {}
     for communicator in sorted({channel.communicator for channel in channels}):
         for ranks in sorted(set(map(tuple, pipelines))):
-            made = dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group))
+            made = dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend=dist.get_backend(group),
+                pg_options=_options(group),
+                group_desc=f"pipeline messages {communicator}",
+            )
             if list(ranks) == own:
                 groups[communicator] = made
     return groups
+
+
+def _options(group: dist.ProcessGroup) -> Any:
+    """For a group of messages, from those of the pipeline group; None if its backend is not NCCL.
+
+    A receive is posted a whole action ahead, and its kernel waits beside compute: it runs at high priority, so that it
+    ends as soon as the message is there, and on few multiprocessors.
+    """
+    if dist.get_backend(group) != "nccl":
+        return None
+    own = group._get_backend(torch.device("cuda")).options.config
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
+        setattr(options.config, name, getattr(own, name))
+    if own.max_ctas == _NCCL_UNDEFINED:
+        options.config.max_ctas = MAX_CTAS
+    return options
 
 
 def _has_left(sending: tuple[dist.Work, Tensor] | Future) -> bool:

@@ -1,10 +1,10 @@
 """A data iterator that hands out one segment at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from ..model import Segment
 
@@ -14,11 +14,12 @@ class SegmentIterator:
 
     The batch of a micro-batch is read once, in the order of micro-batches whatever the schedule asks for first, and
     kept until its last segment: every stage must mean the same batch by the same micro-batch number. `next()` gives the
-    running segment of it.
+    running segment of it. `check(mask, where)` is called for every attention mask of a batch that is cut.
     """
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    def __init__(self, batches: Iterator[Any], check: Callable[[torch.Tensor, str], None] | None = None) -> None:
         self._batches = batches
+        self._check = check
         self._kept: dict[int, Any] = {}
         self._read = 0
         self._segment: Segment | None = None
@@ -46,8 +47,17 @@ class SegmentIterator:
 
     def _read_to(self, num_microbatches: int) -> None:
         while self._read < num_microbatches:
-            self._kept[self._read] = next(self._batches)
+            batch = self._kept[self._read] = next(self._batches)
+            if self._check is not None:
+                for leaf in tree_leaves(batch):
+                    if is_mask(leaf, self._segment.sequence_length):
+                        self._check(leaf, f"the attention mask in the batch of micro-batch {self._read}")
             self._read += 1
+
+
+def is_mask(leaf: Any, length: int) -> bool:
+    """Whether an entry of a batch is an attention mask: booleans [..., s, s]."""
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool and leaf.shape[-2:] == (length, length)
 
 
 def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
@@ -63,4 +73,11 @@ def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
     for dimension in range(1, leaf.dim()):
         if leaf.shape[dimension] == segment.sequence_length:
             leaf = leaf.narrow(dimension, segment.start, segment.length)
-    return leaf.contiguous()
+    return _contiguous(leaf)
+
+
+def _contiguous(part: torch.Tensor) -> torch.Tensor:
+    """In pinned memory if the whole was: a GPU copies from elsewhere while the host waits."""
+    if part.is_contiguous() or not part.is_pinned():
+        return part.contiguous()
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..model import Documents
+from ..model.masks import differs
 from .data import SegmentIterator
 
 
@@ -50,6 +51,11 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) ->
     if mask is not None:
         _check(mask[:, 0], (*shape, length), "attention_mask")
         starts[:, 1:] = mask[:, 0].diagonal(-1, 1, 2).cpu()
+        if differs(mask[:, 0], starts.cumsum(1).to(mask.device)):
+            raise ValueError(
+                "the attention_mask of a batch hides more or less than other documents and later tokens, which is all "
+                "that segments of a sequence can hide; drop --sequence-splits"
+            )
         return starts
     tokens = entries.get("tokens")
     if tokens is None:

@@ -7,7 +7,6 @@ It knows no family, no phase and no neighbour by name. What an action means for 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -17,100 +16,90 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_step,
 )
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..model import Segment, SegmentContext, WeightGradientStore
 from ..schedule import Action, Kind, Placement, channel_of
+from .call import Call
 from .communication import Communicator
 from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
+from .program import Program
 from .recorder import Recorder
 
 
 @dataclass(frozen=True)
 class Step:
-    """What Megatron asks for in one call, and the segments that the call is cut into.
+    """One call of Megatron, cut into segments, on one rank of a pipeline.
 
-    `segments[m][s]` is segment s of micro-batch m; `chunks` and `batches` are the model chunks of this rank and their
-    data. `message_shape(length)` is the shape of the activations of that many tokens between two stages.
+    `segments[m][s]` is segment s of micro-batch m; `batches` are the data of the model chunks of this rank.
     """
 
-    forward_step_func: Callable
-    chunks: Sequence[torch.nn.Module]
-    batches: Sequence[SegmentIterator | None]
+    call: Call
+    placement: Placement
+    rank: int
     segments: Sequence[Sequence[Segment]]
-    config: Any
-    message_shape: Callable[[int], tuple[int, ...]]
-    context_parallel_size: int
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
+    batches: Sequence[SegmentIterator | None]
+
+    def message_shape(self, length: int) -> tuple[int, ...]:
+        """Of the activations of `length` tokens between two stages."""
+        # As Megatron's functions have it: interleaved ones do not look at the length of the decoder's sequences.
+        is_plain = len(self.call.chunks) == len(self.segments[0]) == 1
+        return self.call.message_shape(length, self.call.decoder_seq_length if is_plain else None)
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the actions of a step work with. `around(action)` shows what all ranks do around an action."""
+
+    communicator: Communicator
+    context: SegmentContext
+    weight_gradients: WeightGradientStore
+    losses: LossLedger
+    sync: GradientSync
+    sequence_length_is: Callable[[int], AbstractContextManager]
+    recorder: Recorder | None
+    around: Callable[[Action], str]
 
 
 class Interpreter:
     """State of one step on one rank; it is empty when the step ends."""
 
-    def __init__(
-        self,
-        step: Step,
-        placement: Placement,
-        rank: int,
-        communicator: Communicator,
-        context: SegmentContext,
-        weight_gradients: WeightGradientStore,
-        losses: LossLedger,
-        sync: GradientSync,
-        sequence_length_is: Callable[[int], AbstractContextManager],
-        recorder: Recorder | None,
-    ) -> None:
+    def __init__(self, step: Step, services: Services) -> None:
         self._step = step
-        self._placement = placement
-        self._rank = rank
-        self._communicator = communicator
-        self._context = context
-        self._weight_gradients = weight_gradients
-        self._losses = losses
-        self._sync = sync
-        self._sequence_length_is = sequence_length_is
-        self._recorder = recorder
+        self._call = step.call
+        self._placement = step.placement
+        self._services = services
         self._started_chunks: set[int] = set()
+        self._message_shapes: dict[int, tuple[int, ...]] = {}
         # Forwards that recompute all layers in their backward, where Megatron asks for that by micro-batch.
         self._recomputed: frozenset[Action] | None = None
         # The last actions of each chunk that give input gradients, and that give weight gradients.
-        self._last: set[tuple[Kind, Action]] = set()
+        self._ends: frozenset[tuple[Kind, Action]] = frozenset()
         # Keyed by the F of a unit: what went into it and came out, until its backward.
         self._kept: dict[Action, tuple[Tensor | None, Tensor]] = {}
         # Keyed by the SEND that carries it, or would if the neighbouring stage were on another rank.
         self._outgoing: dict[Action, Tensor] = {}
-        self._handlers = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._backward,
-            Kind.W: self._weight_gradient,
-            Kind.RECV_F: self._post_receive,
-            Kind.RECV_B: self._post_receive,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.GATHER: self._gather,
-            Kind.REDUCE: self._reduce,
-        }
 
-    def run(self, program: Sequence[Action]) -> None:
-        """Run the actions in order. A failure names the action and what stands around it."""
-        for half in (Kind.I, Kind.W):
-            last = {action.stage: action for action in program if action.kind in (Kind.B, half)}
-            self._last.update((half, action) for action in last.values())
-        self._recomputed = self._all_but_partially_checkpointed(program)
-        for position, action in enumerate(program):
+    def run(self, program: Program) -> None:
+        """Run the actions in order. A failure names the action and what stands around it, on all ranks."""
+        self._ends = program.ends
+        self._recomputed = self._all_but_partially_checkpointed(program.actions)
+        # A range for each action in the PyTorch profiler, and in Nsight by Megatron's --profile.
+        name = record_function if torch.autograd._profiler_enabled() else None
+        for position, action in enumerate(program.actions):
             try:
-                self._handlers[action.kind](action)
+                with nullcontext() if name is None else name(str(action)):
+                    self._HANDLERS[action.kind](self, action)
             except Exception as error:
-                around = [str(near) for near in program[max(position - 3, 0) : position + 4]]
-                error.add_note(f"pipeline rank {self._rank} failed at {action}, among {' '.join(around)}")
+                near = " ".join(map(str, program.actions[max(position - 3, 0) : position + 4]))
+                error.add_note(f"pipeline rank {self._step.rank} failed at {action}, among {near}")
+                error.add_note(self._services.around(action))
                 raise
-        self._communicator.finish()
-        self._context.assert_empty()
-        self._weight_gradients.assert_empty()
+        self._services.communicator.finish()
+        self._services.context.assert_empty()
+        self._services.weight_gradients.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
     def _all_but_partially_checkpointed(self, program: Sequence[Action]) -> frozenset[Action] | None:
@@ -118,7 +107,7 @@ class Interpreter:
 
         As many micro-batches may keep more, of those that are in flight at once (arXiv 2205.05198, appendix C).
         """
-        limit = self._step.config.num_microbatches_with_partial_activation_checkpoints
+        limit = self._call.config.num_microbatches_with_partial_activation_checkpoints
         if limit is None:
             return None
         order = [action for action in program if action.kind in (Kind.F, Kind.B, Kind.I)]
@@ -128,45 +117,46 @@ class Interpreter:
         return frozenset(f for index, f in enumerate(forwards) if index % in_flight >= limit * num_segments)
 
     def _forward(self, action: Action) -> None:
-        step, chunk = self._step, self._placement.chunk_of(action.stage)
-        segment = step.segments[action.microbatch][action.segment]
-        batches = step.batches[chunk]
+        call, services, chunk = self._call, self._services, self._placement.chunk_of(action.stage)
+        segment = self._step.segments[action.microbatch][action.segment]
+        batches = self._step.batches[chunk]
         arrived = self._input_of(action)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
-        with self._running(action, segment), self._sequence_length_is(segment.length):
+        is_last = self._is_last(action.stage)
+        with self._running(action, segment), services.sequence_length_is(segment.length):
             output, _ = forward_step(
-                self._losses.observe(step.forward_step_func, segment),
+                services.losses.observe(call.forward_step_func, segment),
                 batches and batches.at(segment),
-                step.chunks[chunk],
-                len(step.segments),
+                call.chunks[chunk],
+                len(self._step.segments),
                 arrived,
-                self._losses.reports_of(segment),
-                step.config,
-                cp_group_size=step.context_parallel_size,
-                collect_non_loss_data=step.collect_non_loss_data,
+                services.losses.reports_of(segment),
+                call.config,
+                cp_group_size=call.groups.cp.size(),
+                collect_non_loss_data=call.collect_non_loss_data,
                 checkpoint_activations_microbatch=None if self._recomputed is None else action in self._recomputed,
-                is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
+                is_first_microbatch=check_first_val_step(call.first_val_step, call.forward_only, is_first_of_chunk),
                 current_microbatch=action.microbatch,
-                vp_stage=chunk if len(step.chunks) > 1 else None,
-                is_last_stage=self._is_last(action.stage),
+                vp_stage=chunk if len(call.chunks) > 1 else None,
+                is_last_stage=is_last,
             )
-        if not step.forward_only:
+        if not call.forward_only:
             self._kept[action] = arrived, output
-        if not self._is_last(action.stage):
+        if not is_last:
             self._outgoing[action._replace(kind=Kind.SEND_F)] = output
 
     def _backward(self, action: Action) -> None:
-        step = self._step
-        segment = step.segments[action.microbatch][action.segment]
+        services = self._services
+        segment = self._step.segments[action.microbatch][action.segment]
         arrived, output = self._kept.pop(action._replace(kind=Kind.F))
         if self._is_last(action.stage):
-            gradient, output = None, self._losses.ready_for_backward(output, segment)
+            gradient, output = None, services.losses.ready_for_backward(output, segment)
         else:
             gradient = self._input_of(action)
         with self._running(action, segment):
-            with self._syncing(Kind.I, action), self._weight_gradients.collecting(action[1:]):
-                gradient = backward_step(arrived, output, gradient, step.config)
+            with self._syncing(Kind.I, action), services.weight_gradients.collecting(action[1:]):
+                gradient = backward_step(arrived, output, gradient, self._call.config)
             if action.kind is Kind.B:
                 self._compute_weight_gradients(action)
         if action.stage > 0:
@@ -180,13 +170,13 @@ class Interpreter:
     def _compute_weight_gradients(self, action: Action) -> None:
         """Nothing is left to compute where no backward of the schedule is split: then B had both halves."""
         with self._syncing(Kind.W, action):
-            self._weight_gradients.compute(action[1:])
+            self._services.weight_gradients.compute(action[1:])
 
     def _syncing(self, half: Kind, action: Action) -> AbstractContextManager:
         """Around one half of a backward, the input-gradient one (I) or the weight-gradient one (W)."""
-        if (half, action) not in self._last:
+        if (half, action) not in self._ends:
             return nullcontext()
-        return self._sync.last_backward(self._placement.chunk_of(action.stage))
+        return self._services.sync.last_backward(self._placement.chunk_of(action.stage))
 
     def _input_of(self, action: Action) -> Tensor | None:
         """The activations or output gradient that an action starts from; waits for the message if there is one."""
@@ -194,54 +184,71 @@ class Interpreter:
         source = action.stage + (-1 if is_forward else 1)
         if source < 0:
             return None
-        if self._placement.rank_of(source) == self._rank:
+        if self._placement.rank_of(source) == self._step.rank:
             handed = self._outgoing.pop(action._replace(kind=Kind.SEND_F if is_forward else Kind.SEND_B, stage=source))
             tensor = handed.detach()
             self._deallocate(handed, is_forward)
         else:
             receive = action._replace(kind=Kind.RECV_F if is_forward else Kind.RECV_B)
             with self._timed("forward-recv" if is_forward else "backward-recv"):
-                tensor = self._communicator.receive(channel_of(receive, self._placement))
+                tensor = self._services.communicator.receive(channel_of(receive, self._placement))
         return tensor.requires_grad_(is_forward)
 
     def _post_receive(self, action: Action) -> None:
         segment = self._step.segments[action.microbatch][action.segment]
-        channel = channel_of(action, self._placement)
-        self._communicator.post_receive(channel, self._step.message_shape(segment.length))
+        shape = self._message_shapes.get(segment.length)
+        if shape is None:
+            shape = self._message_shapes[segment.length] = self._step.message_shape(segment.length)
+        self._services.communicator.post_receive(channel_of(action, self._placement), shape, action)
 
     def _send(self, action: Action) -> None:
         tensor, is_forward = self._outgoing.pop(action), action.kind is Kind.SEND_F
         with self._timed("forward-send" if is_forward else "backward-send"):
-            self._communicator.send(channel_of(action, self._placement), tensor)
+            self._services.communicator.send(channel_of(action, self._placement), tensor, action)
         self._deallocate(tensor, is_forward)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Of an output that went on to the next stage the graph needs the grad_fn only, not the storage."""
-        if is_forward and not self._step.forward_only:
-            deallocate_output_tensor(output, self._step.config.deallocate_pipeline_outputs)
+        if is_forward and not self._call.forward_only:
+            deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
 
     def _gather(self, action: Action) -> None:
-        self._sync.before_first_forward(self._placement.chunk_of(action.stage))
+        self._services.sync.before_first_forward(self._placement.chunk_of(action.stage))
 
     def _reduce(self, action: Action) -> None:
-        self._sync.after_last_backward(self._placement.chunk_of(action.stage))
+        self._services.sync.after_last_backward(self._placement.chunk_of(action.stage))
 
     def _is_last(self, stage: int) -> bool:
         return stage == self._placement.num_stages - 1
 
     @contextmanager
     def _running(self, action: Action, segment: Segment) -> Iterator[None]:
-        span = self._recorder.span(action) if self._recorder else nullcontext()
-        with self._context.running(segment, keeps_for_backward=not self._step.forward_only), span:
+        recorder = self._services.recorder
+        span = recorder.span(action) if recorder else nullcontext()
+        with self._services.context.running(segment, keeps_for_backward=not self._call.forward_only), span:
             yield
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Under a name that Megatron's log knows; its `forward_step` and `backward_step` time themselves."""
-        timers = self._step.config.timers
+        timers = self._call.config.timers
         if timers is None:
             yield
             return
         timers(name, log_level=2).start()
         yield
         timers(name).stop()
+
+    # On the class: a table of bound methods would be a cycle that keeps a step until a collection.
+    _HANDLERS = {
+        Kind.F: _forward,
+        Kind.B: _backward,
+        Kind.I: _backward,
+        Kind.W: _weight_gradient,
+        Kind.RECV_F: _post_receive,
+        Kind.RECV_B: _post_receive,
+        Kind.SEND_F: _send,
+        Kind.SEND_B: _send,
+        Kind.GATHER: _gather,
+        Kind.REDUCE: _reduce,
+    }

@@ -11,7 +11,7 @@ from ..schedule import Action, Kind, Span
 
 
 class Recorder:
-    """The spans of one rank in one step.
+    """The spans of one rank in one step. `origin` is when it was made, by this machine's clock.
 
     On a GPU the ends of an action are events on the current stream, read when the step is over, so that recording does
     not wait for the device.
@@ -24,7 +24,7 @@ class Recorder:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._origin = self._mark()
-        self._origin_time = time.perf_counter()
+        self.origin = time.perf_counter()
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
@@ -79,7 +79,7 @@ class Recorder:
     def _time(self, mark: Any) -> float:
         if isinstance(mark, float):
             return mark
-        return self._origin_time + self._origin.elapsed_time(mark) / 1e3
+        return self.origin + self._origin.elapsed_time(mark) / 1e3
 
 
 def _record_event() -> torch.cuda.Event:

@@ -10,9 +10,7 @@ from .documents import Packing
 class Segmentation:
     """`num_segments` segments of the lengths `cut(sequence_length)`, or of those that follow the documents."""
 
-    def __init__(
-        self, num_segments: int, cut: Callable[[int], Sequence[int]], packing: Packing | None = None
-    ) -> None:
+    def __init__(self, num_segments: int, cut: Callable[[int], Sequence[int]], packing: Packing | None = None) -> None:
         self.num_segments = num_segments
         self.packing = packing
         self._cut = cut

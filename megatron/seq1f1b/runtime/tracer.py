@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,15 @@ import torch.distributed as dist
 from ..schedule import Shape, Span, Timeline, write_timeline
 from .memory import PeakMemory
 from .recorder import Recorder
+
+
+class Measured(NamedTuple):
+    """The step of one rank: times of its machine's `clock`, `origin` when it left the barrier before the step."""
+
+    clock: str
+    origin: float
+    spans: list[Span]
+    peak_memory: int
 
 
 class Tracer:
@@ -42,7 +51,7 @@ class Tracer:
         dist.barrier(group)
         recorder = Recorder(device)
         yield recorder
-        measured = (recorder.spans(), memory.peak())
+        measured = Measured(_clock(), recorder.origin, recorder.spans(), memory.peak())
         is_writer = dist.get_rank(group) == 0
         gathered = [None] * dist.get_world_size(group) if is_writer else None
         first_rank = dist.get_process_group_ranks(group)[0]
@@ -51,15 +60,27 @@ class Tracer:
             meta = {"schedule": schedule, "iteration": iteration}
             if lengths is not None:
                 meta["segment_lengths"] = list(lengths)
-            timeline = _from_step_start(shape, gathered, meta)
+            timeline = from_barrier(shape, gathered, meta)
             self._directory.mkdir(parents=True, exist_ok=True)
             write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
 
 
-def _from_step_start(shape: Shape, measured: list[tuple[list[Span], int]], meta: dict[str, Any]) -> Timeline:
-    """One timeline of all ranks, counted from the first start."""
-    start = min(span.start for spans, _ in measured for span in spans)
+def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any]) -> Timeline:
+    """One timeline of all ranks, counted from the barrier before the step.
+
+    Clocks of different machines have nothing in common but the barrier. Ranks leave it when the last has come, or later
+    if they are not scheduled at once, so that of those that share a clock the first is right for all.
+    """
+    left: dict[str, float] = {}
+    for clock, origin, _, _ in measured:
+        left[clock] = min(origin, left.get(clock, origin))
     ranks = tuple(
-        tuple(Span(span.action, span.start - start, span.end - start) for span in spans) for spans, _ in measured
+        tuple(Span(span.action, span.start - left[clock], span.end - left[clock]) for span in spans)
+        for clock, _, spans, _ in measured
     )
-    return Timeline(shape, ranks, "s", meta | {"peak_memory_bytes": [peak for _, peak in measured]})
+    return Timeline(shape, ranks, "s", meta | {"peak_memory_bytes": [peak for *_, peak in measured]})
+
+
+def _clock() -> str:
+    """Names what `time.perf_counter` counts from: the start of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -27,9 +27,7 @@ class UpstreamFunctions:
     holds for the configuration of the model.
     """
 
-    def __init__(
-        self, run: Callable, megatrons: Mapping[str, Callable], is_refused: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, run: Callable, megatrons: Mapping[str, Callable], is_refused: Callable[[Any], bool]) -> None:
         self._run = run
         self._megatrons = dict(megatrons)
         self._is_refused = is_refused

@@ -5,12 +5,12 @@ Pure Python: nothing of torch, Megatron or the rest of this package is imported 
 
 from .action import Action, Kind, parse_action
 from .auto import auto
-from .build import FAMILY_NAMES, build, program, program_of
+from .build import FAMILY_NAMES, build, program
 from .costs import Costs
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
-from .lowering import Channel, channel_of, lower
+from .lowering import Channel, channel_of, lower, lower_rank
 from .memory import peak_memory, peak_units
 from .placement import Placement
 from .schedule import Schedule, Shape
@@ -36,11 +36,11 @@ __all__ = [
     "channel_of",
     "dependencies",
     "lower",
+    "lower_rank",
     "parse_action",
     "peak_memory",
     "peak_units",
     "program",
-    "program_of",
     "read_csv",
     "read_timeline",
     "simulate",

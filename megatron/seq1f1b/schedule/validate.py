@@ -98,7 +98,7 @@ def _check_runs(schedule: Schedule) -> None:
     cycle = list(chain)[list(chain).index(rank) :]
     lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
     lines += [chain[member] for member in cycle]
-    raise ScheduleError("\n".join(lines + [_neighbourhood(schedule, rank, done)]))
+    raise ScheduleError("\n".join(lines + [neighbourhood(schedule, rank, done)]))
 
 
 def _why_too_early(action: Action, needed: Action) -> str:
@@ -117,15 +117,15 @@ def _missing(schedule: Schedule, rank: int, wanted: Action, problem: str) -> Sch
     index = (same or near or [max(len(actions) - 1, 0)])[0]
     stage, microbatch, segment = unit
     text = f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} {problem}"
-    return ScheduleError(f"{text}\n{_neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
+    return ScheduleError(f"{text}\n{neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
 
 
 def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleError:
     text = f"rank {rank}, action {index}: {schedule.ranks[rank][index]} {problem}"
-    return ScheduleError(f"{text}\n{_neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
+    return ScheduleError(f"{text}\n{neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
 
 
-def _neighbourhood(schedule: Schedule, rank: int, at: list[int]) -> str:
+def neighbourhood(schedule: Schedule, rank: int, at: list[int]) -> str:
     """The ranks around `rank`, each around its index in `at`, with that action in brackets."""
     first = max(0, min(rank - _RANKS // 2, len(schedule.ranks) - _RANKS))
     lines = []

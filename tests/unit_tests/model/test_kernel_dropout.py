@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from torch.utils.checkpoint import checkpoint
 
 from megatron.seq1f1b.model import attention, use_segment_attention
@@ -179,6 +179,7 @@ def test_layers_that_evaluate_get_attention_that_drops_nothing():
         layer = SelfAttention.__new__(SelfAttention)
         torch.nn.Module.__init__(layer)
         layer.core_attention = torch.nn.Identity()
+        layer.attn_mask_type = AttnMaskType.causal
         layer.config = SimpleNamespace(
             kv_channels=SIZE,
             softmax_scale=None,

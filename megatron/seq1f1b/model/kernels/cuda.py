@@ -39,9 +39,7 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._backward(grad_output, *saved, lengths)
 
-    def _forward(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple) -> tuple[Tensor, tuple[Tensor, ...]]:
         dropout, scale = self.rule.dropout, self.rule.scale
         # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
         output, logsumexp, *rng_state, _ = _flash(query, key, value, *lengths, dropout, True, False, scale=scale)

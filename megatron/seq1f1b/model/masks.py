@@ -1,0 +1,63 @@
+"""Attention masks of a batch: whether they hide what segments of a sequence hide by themselves."""
+
+import torch
+from torch import Tensor
+
+_ROWS_AT_ONCE = 1024
+
+
+class MaskCheck:
+    """Compares masks with causal attention, without waiting for a GPU: what is found there is read by `settle`."""
+
+    def __init__(self) -> None:
+        self._doubts: list[tuple[Tensor, str]] = []
+
+    def require_causal(self, mask: Tensor, where: str, may_be_inverted: bool = False) -> None:
+        """Raise ValueError unless `mask`, booleans [..., s, s], hides exactly the tokens after each.
+
+        `may_be_inverted`: a mask that shows what others hide will do, too. `where` names the mask in the error, which
+        comes from `settle` if the mask is on a GPU.
+        """
+        if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+            raise ValueError(_sentence(f"{where} {list(mask.shape)}"))
+        mask = mask.bool().view(-1, *mask.shape[-2:])
+        doubt = differs(mask)
+        if may_be_inverted:
+            doubt &= differs(~mask)
+        if mask.is_cuda:
+            self._doubts.append((doubt, where))
+        elif doubt:
+            raise ValueError(_sentence(where))
+
+    def settle(self) -> None:
+        """Raise ValueError for a mask on a GPU that was not causal; waits for the GPU if there were any."""
+        doubts, self._doubts = self._doubts, []
+        if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
+            raise ValueError(_sentence(next(where for doubt, where in doubts if doubt)))
+
+    def clear(self) -> None:
+        """Forget what was not read, after a step that failed."""
+        self._doubts = []
+
+
+def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
+    """Whether `mask` [b, s, s] is another than that of causal attention, which hides from a token those after it.
+
+    With `document` [b, s], the number of each token's document, it hides all other documents too. A boolean on the
+    device of the mask.
+    """
+    found = torch.zeros((), dtype=torch.bool, device=mask.device)
+    for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
+        rows = mask[:, first : first + _ROWS_AT_ONCE]
+        hidden = torch.ones(rows.shape[1:], dtype=torch.bool, device=mask.device).triu(first + 1)
+        if document is not None:
+            hidden = hidden | (document[:, first : first + _ROWS_AT_ONCE, None] != document[:, None])
+        found |= (rows != hidden).any()
+    return found
+
+
+def _sentence(where: str) -> str:
+    return (
+        f"{where} is not plain causal attention, which is what segments of a sequence compute; keep documents apart by "
+        "--reset-attention-mask, or drop --sequence-splits"
+    )

@@ -1,0 +1,62 @@
+"""Segment attention in place of the attention that a Megatron model was built with."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from .attention import SegmentAttention
+from .kernels import KernelChoice
+
+
+def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Replace the `core_attention` of every causal self-attention layer in the model chunks; nothing else changes.
+
+    Also right for Megatron's own schedules: without a running segment it is plain causal attention.
+    """
+    chunks = list(model)
+    kernels = None
+    for chunk in chunks:
+        for _, layer in _attention_layers(chunk):
+            if not _is_causal(layer) or isinstance(layer.core_attention, SegmentAttention):
+                continue
+            config = layer.config
+            kernels = kernels or KernelChoice(config.attention_backend.name, config.flash_attention_version)
+            # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
+            scale = getattr(layer, "softmax_scale", None)
+            own, layer.core_attention = layer.core_attention, SegmentAttention(config, scale, kernels)
+            layer.core_attention.train(layer.training)
+            _carry_over_hook(chunk, own, layer.core_attention)
+    return chunks
+
+
+def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if a model whose sequences are cut has attention layers that are not causal self-attention."""
+    for chunk in chunks:
+        for name, layer in _attention_layers(chunk):
+            if not _is_causal(layer):
+                raise ValueError(
+                    f"{name} is a {type(layer).__name__} with a mask of type {layer.attn_mask_type.name}, whose tokens "
+                    "need later ones (an encoder, a vision tower), so that its sequences cannot be cut; drop "
+                    "--sequence-splits"
+                )
+
+
+def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]:
+    return ((name, module) for name, module in chunk.named_modules() if isinstance(module, Attention))
+
+
+def _is_causal(layer: Attention) -> bool:
+    return isinstance(layer, (SelfAttention, MLASelfAttention)) and layer.attn_mask_type is AttnMaskType.causal
+
+
+def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Megatron's DistributedDataParallel, while it gathers parameters ahead, looks for its hook on every module."""
+    handles = getattr(chunk, "remove_forward_pre_hook_handles", {})
+    if old in handles:
+        for part in old.modules():
+            handles.pop(part).remove()
+        for part in new.modules():
+            handles[part] = part.register_forward_pre_hook(chunk._make_forward_pre_hook())

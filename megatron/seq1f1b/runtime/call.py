@@ -1,0 +1,128 @@
+"""One call of Megatron's `forward_backward_func`, its arguments normalised and its contract checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection, get_tensor_shapes
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+
+@dataclass(frozen=True)
+class Call:
+    """What Megatron asks for in one step; see megatron/core/pipeline_parallel/schedules.py.
+
+    `chunks` and `iterators` are the model chunks of this rank and their data, `pipeline` the ranks of the pipeline.
+    `seq_length` is 0 where Megatron leaves it out, since no message is sent.
+    """
+
+    forward_step_func: Callable
+    chunks: list[torch.nn.Module]
+    iterators: list[Any]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int | None
+    decoder_seq_length: int | None
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    config: Any
+    groups: ProcessGroupCollection
+    pipeline: dist.ProcessGroup
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        forward_step_func: Callable,
+        data_iterator: Any,
+        model: torch.nn.Module | list[torch.nn.Module],
+        num_microbatches: int,
+        seq_length: int | None,
+        micro_batch_size: int | None,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool = False,
+    ) -> "Call":
+        """From the arguments as Megatron gives them. Raises ValueError for what our schedules cannot follow."""
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(iterators) != len(chunks):
+            raise ValueError(f"{len(chunks)} model chunks need a data iterator each, but {len(iterators)} were given")
+        config = get_model_config(chunks[0])
+        _check_messages(config, p2p_communicator, pg_collection, adjust_tensor_shapes_fn)
+        if not hasattr(config, "calculate_per_token_loss"):
+            config.calculate_per_token_loss = False  # Megatron asks for it, but only a TransformerConfig has it
+        groups = pg_collection or _build_default_pg_collection()
+        return cls(
+            forward_step_func=forward_step_func,
+            chunks=chunks,
+            iterators=iterators,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length or 0,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            force_all_reduce=force_all_reduce,
+            config=config,
+            groups=groups,
+            pipeline=groups.pp if p2p_communicator is None else p2p_communicator.pp_group,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(torch.cuda.current_device())
+
+    def message_shape(self, length: int, decoder_seq_length: int | None = None) -> tuple[int, ...]:
+        """Of the activations of `length` tokens between two stages."""
+        return get_tensor_shapes(
+            seq_length=length,
+            micro_batch_size=self.micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=self.config,
+            tp_group=self.groups.tp,
+            cp_group=self.groups.cp,
+        )[0]
+
+    @property
+    def finalizes(self) -> bool:
+        return self.config.finalize_model_grads_func is not None and not self.forward_only
+
+    def finalize(self, num_tokens: torch.Tensor | None) -> None:
+        """Megatron's end of a training step: the gradients that are left are reduced, and scaled per token."""
+        self.config.finalize_model_grads_func(
+            self.chunks, num_tokens, pg_collection=self.groups, force_all_reduce=self.force_all_reduce
+        )
+
+
+def _check_messages(
+    config: Any,
+    p2p_communicator: Any,
+    pg_collection: ProcessGroupCollection | None,
+    adjust_tensor_shapes_fn: Callable | None,
+) -> None:
+    """Raise ValueError for what changes the messages between stages."""
+    if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
+        raise ValueError(
+            "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, which "
+            "our schedules lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
+        )
+    if p2p_communicator is not None and pg_collection is None:
+        raise ValueError("a p2p_communicator needs its pg_collection")
+    if config.variable_seq_lengths or config.mtp_standalone:
+        raise ValueError(
+            "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
+            "every message, which our schedules know in advance; run this model with Megatron's own schedule"
+        )

@@ -1,0 +1,77 @@
+"""Which attention layers of a model are replaced, and what the replacement takes over."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+
+from megatron.seq1f1b.model import refuse_attention_to_later_tokens, use_segment_attention
+from megatron.seq1f1b.model.attention import SegmentAttention
+
+
+def attention_layer(kind, mask_type):
+    """A layer as far as the replacement looks at it, with an attention of two parts."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
+    layer.attn_mask_type = mask_type
+    layer.config = SimpleNamespace(
+        kv_channels=8,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        sequence_parallel=False,
+        attention_backend=AttnBackend.auto,
+        flash_attention_version=None,
+    )
+    return layer
+
+
+@pytest.mark.parametrize(
+    "kind, mask_type, is_replaced",
+    [
+        (SelfAttention, AttnMaskType.causal, True),
+        (SelfAttention, AttnMaskType.no_mask, False),
+        (SelfAttention, AttnMaskType.padding, False),
+        (CrossAttention, AttnMaskType.padding, False),
+    ],
+)
+def test_only_causal_self_attention_is_replaced(kind, mask_type, is_replaced):
+    tower = torch.nn.ModuleDict({"tower": attention_layer(kind, mask_type)})
+    use_segment_attention([tower])
+    assert isinstance(tower["tower"].core_attention, SegmentAttention) == is_replaced
+    if is_replaced:
+        refuse_attention_to_later_tokens([tower])
+    else:
+        words = f"tower is a {kind.__name__} with a mask of type {mask_type.name}.*--sequence-splits"
+        with pytest.raises(ValueError, match=words):
+            refuse_attention_to_later_tokens([tower])
+
+
+class Wrapper(torch.nn.Module):
+    """Megatron's DistributedDataParallel as far as it hooks modules to gather parameters ahead."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.remove_forward_pre_hook_handles = {}
+        for part in self.module.modules():
+            self.remove_forward_pre_hook_handles[part] = part.register_forward_pre_hook(self._make_forward_pre_hook())
+
+    def _make_forward_pre_hook(self):
+        return lambda *_: None
+
+    def disable_forward_pre_hook(self):
+        for part in self.module.modules():
+            self.remove_forward_pre_hook_handles.pop(part).remove()
+        assert not self.remove_forward_pre_hook_handles
+
+
+def test_the_hook_of_a_wrapper_is_carried_over():
+    layer = attention_layer(SelfAttention, AttnMaskType.causal)
+    wrapper = Wrapper(torch.nn.ModuleList([layer]))
+    use_segment_attention([wrapper])
+    assert len(layer.core_attention._forward_pre_hooks) == 1
+    wrapper.disable_forward_pre_hook()
+    assert not layer.core_attention._forward_pre_hooks

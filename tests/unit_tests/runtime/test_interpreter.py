@@ -1,0 +1,83 @@
+"""What a step leaves behind, how it fails, what a profiler sees of it."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
+from one_rank import Batches, Stage, forward_step, run
+
+
+def executor(schedule: str = "1f1b", k: int = 2, **options) -> PipelineExecutor:
+    return PipelineExecutor(schedule, k, lambda length: [length // k] * k, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, is_traced):
+    """A cycle would keep the data iterator, and with it the data loader's workers, until a collection."""
+    tracer = Tracer(tmp_path, {1}, lambda: 1) if is_traced else None
+    model, runs = Stage(), executor(schedule, tracer=tracer)
+    run(runs, model)  # caches of PyTorch and Megatron
+    outputs = []
+
+    def step(data_iterator, model):
+        output, loss_func = forward_step(data_iterator, model)
+        outputs.append(weakref.ref(output))
+        return output, loss_func
+
+    batches = Batches()
+    gone = weakref.ref(batches)
+    gc.collect()
+    gc.disable()
+    try:
+        run(runs, model, step=step, data_iterator=batches)
+        del batches
+        assert gone() is None
+        assert all(output() is None for output in outputs)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = [kept for kept in gc.garbage if is_of_a_step(kept)]
+        assert not found, found
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def is_of_a_step(kept) -> bool:
+    return isinstance(kept, torch.Tensor) or type(kept).__module__.startswith("megatron.seq1f1b")
+
+
+def test_a_failure_shows_the_neighbourhood_on_all_ranks(alone):
+    def step(data_iterator, model):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyError("no more data")
+        return forward_step(data_iterator, model)
+
+    calls = []
+    with pytest.raises(KeyError) as failure:
+        run(executor(), Stage(), step=step)
+    notes = "\n".join(failure.value.__notes__)
+    assert "pipeline rank 0 failed at 0F1.0, among 0F0.0 0F0.1 0B0.1" in notes
+    assert "> rank 0" in notes and "[0F1.0]" in notes
+
+
+def test_every_action_is_a_range_of_the_profiler(alone):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(executor("zb-h1"), Stage(), num_microbatches=1)
+    names = {event.name for event in profile.events()}
+    assert {"0F0.0", "0F0.1", "0I0.1", "0I0.0", "0W0.0", "0W0.1"} <= names
+
+
+def test_gradients_are_those_of_whole_sequences(alone):
+    torch.manual_seed(0)
+    model, gradients = Stage(), []
+    for schedule, k in (("1f1b", 1), ("1f1b", 4), ("zb-h1", 4), ("gpipe", 2)):
+        model.zero_grad()
+        run(executor(schedule, k), model)
+        gradients.append(model.linear.weight.grad)
+    assert all(torch.allclose(gradients[0], other) for other in gradients[1:])

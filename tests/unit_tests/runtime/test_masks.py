@@ -1,0 +1,127 @@
+"""Masks that segments would ignore are refused, causal ones accepted."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.seq1f1b.model import Segment, SegmentContext
+from megatron.seq1f1b.model.attention import SegmentAttention
+from megatron.seq1f1b.model.masks import MaskCheck, differs
+from megatron.seq1f1b.runtime.data import SegmentIterator
+from megatron.seq1f1b.runtime.documents import document_starts
+
+LENGTH = 8
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+
+def within_documents(*starts):
+    """Hides later tokens and other documents: [1, 1, s, s]."""
+    number = torch.zeros(LENGTH, dtype=torch.long)
+    number[list(starts)] = 1
+    number = number.cumsum(0)
+    return (CAUSAL | (number[:, None] != number))[None, None]
+
+
+def with_prefix(length):
+    """Tokens of a prefix see each other: a prefix language model."""
+    mask = CAUSAL.clone()
+    mask[:length, :length] = False
+    return mask[None, None]
+
+
+def window(size):
+    return (CAUSAL | torch.ones_like(CAUSAL).tril(-size))[None, None]
+
+
+OTHERS = {
+    "documents": within_documents(3),
+    "documents that end with a segment": within_documents(4),
+    "prefix": with_prefix(2),
+    "window": window(3),
+    "bidirectional": torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool),
+}
+
+
+def read(mask):
+    context = SegmentContext()
+    check = lambda mask, where: context.masks.require_causal(mask, where, may_be_inverted=True)  # noqa: E731
+    batches = SegmentIterator(iter([{"attention_mask": mask, "tokens": torch.zeros(1, LENGTH)}]), check)
+    return next(batches.at(Segment(0, 0, 0, 4, LENGTH)))
+
+
+@pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
+def test_a_batch_with_a_mask_of_its_own_is_refused(mask):
+    with pytest.raises(
+        ValueError, match="micro-batch 0 is not plain causal.*--reset-attention-mask"
+    ):
+        read(mask)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL[None, None], ~CAUSAL[None, None], CAUSAL.expand(3, 1, LENGTH, LENGTH)])
+def test_causal_masks_are_accepted(mask):
+    assert read(mask)["attention_mask"].shape[-2:] == (4, 4)
+
+
+def test_masks_longer_than_a_block_of_rows_are_compared_whole():
+    length = 2500
+    mask = torch.ones(1, length, length, dtype=torch.bool).triu(1)
+    assert not differs(mask)
+    mask[0, 2400, 3] = True
+    assert differs(mask)
+
+
+def test_masks_on_a_gpu_are_settled_later():
+    """A mask that is like one on a GPU: the comparison waits for `settle`."""
+    masks = MaskCheck()
+    for mask in (CAUSAL, within_documents(3)[0, 0]):
+        masks.require_causal(mask.as_subclass(LikeCuda), "the mask")
+    with pytest.raises(ValueError, match="the mask is not plain causal"):
+        masks.settle()
+    masks.settle()
+
+
+class LikeCuda(torch.Tensor):
+    is_cuda = True
+
+
+def layer():
+    config = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=False)
+    attention = SegmentAttention(config)
+    attention.context = SegmentContext()
+    return attention
+
+
+def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
+    attention, tokens = layer(), torch.randn(LENGTH, 1, 2, 8)
+    with attention.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
+        attention(tokens, tokens, tokens, CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
+        for mask in OTHERS.values():
+            with pytest.raises(ValueError, match="micro-batch 0 is not plain causal"):
+                attention(tokens, tokens, tokens, mask)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"attn_mask_type": AttnMaskType.no_mask}, "no_mask.*--sequence-splits"),
+        ({"attention_bias": torch.zeros(1)}, "bias"),
+        ({"packed_seq_params": object()}, "packed_seq_params.*--reset-attention-mask"),
+    ],
+)
+def test_attention_that_is_not_causal_is_refused(given, words):
+    attention, tokens = layer(), torch.randn(LENGTH, 1, 2, 8)
+    with (
+        attention.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True),
+        pytest.raises(ValueError, match=words),
+    ):
+        attention(tokens, tokens, tokens, None, **given)
+
+
+def test_documents_are_read_from_masks_that_keep_documents_apart_only():
+    starts = document_starts({"attention_mask": within_documents(3, 5)}, (1, LENGTH), 0)
+    assert starts[0].nonzero().flatten().tolist() == [0, 3, 5]
+    for name in ("prefix", "window", "bidirectional"):
+        with pytest.raises(ValueError, match="hides more or less"):
+            document_starts({"attention_mask": OTHERS[name]}, (1, LENGTH), 0)
