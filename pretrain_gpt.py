@@ -1,6 +1,11 @@
-"""Pretrain a GPT: Megatron's own flags, plus those of megatron.seq1f1b (see --help)."""
+"""Pretrain a GPT: Megatron's own flags, plus those of megatron.seq1f1b (see --help).
+
+pretrain_hybrid.py pretrains hybrid models with the same data, loss and flags.
+"""
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 _PROGRAM_START = time.time()
 
@@ -65,7 +70,7 @@ SPIKE = 10
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 # Upstream's flags that need another batch than those of GPTDataset and SFTDataset.
-UNSUPPORTED = ("fim_data", "hybrid_context_parallel")
+UNSUPPORTED = dict.fromkeys(("fim_data", "hybrid_context_parallel"), "is not supported here")
 
 # What a stage may need of a batch, and what tells of documents in Megatron's packed format.
 INPUTS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -241,15 +246,16 @@ def with_our_arguments(parser):
     return add_arguments(parser)
 
 
-def main():
+def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]) -> None:
+    """Pretrain the model of Megatron's configuration; `unsupported` says why flags cannot be given, by name."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(extra_args_provider=with_our_arguments, args_defaults=DEFAULTS)
     if args.spec == ["local"]:
         args.spec = None
     validate(args)
-    for name in UNSUPPORTED:
+    for name, why in (UNSUPPORTED | unsupported).items():
         if getattr(args, name, False):
-            raise SystemExit(f"pretrain_gpt.py does not support --{name.replace('_', '-')}.")
+            raise SystemExit(f"--{name.replace('_', '-')} {why}.")
     if in_packed_format(args) and args.transformer_impl == "local":
         raise SystemExit(
             "Megatron's own local layers do not take packed documents; add --sequence-splits or "
@@ -260,7 +266,7 @@ def main():
     masks_documents = args.reset_attention_mask and not follows_documents(args)
     args.create_attention_mask_in_dataloader &= masks_documents
 
-    model_config = gpt_config_from_args(args)
+    model_config = model_config_from_args(args)
     if wants_segment_attention(args):
         model_config.pre_wrap_hooks.append(use_segment_attention)
 
@@ -273,4 +279,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(gpt_config_from_args, {"hybrid_layer_pattern": "makes a hybrid model; use pretrain_hybrid.py"})

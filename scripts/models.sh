@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What both launchers share: the sizes of a model, and the flags of pretrain_gpt.py that they make.
+# What both launchers share: the sizes of a model, and the flags of its training script that they make.
 # Every variable can be set in the environment. Sourced at the root of the repository, where relative
 # paths start, too.
 
@@ -11,6 +11,11 @@ die() {
 # ----------------------------------------------------------------------------------- the model
 # Shapes, TP x PP and sequence lengths of the 2.7b to 30b are those of the Seq1F1B paper
 # (arXiv 2406.03488), trained on A100s; SEQ_LENGTH starts at the shortest of its three.
+MODEL=${MODEL:-gpt} # gpt; hybrid: three gated delta nets for each attention layer (G*)
+case $MODEL in
+    gpt | hybrid) SCRIPT=pretrain_$MODEL.py ;;
+    *) die "MODEL=$MODEL is unknown: take gpt or hybrid." ;;
+esac
 MODEL_SIZE=${MODEL_SIZE:-tiny}
 case $MODEL_SIZE in
     tiny) # a laptop; without a GPU, GPUS_PER_NODE is a number of processes
@@ -136,7 +141,6 @@ make_flags() {
         --tensor-model-parallel-size "$TP"
         --pipeline-model-parallel-size "$PP"
         --use-distributed-optimizer
-        --num-layers "$NUM_LAYERS"
         --hidden-size "$HIDDEN_SIZE"
         --num-attention-heads "$NUM_HEADS"
         --seq-length "$SEQ_LENGTH"
@@ -162,6 +166,11 @@ make_flags() {
         --manual-gc
         --manual-gc-interval 100
     )
+    if [ "$MODEL" = hybrid ]; then
+        add_hybrid_flags
+    else
+        flags+=(--num-layers "$NUM_LAYERS")
+    fi
     if [ "$PIPELINE_SCHEDULE" != megatron ]; then
         flags+=(
             --pipeline-schedule "$PIPELINE_SCHEDULE"
@@ -196,13 +205,33 @@ make_flags() {
     fi
 }
 
+# Each layer is a gated delta net or, every fourth, attention, and an MLP. The sizes of heads follow Qwen3-Next: keys as
+# wide as the model, values twice.
+add_hybrid_flags() {
+    ((NUM_LAYERS % PP == 0)) || die "NUM_LAYERS=$NUM_LAYERS is not a multiple of PP=$PP."
+    local pattern='' layer head=$((HIDDEN_SIZE / NUM_HEADS))
+    for ((layer = 1; layer <= NUM_LAYERS; layer++)); do
+        if ((layer % 4 == 0)); then pattern+='*-'; else pattern+='G-'; fi
+        if ((layer % (NUM_LAYERS / PP) == 0 && layer < NUM_LAYERS)); then pattern+='|'; fi
+    done
+    flags+=(
+        --hybrid-layer-pattern "$pattern"
+        --swiglu
+        --disable-bias-linear
+        --linear-num-key-heads "$NUM_HEADS"
+        --linear-num-value-heads $((2 * NUM_HEADS))
+        --linear-key-head-dim "$head"
+        --linear-value-head-dim "$head"
+    )
+}
+
 has() {
     [[ $installed == *" $1 "* ]]
 }
 
 # Megatron takes its GPU kernels from Transformer Engine, which also chooses those of attention by what is installed.
 # Without it they come from the extensions of NVIDIA apex; Megatron looks for those that are missing unless a flag says
-# otherwise. (On a CPU pretrain_gpt.py sees to that itself.)
+# otherwise. (On a CPU the training script sees to that itself.)
 add_kernel_flags() {
     if has transformer_engine; then
         return

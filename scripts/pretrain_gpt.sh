@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Pretrain a GPT with Seq1F1B on the GPUs of this machine, or a tiny one on its CPU.
+# Pretrain a GPT, or with MODEL=hybrid a hybrid model, with Seq1F1B on the GPUs of this machine, or a tiny one on its
+# CPU.
 #
 #   bash scripts/pretrain_gpt.sh                                  # tiny, two processes, no GPU
 #   MODEL_SIZE=2.7b SEQ_LENGTH=32768 bash scripts/pretrain_gpt.sh  # 8 GPUs
 #   MODEL_SIZE=2.7b DATA_PATH=data/corpus TOKENIZER_MODEL=data/tokenizer bash scripts/pretrain_gpt.sh
 #
-# scripts/models.sh lists the sizes and all variables. Arguments go to pretrain_gpt.py:
+# scripts/models.sh lists the sizes and all variables. Arguments go to the training script:
 #   bash scripts/pretrain_gpt.sh --train-iters 5
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,4 +19,4 @@ check_data
 make_flags
 
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" \
-    pretrain_gpt.py "${flags[@]}" "$@"
+    "$SCRIPT" "${flags[@]}" "$@"

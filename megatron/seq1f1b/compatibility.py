@@ -42,6 +42,17 @@ def _is(value: str, name: str) -> Callable[[Namespace], bool]:
     return lambda args: getattr(args, name, None) == value
 
 
+def _has_layers(symbol: str) -> Callable[[Namespace], bool]:
+    return lambda args: symbol in (getattr(args, "hybrid_layer_pattern", None) or "")
+
+
+def _recomputes(module: str) -> Callable[[Namespace], bool]:
+    return lambda args: (
+        getattr(args, "recompute_granularity", None) == "selective"
+        and module in (getattr(args, "recompute_modules", None) or ())
+    )
+
+
 def _fused_attention(args: Namespace) -> bool:
     return getattr(getattr(args, "attention_backend", None), "name", None) == "fused"
 
@@ -92,6 +103,10 @@ HONOURED = (
         "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
     ),
     Honoured("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
+    Honoured(
+        "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",
+        "recurrent layers pass their state from segment to segment; packed documents reset it",
+    ),
     Honoured(
         "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
         "balance losses, z-loss and expert bias are those of the micro-batch, not of segments",
@@ -183,7 +198,18 @@ WITH_SEGMENTS = (
     ),
     Refusal("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
     Refusal("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
-    Refusal("--hybrid-layer-pattern", _given("hybrid_layer_pattern"), _NOT_YET, _WHOLE),
+    Refusal(
+        "--hybrid-layer-pattern with D (sparse attention)",
+        _has_layers("D"),
+        "chooses among the keys of whole sequences",
+        "use * for attention",
+    ),
+    Refusal(
+        "--recompute-modules gdn_norm_out",
+        _recomputes("gdn_norm_out"),
+        _NOT_YET,
+        "use --recompute-granularity full, or drop it",
+    ),
     Refusal("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
     Refusal("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
     Refusal("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.seq1f1b.cpu import optimizer, rng, stand_ins, tensors, upstream
+from megatron.seq1f1b.cpu import optimizer, recurrent, rng, stand_ins, tensors, upstream
 
 
 class Redirect(NamedTuple):
@@ -30,6 +30,7 @@ _DONE = "CPU work is finished when the call returns"
 _MEMORY = "reports the memory of the process"
 _RANDOM = "CPU tensors draw from the CPU's generator"
 _INITIALIZE = "asserts CUDA unless told otherwise"
+_TRITON = "its kernels are for GPUs only"
 
 # torch comes first: importing megatron.core already uses some of it.
 REDIRECTS = (
@@ -142,6 +143,34 @@ REDIRECTS = (
         "megatron.training.arguments.get_device_arch_version",
         upstream.newest_architecture,
         _NO_DEVICE,
+    ),
+    # Recurrent layers, and the hybrid models that have them
+    Redirect("megatron.core.ssm.gated_delta_net.common.HAVE_FLA", recurrent.there, _TRITON, wraps=True),
+    Redirect("megatron.core.ssm.gated_delta_net.common.l2norm", recurrent.l2norm, _TRITON),
+    Redirect("megatron.core.ssm.gated_delta_net.gdn.causal_conv1d", recurrent.causal_conv1d, _TRITON),
+    Redirect(
+        "megatron.core.ssm.gated_delta_net.gdn.chunk_gated_delta_rule",
+        recurrent.chunk_gated_delta_rule,
+        _TRITON,
+    ),
+    Redirect("megatron.core.ssm.mamba_mixer.HAVE_MAMBA_SSM", recurrent.there, _TRITON, wraps=True),
+    Redirect("megatron.core.ssm.mamba_mixer.ExtendedRMSNorm", recurrent.gated_norm, _TRITON, wraps=True),
+    Redirect("megatron.core.ssm.mamba_mixer.causal_conv1d_fn", recurrent.causal_conv1d_fn, _TRITON),
+    Redirect(
+        "megatron.core.ssm.mamba_mixer.mamba_chunk_scan_combined",
+        recurrent.mamba_chunk_scan_combined,
+        _TRITON,
+    ),
+    Redirect(
+        "megatron.core.ssm.mamba_mixer.mamba_split_conv1d_scan_combined",
+        recurrent.mamba_split_conv1d_scan_combined,
+        _TRITON,
+    ),
+    Redirect(
+        "megatron.training.models.hybrid.HybridModelBuilder.build_model",
+        upstream.from_local_layers,
+        "its layers are Transformer Engine's unless a specification is given",
+        wraps=True,
     ),
     # One function, bound in three places by `from … import`
     Redirect(

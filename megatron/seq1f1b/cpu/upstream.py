@@ -89,3 +89,18 @@ def sized_for_latent_attention(init):
 def on_cpu(tensor, as_numpy=False, record_stream=False):
     """``maybe_move_tensor_to_cpu``, which forgets ``as_numpy`` where there is nothing to move."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
+
+
+def from_local_layers(build_model):
+    """``HybridModelBuilder.build_model``, of Megatron's own layers where no others are asked for."""
+
+    @functools.wraps(build_model)
+    def build(self, *args, **kwargs):
+        from megatron.seq1f1b.model import local_hybrid_spec
+
+        config = self._model_config
+        if config.hybrid_stack_spec is None:
+            config.hybrid_stack_spec = local_hybrid_spec(config.transformer)
+        return build_model(self, *args, **kwargs)
+
+    return build

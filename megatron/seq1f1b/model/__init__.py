@@ -4,6 +4,7 @@ starts, weight gradients apart from input gradients."""
 from .attach import attach
 from .documents import Documents
 from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
+from .local_hybrid import local_hybrid_spec
 from .segment import Segment, SegmentContext
 from .self_attention import refuse_attention_to_later_tokens, use_segment_attention
 from .weight_gradient import WeightGradientStore
@@ -16,6 +17,7 @@ __all__ = [
     "add_up_all_weight_gradients",
     "attach",
     "defer_weight_gradients",
+    "local_hybrid_spec",
     "refuse_attention_to_later_tokens",
     "use_segment_attention",
 ]

@@ -3,18 +3,27 @@
 from collections.abc import Iterable
 
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
 
+from . import experts, gated_delta_net, mamba
 from .attention import SegmentAttention
-from .experts import follow_segments
 from .packed_format import drop_packed_format
 from .positions import start_positions_at_segment
 from .segment import SegmentContext
 from .self_attention import use_segment_attention
 
+# Layers other than attention that follow the running segment, and what makes each kind do so.
+_FOLLOWERS = (
+    (TopKRouter, experts.follow_segments),
+    (GatedDeltaNet, gated_delta_net.follow_segments),
+    (MambaMixer, mamba.follow_segments),
+)
+
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
-    """Make the attention, rotary and router modules of the model chunks follow the running segment of `context`.
+    """Make the modules of the model chunks follow the running segment of `context`.
 
     The latest call wins, so that several executors can take turns on one model.
     """
@@ -25,5 +34,6 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
         for module in chunk.modules():
             if isinstance(module, SegmentAttention):
                 module.context = context
-            elif isinstance(module, TopKRouter):
-                follow_segments(module, context)
+            for kind, follow_segments in _FOLLOWERS:
+                if isinstance(module, kind):
+                    follow_segments(module, context)

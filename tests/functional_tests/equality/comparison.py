@@ -23,6 +23,9 @@ from megatron.seq1f1b.costs import AnalyticTime
 from megatron.seq1f1b.partition import balanced_by_documents
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor
 
+# Megatron computes some parts of any model in fp32, whose rounding would hide what an exact model is to show.
+torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 

@@ -6,15 +6,19 @@ Megatron is imported where it builds: pytest collects the cases without it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import batched
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
+# Letters for the symbols of layers that ids of tests are better without.
+PLAIN = str.maketrans({"*": "A", "-": "F"})
 
 
 def options(**values: Any) -> tuple[tuple[str, Any], ...]:
@@ -24,7 +28,10 @@ def options(**values: Any) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True)
 class Model:
-    """What a model is made of; `config` goes to Megatron's TransformerConfig, `gpt` to its GPTModel."""
+    """What a model is made of; `config` goes to Megatron's TransformerConfig, `gpt` to its GPTModel.
+
+    With a `pattern` of layers it is a HybridModel.
+    """
 
     dtype: torch.dtype = torch.float64
     layers: int = 4
@@ -35,12 +42,14 @@ class Model:
     per_token_loss: bool = False
     config: tuple[tuple[str, Any], ...] = ()
     gpt: tuple[tuple[str, Any], ...] = ()
+    pattern: str | None = None
 
     @property
     def label(self) -> str:
         """How it differs from the plain model, as far as fields of their own say so."""
         words = ["fp32" if self.dtype == torch.float32 else "", f"kv{self.kv_heads}" if self.kv_heads < HEADS else ""]
         words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
+        words += [(self.pattern or "").translate(PLAIN)]
         words += [self.recompute or "", "per-token" if self.per_token_loss else ""]
         return "-".join(filter(None, words))
 
@@ -87,8 +96,10 @@ class Model:
 
     def build(
         self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
-    ) -> GPTModel:
+    ) -> GPTModel | HybridModel:
         """One stage of the model; `groups` is Megatron's pg_collection."""
+        if self.pattern is not None:
+            return self._build_hybrid(config, is_first, is_last, chunk, groups)
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
@@ -110,6 +121,29 @@ class Model:
             vp_stage=chunk,
             pg_collection=groups,
             **dict(self.gpt),
+        ).to(self.dtype)
+
+    def _build_hybrid(
+        self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups
+    ) -> HybridModel:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        from megatron.seq1f1b.model import local_hybrid_spec
+
+        stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+        per_stage = self.layers // stages
+        return HybridModel(
+            config,
+            local_hybrid_spec(config),
+            VOCABULARY,
+            SEQUENCE,
+            hybrid_layer_pattern="|".join(map("".join, batched(self.pattern, per_stage))),
+            pre_process=is_first,
+            post_process=is_last,
+            share_embeddings_and_output_weights=self.tied,
+            position_embedding_type="none" if config.multi_latent_attention else self.positions,
+            vp_stage=chunk,
+            pg_collection=groups,
         ).to(self.dtype)
 
 
@@ -182,3 +216,19 @@ def balanced(*kinds: str, **values: Any) -> Model:
     """With balance losses heavy enough to be seen beside the model's own."""
     coefficients = tuple(0.3 / (1 + i) for i in range(len(kinds)))
     return mixture(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coefficients, **values)
+
+
+def hybrid(pattern: str, **values: Any) -> Model:
+    """Layers by Megatron's symbols: * attention, - MLP, E experts, G gated delta net, M Mamba-2."""
+    experts = dict(mixture().config) if "E" in pattern else {}
+    recurrent = {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 4,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 8,
+        "activation_func": torch.nn.functional.silu,
+    }
+    return Model(layers=len(pattern), pattern=pattern).with_config(**(experts | recurrent | values))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from functional_tests.equality.cases import Case, Layout
-from functional_tests.equality.models import Model, balanced, latent, mixture, positions, variants
+from functional_tests.equality.models import Model, balanced, hybrid, latent, mixture, positions, variants
 from megatron.seq1f1b.schedule import FAMILY_NAMES
 
 
@@ -199,6 +199,26 @@ def experts_tensor_suite():
     yield model, replace(layout, expert=2, expert_tensor=1), few_cases()
 
 
+def hybrid_suite():
+    """Attention, MLP and experts as layers of their own."""
+    yield hybrid("*-*-"), Layout(pipeline=2), few_cases(("zb-h1",))[1:]
+    yield hybrid("*E*-"), Layout(pipeline=2, chunks=2), few_cases()[1:]
+
+
+def recurrent_suite(symbol: str):
+    """Layers with a state, beside attention; a state passes through a stage or starts on it."""
+    layout, exact, cases = Layout(pipeline=2), hybrid(f"{symbol}-*{symbol}"), few_cases()
+    yield exact, layout, cases + few_cases(("zb-h1",))[1:3]
+    yield replace(exact, recompute="full"), layout, cases[1:3]
+    yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, cases[:2]
+    yield exact, Layout(pipeline=2, chunks=2), cases[2:4]
+
+
+def recurrent_tensor_suite():
+    for sequence_parallel in (False, True):
+        yield hybrid("G*M-"), Layout(tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))[1:3]
+
+
 RANKS = {
     "pp1": 1,
     "pp2": 2,
@@ -223,6 +243,11 @@ RANKS = {
     "dp2-moe": 2,
     "pp2-dp2-moe": 4,
     "tp2-moe": 2,
+    "pp2-hybrid": 2,
+    "pp1-recurrent": 1,
+    "pp2-delta-net": 2,
+    "pp2-mamba": 2,
+    "tp2-recurrent": 2,
     "dp2": 2,
     "pp2-dp2": 4,
     "pp2-dp2-overlap": 4,
@@ -263,6 +288,11 @@ SUITES = {
         Layout(pipeline=2, expert=2, overlap=True, distributed_optimizer=True)
     ),
     "tp2-moe": experts_tensor_suite,
+    "pp2-hybrid": hybrid_suite,
+    "pp1-recurrent": lambda: [(hybrid("G*M"), Layout(), few_cases())],
+    "pp2-delta-net": lambda: recurrent_suite("G"),
+    "pp2-mamba": lambda: recurrent_suite("M"),
+    "tp2-recurrent": recurrent_tensor_suite,
     "dp2": lambda: data_suite(1),
     "pp2-dp2": lambda: data_suite(2),
 }

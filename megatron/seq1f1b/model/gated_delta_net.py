@@ -1,0 +1,60 @@
+"""Gated delta nets (arXiv 2412.06464) cut into segments.
+
+A segment passes on the state of the recurrence, [b, h, d_k, d_v] in fp32, and the last columns before the convolution.
+The kernels are those that Megatron's layer was built with: flash-linear-attention's on GPUs, plain PyTorch in
+deterministic mode and on CPUs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
+from torch import Tensor
+
+from .passed_state import State, causal_convolution, run_recurrence
+from .segment import SegmentContext
+
+
+def follow_segments(layer: GatedDeltaNet, context: SegmentContext) -> None:
+    """Let `layer` start a segment of `context` where the segment before it ended."""
+    if not hasattr(layer, "segment_context"):
+        layer.forward = partial(_forward, layer, layer.forward)
+    layer.segment_context = context
+
+
+def _forward(
+    layer: GatedDeltaNet, of_whole_sequences: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    segment = layer.segment_context.segment
+    if segment is None or segment.is_whole_sequence and segment.documents is None:
+        return of_whole_sequences(hidden_states, *args, **kwargs)
+    projected, _ = layer.in_proj(hidden_states)
+    return layer.out_proj(run_recurrence(layer.segment_context, layer, partial(_recurrence, layer), projected))
+
+
+def _recurrence(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
+    """From the input projection [n, b, ...] to the input [n, b, h·d_v] of the output projection."""
+    columns, memory = state or (None, None)
+    length, batch, _ = projected.shape
+    qkv, gate, beta, alpha = projected.transpose(0, 1).split(layer.feat_dim_split, dim=-1)
+    qkv, columns = causal_convolution(partial(_convolve, layer), qkv, columns, layer.conv_kernel_dim)
+    query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
+        qkv, gate.unflatten(-1, (-1, layer.value_head_dim)), batch, length, beta, alpha
+    )
+    decay, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
+    output, memory = layer.gated_delta_rule(
+        query, key, value, g=decay, beta=beta, initial_state=memory, output_final_state=True
+    )
+    return layer._gated_norm_and_a2a(output, gate, None, batch, length), (columns, memory)
+
+
+def _convolve(layer: GatedDeltaNet, x: Tensor) -> Tensor:
+    """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
+    weight, bias = layer.conv1d.weight, layer.conv1d.bias
+    if layer.config.deterministic_mode:
+        output = F.conv1d(x.mT, weight, bias, padding=layer.conv_kernel_dim - 1, groups=weight.shape[0])
+        return layer.act_fn(output[..., : x.shape[1]]).mT
+    output, _ = gdn.causal_conv1d(x=x, weight=weight.squeeze(1), bias=bias, activation=layer.activation)
+    return output

@@ -1,0 +1,79 @@
+"""Mamba-2 layers (arXiv 2405.21060) cut into segments.
+
+A segment passes on the state of the scan, [b, h, p, n] in fp32, and the last columns before the convolution. Megatron's
+fused training path takes no state, so the convolution and the scan are called apart: mamba-ssm's and causal-conv1d's
+kernels on GPUs, plain PyTorch on CPUs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from torch import Tensor
+
+from .passed_state import State, causal_convolution, run_recurrence
+from .segment import SegmentContext
+
+# Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
+_METHODS = ("_ssm_training", "_ssm_prefill")
+
+
+def follow_segments(mixer: MambaMixer, context: SegmentContext) -> None:
+    """Let `mixer` start a segment of `context` where the segment before it ended."""
+    if not hasattr(mixer, "segment_context"):
+        for name in _METHODS:
+            setattr(mixer, name, partial(_scan, mixer, getattr(mixer, name)))
+    mixer.segment_context = context
+
+
+def _scan(
+    mixer: MambaMixer, of_whole_sequences: Callable[..., Tensor], projected: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    segment = mixer.segment_context.segment
+    if segment is None or segment.is_whole_sequence and segment.documents is None:
+        return of_whole_sequences(projected, *args, **kwargs)
+    return run_recurrence(mixer.segment_context, mixer, partial(_recurrence, mixer), projected)
+
+
+def _recurrence(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
+    """From the input projection [n, b, ...] to the input [n, b, h·p] of the output projection."""
+    columns, memory = state or (None, None)
+    width, groups = mixer.d_inner_local_tp, mixer.ngroups_local_tp * mixer.d_state
+    gate, mixed, step = projected.transpose(0, 1).split(
+        [width, width + 2 * groups, mixer.nheads_local_tp], dim=-1
+    )
+    mixed, columns = causal_convolution(partial(_convolve, mixer), mixed, columns, mixer.d_conv)
+    x, b, c = mixed.split([width, groups, groups], dim=-1)
+    output, memory = mamba_mixer.mamba_chunk_scan_combined(
+        _by_head(x, mixer.headdim),
+        step.contiguous(),
+        -mixer.A_log.float().exp(),
+        _by_head(b, mixer.d_state),
+        _by_head(c, mixer.d_state),
+        mixer.chunk_size,
+        D=mixer.D.float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else mixer.D,
+        z=None if mixer.rmsnorm else _by_head(gate, mixer.headdim),
+        dt_bias=mixer.dt_bias.float(),
+        dt_softplus=True,
+        initial_states=memory,
+        return_final_states=True,
+        **({"state_dtype": mixer.mamba_training_ssm_states_dtype} if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
+    )
+    output = output.flatten(2).transpose(0, 1).contiguous()
+    if mixer.rmsnorm:
+        output = mixer.norm(output, gate.transpose(0, 1).contiguous())
+    return output, (columns, memory)
+
+
+def _convolve(mixer: MambaMixer, x: Tensor) -> Tensor:
+    """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
+    weight = mixer.conv1d_weight.squeeze(1)
+    x = x.mT.contiguous()
+    return mamba_mixer.causal_conv1d_fn(x=x, weight=weight, bias=mixer.conv1d_bias, activation=mixer.activation).mT
+
+
+def _by_head(x: Tensor, size: int) -> Tensor:
+    """[b, n, h·d] to [b, n, h, d]."""
+    return x.unflatten(-1, (-1, size)).contiguous()

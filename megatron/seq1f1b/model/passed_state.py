@@ -1,0 +1,125 @@
+"""State that a recurrent layer passes from one segment to the next, and its gradients, which come back in reverse.
+
+A layer says what it passes by a function from its input and a state to its output and the next state. All else is here:
+a segment starts from the state that the segment before left, and in the backward hands the gradient of that state to
+the segment that left it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .documents import pieces
+from .segment import Segment, SegmentContext
+
+# Tensors [b, ...] for b sequences.
+State = tuple[Tensor, ...]
+# From an input [n, b, ...] and the state before it, None at the start of a sequence, to the output [n, b, ...] and the
+# state after it.
+Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
+
+
+class PassedState:
+    """The states of one layer and one micro-batch after each of its segments.
+
+    A state lives from the forward of the segment that leaves it to the backward of that segment; in between, the
+    backward of the next segment adds its gradient. Leaving a state again changes nothing, since recomputation runs a
+    forward twice.
+    """
+
+    def __init__(self) -> None:
+        self._after: dict[int, State] = {}
+
+    def after(self, index: int) -> State | None:
+        """What segment `index` left, as leaves of the graph of the next segment; None before the first."""
+        return self._after.get(index)
+
+    def leave(self, index: int, state: State) -> None:
+        """Keep the state after segment `index`."""
+        if index not in self._after:
+            self._after[index] = tuple(x.detach().requires_grad_() for x in state)
+
+    def take_gradients(self, index: int) -> tuple[Tensor | None, ...]:
+        """The gradients of the state after segment `index`, which is forgotten."""
+        return tuple(x.grad for x in self._after.pop(index))
+
+    def forget(self, index: int) -> None:
+        """Forget the state after segment `index`, if there is one."""
+        self._after.pop(index, None)
+
+
+def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, inputs: Tensor) -> Tensor:
+    """The output [n, b, ...] of `recurrence` for the running segment's inputs [n, b, ...].
+
+    Each document of a packed sequence starts without a state.
+    """
+    segment = context.segment
+    assert segment is not None, "outside segments a layer runs by itself"
+    passed = context.cache(layer, PassedState)
+    output, state = _within_documents(recurrence, inputs, passed.after(segment.index - 1), segment)
+    if not context.keeps_for_backward:
+        passed.forget(segment.index - 1)
+    if not segment.is_last:
+        return _Leave.apply(output, context, layer, segment, passed, *state)
+    if not context.keeps_for_backward or segment.is_first:
+        context.release(layer, segment.microbatch)
+    return output
+
+
+class _Leave(torch.autograd.Function):
+    """The output as it is; beside it, the state goes to `passed`, and its gradient comes from there."""
+
+    @staticmethod
+    def forward(
+        ctx, output: Tensor, context: SegmentContext, layer: Any, segment: Segment, passed: PassedState, *state: Tensor
+    ) -> Tensor:
+        passed.leave(segment.index, state)
+        ctx.context, ctx.layer, ctx.segment, ctx.passed = context, layer, segment, passed
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        grads = ctx.passed.take_gradients(ctx.segment.index)
+        if ctx.segment.is_first:
+            ctx.context.release(ctx.layer, ctx.segment.microbatch)
+        return grad_output, None, None, None, None, *grads
+
+
+def _within_documents(
+    recurrence: Recurrence, inputs: Tensor, state: State | None, segment: Segment
+) -> tuple[Tensor, State]:
+    """Output and state after a segment; documents that end inside it pass nothing on."""
+    if segment.documents is None:
+        return recurrence(inputs, state)
+    outputs, states = [], []
+    for sequence, starts in enumerate(segment.documents):
+        of_sequence = slice(sequence, sequence + 1)
+        found = []
+        for piece in pieces(starts, segment.start, segment.end):
+            tokens = slice(piece.start - segment.start, piece.end - segment.start)
+            goes_on = state is not None and piece.first_key < segment.start
+            before = tuple(x[of_sequence] for x in state) if goes_on else None
+            output, after = recurrence(inputs[tokens, of_sequence], before)
+            found.append(output)
+        outputs.append(torch.cat(found))
+        states.append(after)
+    return torch.cat(outputs, 1), tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+
+
+def causal_convolution(
+    convolve: Callable[[Tensor], Tensor], x: Tensor, before: Tensor | None, width: int
+) -> tuple[Tensor, Tensor]:
+    """A causal convolution over `width` tokens of x [b, n, d] after the columns [b, width − 1, d] before it.
+
+    `convolve` pads with zeros in front, as convolutions of whole sequences do; so does None for `before`. Also returns
+    the last columns, which the next segment starts from.
+    """
+    if before is None:
+        before = x.new_zeros(x.shape[0], width - 1, x.shape[2])
+    x = torch.cat([before, x], 1)
+    # A copy: a view would keep the whole segment alive.
+    return convolve(x)[:, width - 1 :], x[:, x.shape[1] - width + 1 :].contiguous()
