@@ -1,5 +1,6 @@
 """Writes the measured timelines of chosen iterations, in the form of simulated ones."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from ..schedule import Shape, Span, Timeline, write_timeline
 from .memory import PeakMemory
 from .recorder import Recorder
 
+_log = logging.getLogger(__name__)
+
 
 class Measured(NamedTuple):
     """The step of one rank: times of its machine's `clock`, `origin` when it left the barrier before the step."""
@@ -23,12 +26,16 @@ class Measured(NamedTuple):
 
 
 class Tracer:
-    """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank."""
+    """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank.
+
+    A file that cannot be written is a warning: a trace is not worth the end of a training.
+    """
 
     def __init__(self, directory: Path, iterations: Collection[int], iteration_now: Callable[[], int]) -> None:
         self._directory = directory
         self._iterations = frozenset(iterations)
         self._iteration_now = iteration_now
+        self._is_first_step = True
 
     @contextmanager
     def step(
@@ -44,6 +51,7 @@ class Tracer:
         `lengths` are those of the segments in tokens, if they are the same in all micro-batches.
         """
         iteration = self._iteration_now()
+        self._warn_if_too_late(iteration, group)
         if iteration not in self._iterations:
             yield None
             return
@@ -61,8 +69,23 @@ class Tracer:
             if lengths is not None:
                 meta["segment_lengths"] = list(lengths)
             timeline = from_barrier(shape, gathered, meta)
+            self._write(timeline, f"iteration-{iteration}-pipeline-{first_rank}.json")
+
+    def _write(self, timeline: Timeline, name: str) -> None:
+        try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
+            write_timeline(timeline, self._directory / name)
+        except OSError as error:
+            _log.warning("the trace %s is not written: %s", self._directory / name, error)
+
+    def _warn_if_too_late(self, iteration: int, group: dist.ProcessGroup) -> None:
+        """A run that goes on from a checkpoint may start beyond all iterations that are to be traced."""
+        if self._is_first_step and iteration > max(self._iterations, default=iteration) and dist.get_rank(group) == 0:
+            chosen = " ".join(map(str, sorted(self._iterations)))
+            _log.warning(
+                "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced", iteration, chosen
+            )
+        self._is_first_step = False
 
 
 def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any]) -> Timeline:

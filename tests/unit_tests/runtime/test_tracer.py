@@ -1,6 +1,8 @@
-"""Measured steps of ranks whose clocks have nothing in common."""
+"""Measured steps: their clocks, their files, and warnings instead of an end where there is no file."""
 
 import json
+import logging
+from pathlib import Path
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
 from megatron.seq1f1b.runtime.tracer import Measured, from_barrier
@@ -36,3 +38,21 @@ def test_chosen_iterations_are_written(alone, tmp_path):
     spans = written["ranks"][0]
     assert [f"{span['kind']}{span['microbatch']}.{span['segment']}" for span in spans[:3]] == ["F0.0", "F0.1", "B0.1"]
     assert all(0 <= span["start"] <= span["end"] for span in spans)
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(alone, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc/none")):
+        with caplog.at_level(logging.WARNING):
+            run(PipelineExecutor("1f1b", 1, lambda length: [8], tracer=Tracer(folder, {1}, lambda: 1)), Stage())
+        assert f"{folder}/iteration-1-pipeline-0.json is not written" in caplog.text
+
+
+def test_a_run_that_starts_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
+    iterations = iter((51, 52))
+    traced = PipelineExecutor("1f1b", 1, lambda length: [8], tracer=Tracer(tmp_path, {3, 7}, lambda: next(iterations)))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            run(traced, Stage())
+    assert caplog.text.count("none of --pipeline-trace-iterations 3 7 is traced") == 1
+    assert not list(tmp_path.iterdir())
