@@ -40,9 +40,14 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     command = import_module(f".{COMMANDS[name][0]}", __name__)
     try:
         return command.main(argv) or 0
-    except (ValueError, OSError) as error:
-        print(f"error: {str(error).rstrip('.')}.", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        sentence = f"the package {error.name} is missing; pip install 'megatron-seq1f1b[report]' brings matplotlib"
+    except OSError as error:
+        sentence = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    except ValueError as error:
+        sentence = str(error)
+    print(f"error: {sentence.rstrip('.')}.", file=sys.stderr)
+    return 2
 
 
 def usage() -> str:

@@ -6,14 +6,14 @@ Prints its sizes, bubble ratio and peak units if it can be run; else says what i
 and exits with status 2.
 """
 
-import argparse
 from pathlib import Path
 
 from ..schedule import peak_units, read_csv, simulate
+from .parsing import Parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("schedule", type=Path, metavar="CSV", help="one row for each rank, cells such as 2F3.1")
     path = parser.parse_args(argv).schedule
     schedule = read_csv(path)

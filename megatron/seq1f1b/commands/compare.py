@@ -4,28 +4,25 @@ Each run is a folder with `log.txt`, Megatron's output of a run with --log-inter
 --pipeline-trace wrote. The first run is what the others are compared with.
 """
 
-import argparse
 from pathlib import Path
 from statistics import mean
 
 from ..report import plot_timelines
 from ..report.training_log import TrainingLog, read_training_log
 from ..schedule import Timeline, read_timeline
+from .parsing import Parser
 
 COMPARED_ITERATIONS = 10
 LATEST = 10  # one batch is easier to predict than another
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--output", type=Path, required=True, help="the picture of the timelines (.png, .svg, .pdf)")
     args = parser.parse_args(argv)
-    try:
-        logs = [read_training_log(run / "log.txt") for run in args.runs]
-        timelines = [latest_timeline(run / "trace") for run in args.runs]
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
+    logs = [read_training_log(run / "log.txt") for run in args.runs]
+    timelines = [latest_timeline(run / "trace") for run in args.runs]
     print(table([run.name for run in args.runs], logs, timelines))
     print(losses(logs))
     plot_timelines(timelines, args.output)

@@ -39,6 +39,7 @@ from ..partition import (
 )
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
 from .model_flags import add_model_flags, model_shape
+from .parsing import Parser, count
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ class Plan:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_model_flags(parser, num_layers=32, hidden_size=4096, num_attention_heads=32, vocab_size=32768)
-    parser.add_argument("--seq-length", type=int, default=65536, help="default: 65536")
-    parser.add_argument("--sequence-splits", type=int, default=8, metavar="K", help="segments; default: 8")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=8, metavar="P", help="ranks; default: 8")
-    parser.add_argument("--num-virtual-stages", type=int, default=1, metavar="C", help="model chunks on each rank")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="T")
+    parser.add_argument("--seq-length", type=count, default=65536, help="default: 65536")
+    parser.add_argument("--sequence-splits", type=count, default=8, metavar="K", help="segments; default: 8")
+    parser.add_argument("--pipeline-model-parallel-size", type=count, default=8, metavar="P", help="ranks; default: 8")
+    parser.add_argument("--num-virtual-stages", type=count, default=1, metavar="C", help="model chunks on each rank")
+    parser.add_argument("--tensor-model-parallel-size", type=count, default=1, metavar="T")
     parser.add_argument("--sequence-parallel", action="store_true", help="segments are then multiples of T")
-    parser.add_argument("--num-microbatches", type=int, default=8, metavar="M", help="default: 8")
+    parser.add_argument("--num-microbatches", type=count, default=8, metavar="M", help="default: 8")
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILIES), default="1f1b", help="default: 1f1b")
     parser.add_argument("--recompute", action="store_true", help="full recomputation of the activations of layers")
     parser.add_argument("--device", choices=("a100", "cpu"), default="a100", help="whose throughput; default: a100")
@@ -72,6 +73,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
     parser.add_argument("--output", type=Path, help="a picture: .png, .svg or .pdf (needs matplotlib)")
     return parser.parse_args(argv)
+
+
+def check_sizes(args: argparse.Namespace) -> None:
+    """Raise ValueError for sizes that do not go together."""
+    stages = args.pipeline_model_parallel_size * args.num_virtual_stages
+    if args.num_layers < stages:
+        raise ValueError(f"--num-layers {args.num_layers} leaves some of the {stages} stages without a layer")
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if args.seq_length < args.sequence_splits * multiple:
+        raise ValueError(
+            f"--seq-length {args.seq_length} is too short for --sequence-splits {args.sequence_splits} of at least "
+            f"{multiple} token(s)"
+        )
 
 
 def layers_per_stage(args: argparse.Namespace) -> list[int]:
@@ -113,6 +127,9 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
     multiple_of = args.tensor_model_parallel_size if args.sequence_parallel else 1
     full_speed_rows = (CPU_CORE if args.device == "cpu" else A100).full_speed_rows
     found: dict[str, tuple[int, ...]] = {}
+    if args.sequence_split_file is not None:  # first, since it may be wrong, and the others take a while
+        own = read_lengths(args.sequence_split_file)
+        check_lengths(own, args.sequence_split_file, args.seq_length, None, multiple_of)
     for strategy in STRATEGIES:
         if strategy == "profile":  # with measured costs, `balanced` is this
             continue
@@ -142,9 +159,7 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
             num_microbatches=args.num_microbatches,
         )
     if args.sequence_split_file is not None:
-        lengths = read_lengths(args.sequence_split_file)
-        check_lengths(lengths, args.sequence_split_file, args.seq_length, None, multiple_of)
-        found[args.sequence_split_file.name] = lengths
+        found[args.sequence_split_file.name] = own
     return found
 
 
@@ -177,6 +192,7 @@ def table(plans: list[Plan]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    check_sizes(args)
     costs = stage_costs(args)
     plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
     print(table(plans))

@@ -10,6 +10,7 @@ and given to --pipeline-schedule-file). Draw measured timelines with --timeline.
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from ..report import plot_timelines, write_trace
@@ -26,10 +27,16 @@ from ..schedule import (
     write_csv,
     write_timeline,
 )
+from .parsing import Parser, count
+
+# As many are drawn, or simulated, in half a minute; a figure of more shows nothing.
+MOST_ACTIONS = 200_000
+
+ENDINGS = (".png", ".svg", ".pdf", ".json", ".csv")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, default="1f1b", help="a named schedule")
     source.add_argument("--pipeline-schedule-file", type=Path, metavar="CSV", help="a schedule of your own")
@@ -40,10 +47,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="JSON",
         help="timelines written before or by training, one panel each",
     )
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="P", help="ranks")
-    parser.add_argument("--num-microbatches", type=int, default=8, metavar="M")
-    parser.add_argument("--sequence-splits", type=int, default=1, metavar="K", help="segments of each sequence")
-    parser.add_argument("--num-virtual-stages", type=int, default=1, metavar="C", help="model chunks on each rank")
+    parser.add_argument("--pipeline-model-parallel-size", type=count, default=4, metavar="P", help="ranks")
+    parser.add_argument("--num-microbatches", type=count, default=8, metavar="M")
+    parser.add_argument("--sequence-splits", type=count, default=1, metavar="K", help="segments of each sequence")
+    parser.add_argument("--num-virtual-stages", type=count, default=1, metavar="C", help="model chunks on each rank")
     parser.add_argument("--placement", choices=("looped", "v"), default="looped", help="of the model chunks")
     parser.add_argument(
         "--costs",
@@ -63,16 +70,45 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def read_costs(shape: Shape, text: str) -> Costs:
-    if Path(text).suffix == ".json":
-        values = json.loads(Path(text).read_text(encoding="utf-8"))
-    else:
-        values = {name.strip(): float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
-    return Costs.from_mapping(shape, values)
+    """Raises ValueError for what is no set of costs."""
+    try:
+        if Path(text).suffix == ".json":
+            values = json.loads(Path(text).read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise ValueError('expected an object such as {"f": 1, "i": 1, "w": 1}')
+        else:
+            parts = (part.partition("=") for part in text.split(","))
+            values = {name.strip(): float(value) for name, _, value in parts}
+        wrong = [name for name, value in values.items() if not _is_time(value)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is not a time, a number from 0 on, or a list of them")
+        return Costs.from_mapping(shape, values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--costs {text}: {error}") from None
+
+
+def _is_time(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_time, value))
+    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
+
+
+def check_size(shape: Shape) -> None:
+    """Raise ValueError for a schedule that takes minutes to draw."""
+    num_actions = 2 * shape.num_stages * shape.num_units
+    if num_actions > MOST_ACTIONS:
+        most = MOST_ACTIONS // (2 * shape.num_stages * shape.num_segments)
+        way_out = f"take at most --num-microbatches {most}, the rest repeats itself" if most else "take fewer segments"
+        raise ValueError(f"these sizes make {num_actions:,} actions, and at most {MOST_ACTIONS:,} are drawn; {way_out}")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     output, name = args.output, args.output.name
+    if not name.endswith(ENDINGS):
+        raise ValueError(f"--output {name}: expected .png, .svg, .pdf, .trace.json, .json, or .csv for a schedule")
+    if not output.parent.is_dir():
+        raise ValueError(f"--output {output}: there is no folder {output.parent}")
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
@@ -82,6 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages, args.placement)
             shape = Shape(placement, args.num_microbatches, args.sequence_splits)
+            check_size(shape)
             costs, title = read_costs(shape, args.costs), args.pipeline_schedule
             schedule = build(args.pipeline_schedule, shape, costs, args.memory_limit)
         if name.endswith(".csv"):
@@ -98,4 +135,4 @@ def main(argv: list[str] | None = None) -> None:
     elif name.endswith(".json"):
         write_timeline(timelines[0], output)
     else:
-        raise ValueError(f"--output {name}: expected .png, .svg, .pdf, .trace.json, .json, or .csv for a schedule")
+        raise ValueError(f"--output {name}: a .csv holds a schedule, not timelines")

@@ -32,10 +32,11 @@ from ..preprocessing.pair import indexed_pair, pair_paths, recover
 from ..preprocessing.stopping import STOP_SIGNALS, Refused, refuse_existing, stop
 from ..preprocessing.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from ..preprocessing.workers import results, started_workers
+from .parsing import Parser
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input",
@@ -233,8 +234,8 @@ def run(argv: list[str] | None = None) -> int:
         preprocess(args)
     except Refused as refused:
         print(f"preprocess_data: error: {refused}", file=sys.stderr)
-        return 1
+        return 2
     except OSError as error:
         print(f"preprocess_data: error: nothing written: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0

@@ -42,15 +42,16 @@ from ..model import (  # noqa: E402
 )
 from ..model.kv_cache import KVCache  # noqa: E402
 from .model_flags import add_model_flags, model_shape  # noqa: E402
+from .parsing import Parser, count  # noqa: E402
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(__doc__)
     add_model_flags(parser, num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=512)
-    parser.add_argument("--seq-length", type=int, default=8192, help="of the sequences to be cut; default: 8192")
-    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--seq-length", type=count, default=8192, help="of the sequences to be cut; default: 8192")
+    parser.add_argument("--micro-batch-size", type=count, default=1)
     parser.add_argument("--bf16", action="store_true", help="default: fp32, or bf16 on a GPU")
-    parser.add_argument("--repeats", type=int, default=3, help="the median counts; default: 3")
+    parser.add_argument("--repeats", type=count, default=3, help="the median counts; default: 3")
     parser.add_argument("--output", default="profile.json", help="default: profile.json")
     return parser.parse_args(argv)
 

@@ -100,7 +100,7 @@ def test_bad_documents_stop_the_run_or_are_skipped_and_counted(corpus, tmp_path,
     source = tmp_path / "bad.jsonl"
     source.write_bytes(b'{"text": "good"}\n{"t": 1}\n\n\xff\n{"text": "\\ud800"}\n{"text": "too"}\n')
     before = names(corpus)
-    assert run(corpus, source, "bad", "--workers", "1") == 1
+    assert run(corpus, source, "bad", "--workers", "1") == 2
     error = capsys.readouterr().err
     assert f"{source}:2: no key 'text'" in error and "--on-error skip" in error
     assert names(corpus) == before
@@ -116,7 +116,7 @@ def test_bad_documents_stop_the_run_or_are_skipped_and_counted(corpus, tmp_path,
 def test_training_a_tokenizer_stops_at_a_bad_document_and_saves_nothing(tmp_path, capsys):
     (tmp_path / "empty.txt").touch()
     flags = ["--train-tokenizer", "300", "--workers", "1"]
-    assert run(tmp_path, tmp_path / "empty.txt", "out", *flags) == 1
+    assert run(tmp_path, tmp_path / "empty.txt", "out", *flags) == 2
     assert "empty.txt: empty" in capsys.readouterr().err
     assert names(tmp_path) == {"empty.txt"}
 
@@ -125,7 +125,7 @@ def test_nothing_left_is_an_error_and_writes_nothing(corpus, tmp_path, capsys):
     (tmp_path / "empty.txt").touch()
     before = names(corpus)
     flags = ["--on-error", "skip", "--workers", "1"]
-    assert run(corpus, tmp_path / "empty.txt", "none", *flags) == 1
+    assert run(corpus, tmp_path / "empty.txt", "none", *flags) == 2
     assert "None of the 1 document(s) can be used" in capsys.readouterr().err
     assert names(corpus) == before
 
@@ -135,9 +135,9 @@ def test_an_existing_pair_or_tokenizer_is_replaced_only_on_request(corpus, tmp_p
     assert run(corpus, tmp_path / "a.txt", "again", "--workers", "1") == 0
     before = (corpus / "again.bin").read_bytes()
     (tmp_path / "a.txt").write_text("hello, world")
-    assert run(corpus, tmp_path / "a.txt", "again", "--workers", "1") == 1
+    assert run(corpus, tmp_path / "a.txt", "again", "--workers", "1") == 2
     assert "again.bin exists" in capsys.readouterr().err
-    assert run(corpus, tmp_path / "a.txt", "new", "--train-tokenizer", "300") == 1
+    assert run(corpus, tmp_path / "a.txt", "new", "--train-tokenizer", "300") == 2
     assert "tokenizer.json exists" in capsys.readouterr().err
     assert (corpus / "again.bin").read_bytes() == before
     assert run(corpus, tmp_path / "a.txt", "again", "--workers", "1", "--overwrite") == 0
@@ -155,7 +155,7 @@ def test_an_existing_pair_or_tokenizer_is_replaced_only_on_request(corpus, tmp_p
     ],
 )
 def test_wrong_flags_are_refused_with_one_sentence(tmp_path, capsys, flags, sentence):
-    assert run(tmp_path, tmp_path, "out", *flags) == 1
+    assert run(tmp_path, tmp_path, "out", *flags) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
     assert names(tmp_path) == set()

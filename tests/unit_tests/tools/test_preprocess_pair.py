@@ -106,6 +106,6 @@ def test_the_tool_recovers_before_it_looks_for_an_old_pair(tmp_path, capsys):
     assert killed("replace", folder, 4) and pair_in(folder) is None
     (folder / "a.txt").write_text("hello")
     flags = ["--input", folder / "a.txt", "--output-prefix", folder / "data", "--tokenizer-type", "NullTokenizer"]
-    assert preprocess_data.run([*map(str, flags), "--vocab-size", "100"]) == 1
+    assert preprocess_data.run([*map(str, flags), "--vocab-size", "100"]) == 2
     assert "data.bin exists" in capsys.readouterr().err
     assert pair_in(folder) == ("old", "old")
