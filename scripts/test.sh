@@ -15,6 +15,7 @@ esac
 bash scripts/setup.sh
 echo "Linting ..."
 .venv/bin/ruff check .
+.venv/bin/mypy
 .venv/bin/ruff format --check --quiet .
 if command -v shellcheck >/dev/null; then
     shellcheck -x .ci/run scripts/*.sh scripts/*/*.sbatch

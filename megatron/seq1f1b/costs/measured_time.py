@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..partition import SegmentTime
+
 
 class Point(NamedTuple):
     """A segment of `length` tokens after `prefix` tokens took `time`."""
@@ -21,14 +23,22 @@ class Point(NamedTuple):
     time: float
 
 
+class PrefixCost(NamedTuple):
+    """What a prefix of j tokens adds to the time of a segment of i: a₀ + a₁·i + a₂·j + a₃·i·j."""
+
+    a0: float = 0.0
+    a1: float = 0.0
+    a2: float = 0.0
+    a3: float = 0.0
+
+
 @dataclass(frozen=True)
 class MeasuredTime:
-    """Time of a segment: `per_token[n]` is the time of a token in a segment of `lengths[n]` tokens without prefix;
-    `prefix` holds a₀ to a₃."""
+    """Time of a segment: `per_token[n]` is the time of a token in a segment of `lengths[n]` tokens without prefix."""
 
     lengths: tuple[int, ...]
     per_token: tuple[float, ...]
-    prefix: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    prefix: PrefixCost = PrefixCost()
 
     def __call__(self, start: int, end: int) -> float:
         length = end - start
@@ -43,13 +53,13 @@ class MeasuredTime:
         return MeasuredTime(
             self.lengths,
             tuple(a + b for a, b in zip(self.per_token, other.per_token, strict=True)),
-            tuple(a + b for a, b in zip(self.prefix, other.prefix, strict=True)),
+            PrefixCost(*(a + b for a, b in zip(self.prefix, other.prefix, strict=True))),
         )
 
     def times(self, count: int) -> "MeasuredTime":
         """`count` of these, one after another."""
         return MeasuredTime(
-            self.lengths, tuple(count * a for a in self.per_token), tuple(count * a for a in self.prefix)
+            self.lengths, tuple(count * a for a in self.per_token), PrefixCost(*(count * a for a in self.prefix))
         )
 
     def covers(self, other: "MeasuredTime") -> bool:
@@ -73,11 +83,12 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
     """The coefficients c that minimise Σ (row · c − value)²; raises ValueError if the rows do not determine them."""
     matrix = np.array(rows, dtype=float)
     scales = np.linalg.norm(matrix, axis=0) if matrix.size else np.ones(0)
-    scales[scales == 0] = 1.0  # columns of equal length make the rank independent of their units
+    scales[scales == 0] = 1.0
+    # Columns of equal length make the rank independent of their units.
     coefficients, _, rank, _ = np.linalg.lstsq(matrix / scales, np.array(values), rcond=1e-8)
     if not rank or rank < len(scales):
         raise ValueError("the measurements do not determine the coefficients")
-    return (coefficients / scales).tolist()
+    return [float(c) for c in coefficients / scales]
 
 
 def fit(points: Sequence[Point]) -> MeasuredTime:
@@ -97,9 +108,9 @@ def fit(points: Sequence[Point]) -> MeasuredTime:
         return MeasuredTime(lengths, per_token)
     rows = [[x / t for x in (1, length, prefix, length * prefix)] for length, prefix, t in after_prefix]
     values = [(point.time - alone[point.length]) / point.time for point in after_prefix]
-    return MeasuredTime(lengths, per_token, tuple(least_squares(rows, values)))
+    return MeasuredTime(lengths, per_token, PrefixCost(*least_squares(rows, values)))
 
 
-def relative_errors(time: MeasuredTime, points: Sequence[Point]) -> list[float]:
+def relative_errors(time: SegmentTime, points: Sequence[Point]) -> list[float]:
     """|fitted − measured| / measured of every point."""
     return [abs(time(point.prefix, point.prefix + point.length) - point.time) / point.time for point in points]

@@ -88,7 +88,8 @@ def fit_time(points: Sequence[Point]) -> AnalyticTime:
         except ValueError:  # too few segments for so many parts, or all of one length
             continue
         coefficients = dict(zip(parts, found, strict=True))
-        time = AnalyticTime(*(coefficients.get(part, 0.0) for part in range(3)))
+        fixed, per_token, per_pair = (coefficients.get(part, 0.0) for part in range(3))
+        time = AnalyticTime(fixed, per_token, per_pair)
         error = sum(relative**2 for relative in relative_errors(time, points))
         if min(found) >= 0 and error < least - 1e-9:
             best, least = time, error

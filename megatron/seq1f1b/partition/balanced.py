@@ -8,6 +8,7 @@ backward, and by the kind of every layer.
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 from .cut_positions import check_length, tile
@@ -47,13 +48,12 @@ def balanced(
 
 def _ends(sequence_length: int, num_segments: int, time: SegmentTime, most: float, shortest: int) -> list[int]:
     """Where segments end that each cost up to `most`, or are `shortest` tokens long."""
-    ends, start = [], 0
+    ends = [0]
     for _ in range(num_segments):
-        candidates = range(start + 1, sequence_length + 1)
-        start += bisect_right(candidates, most, key=lambda end, start=start: time(start, end))
-        start = min(max(start, (ends[-1] if ends else 0) + shortest), sequence_length)
-        ends.append(start)
-    return ends
+        candidates = range(ends[-1] + 1, sequence_length + 1)
+        end = ends[-1] + bisect_right(candidates, most, key=partial(time, ends[-1]))
+        ends.append(min(max(end, ends[-1] + shortest), sequence_length))
+    return ends[1:]
 
 
 def _on_positions(ends: Sequence[int], sequence_length: int, step: int, rest: int, shortest: int) -> tuple[int, ...]:

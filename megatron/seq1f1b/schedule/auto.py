@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from .action import Kind
-from .clock import straight
+from .clock import Tick, straight
 from .costs import Costs
 from .families import FAMILIES
 from .list_scheduling import ListScheduler
@@ -39,7 +40,8 @@ def auto(
         limits = [limits] * shape.num_ranks
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
 
-    best, best_score = None, None
+    best: Schedule | None = None
+    best_score = inf, inf
     for schedule in (*named, *_plans(shape, costs, limits, split)):
         if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
             continue
@@ -47,8 +49,9 @@ def auto(
         if any(peak > limit for peak, limit in zip(peaks, limits, strict=True)):
             continue
         score = simulate(schedule, costs).makespan, max(peaks)
-        if best_score is None or score < best_score:
+        if score < best_score:
             best, best_score = schedule, score
+    assert best is not None, "list scheduling keeps the limits"
     return best
 
 
@@ -63,6 +66,10 @@ def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> 
         yield from _list_schedules(shape, replace(costs, kept=costs.activation), limits, split)
 
 
+def _by_tick(tick: Tick, turn: int, last_stage: int, kind: Kind, position: int, stage: int) -> int:
+    return tick(position, stage) if kind is Kind.F else turn + tick(position, last_stage - stage)
+
+
 def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
     scheduler = ListScheduler(shape, costs, limits, split)
     last_stage = shape.num_stages - 1
@@ -73,11 +80,8 @@ def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: 
         tick = straight(shape, period=2, hop=hop)
         turn = tick(shape.num_segments - 1, last_stage) + 1
 
-        def priority(kind: Kind, position: int, stage: int, tick, turn) -> int:
-            return tick(position, stage) if kind is Kind.F else turn + tick(position, last_stage - stage)
-
         for patience in patiences:
-            yield scheduler.by_priority(partial(priority, tick=tick, turn=turn), patience)
+            yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), patience)
 
     # The order of 1F1B, with W only where a rank waits.
     orders = [FAMILIES["1f1b"](shape, rank) for rank in range(shape.num_ranks)]

@@ -17,8 +17,11 @@ from math import ceil
 from .action import Action, Kind
 from .schedule import Shape
 
+# The tick of the forward of a unit at a stage.
+Tick = Callable[[int, int], int]
 
-def by_clock(shape: Shape, rank: int, tick: Callable[[int, int], int], turn: int) -> list[Action]:
+
+def by_clock(shape: Shape, rank: int, tick: Tick, turn: int) -> list[Action]:
     """The F and B actions of one rank, in the order of their ticks.
 
     `tick(unit, stage)` is the tick of a forward; it must grow with the stage and with the
@@ -38,12 +41,12 @@ def by_clock(shape: Shape, rank: int, tick: Callable[[int, int], int], turn: int
     return [actions[index] for index in order]
 
 
-def _product(kind: Kind, stage: int, microbatches: Iterable, segments: Iterable) -> Iterator[Action]:
+def _product(kind: Kind, stage: int, microbatches: Iterable[int], segments: Iterable[int]) -> Iterator[Action]:
     # tuple.__new__ makes an Action without a call of Python code, several times faster.
     return map(tuple.__new__, repeat(Action), product([kind], [stage], microbatches, segments))
 
 
-def straight(shape: Shape, period: int = 1, hop: int = 1) -> Callable[[int, int], int]:
+def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
     """A tick for units that pass through all chunks without a pause, `hop` ticks a stage.
 
     A rank takes in a new unit every `period` ticks for each of its chunks.
@@ -56,7 +59,7 @@ def smallest_group(shape: Shape) -> int:
     return shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
 
 
-def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Callable[[int, int], int]:
+def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Tick:
     """A tick for model chunks that take turns: `group` units each, a unit every `period` ticks.
 
     The next stage runs a unit `hop` ticks later. The clock counts full groups, so a last group

@@ -16,6 +16,18 @@ from .schedule import Schedule, Shape
 Priority = Callable[[Kind, int, int], float]
 
 
+# For each kind and stage a heap of (position, when it can start, action).
+_Ready = dict[tuple[Kind, int], list[tuple[int, float, Action]]]
+
+
+@dataclass
+class _Missing:
+    """The number of dependencies of an action that are to come, and the arrival of the others."""
+
+    number: int
+    arrival: float = 0.0
+
+
 @dataclass
 class _Rank:
     """What a rank has done and could do at one moment."""
@@ -25,8 +37,7 @@ class _Rank:
     whole: float  # memory of one micro-batch with all its chunks and segments
     forwards_left: list[int]  # of each micro-batch
     held: list[float]  # memory of each micro-batch
-    # For each kind and stage a heap of (position, when it can start, action).
-    ready: dict[tuple[Kind, int], list[tuple[int, float, Action]]]
+    ready: _Ready
     weights: deque[Action] = field(default_factory=deque)  # the W that could run
     actions: list[Action] = field(default_factory=list)
     free: float = 0.0  # when the last action ends
@@ -153,7 +164,7 @@ class ListScheduler:
 
     def _run(self, rule: Callable[[_Rank, float], tuple[tuple[Kind, int] | None, float]], patience: float) -> Schedule:
         ranks = [self._new_rank(index) for index in range(self._shape.num_ranks)]
-        missing: dict[Action, list] = {}  # number of dependencies to come, arrival of the others
+        missing: dict[Action, _Missing] = {}
         events = [(0.0, self._rank_of[0])]  # when which rank may find something to do
         while events:
             now, index = heappop(events)
@@ -181,7 +192,7 @@ class ListScheduler:
     def _new_rank(self, index: int) -> _Rank:
         shape = self._shape
         stages = shape.placement.stages_of(index)
-        ready = {(kind, stage): [] for stage in stages for kind in (Kind.F, Kind.B)}
+        ready: _Ready = {(kind, stage): [] for stage in stages for kind in (Kind.F, Kind.B)}
         if 0 in stages:
             for microbatch in range(shape.num_microbatches):
                 first = Action(Kind.F, 0, microbatch, 0)
@@ -195,7 +206,14 @@ class ListScheduler:
             ready=ready,
         )
 
-    def _release(self, action: Action, end: float, missing, ranks, events) -> None:
+    def _release(
+        self,
+        action: Action,
+        end: float,
+        missing: dict[Action, _Missing],
+        ranks: Sequence[_Rank],
+        events: list[tuple[float, int]],
+    ) -> None:
         """Tells the followers of a forward or backward when it ends."""
         num_segments = self._shape.num_segments
         kind, stage, microbatch, segment = action
@@ -203,11 +221,11 @@ class ListScheduler:
         for follower, delay in self._followers.get(pattern, ()):
             kind, stage, _, segment = follower
             waiting = Action(kind, stage, microbatch, segment)
-            state = missing.setdefault(waiting, [self._needs[follower], 0.0])
-            state[0] -= 1
-            state[1] = max(state[1], end + delay)
-            if state[0] == 0:
-                time = missing.pop(waiting)[1]
+            state = missing.setdefault(waiting, _Missing(self._needs[follower]))
+            state.number -= 1
+            state.arrival = max(state.arrival, end + delay)
+            if state.number == 0:
+                time = missing.pop(waiting).arrival
                 within = segment if kind is Kind.F else num_segments - 1 - segment
                 rank = ranks[self._rank_of[stage]]
                 heappush(rank.ready[kind, stage], (microbatch * num_segments + within, time, waiting))

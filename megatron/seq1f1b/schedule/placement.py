@@ -16,7 +16,7 @@ class Placement:
     num_chunks: int = 1
     style: str = "looped"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_chunks < 1:
             raise ValueError(f"a placement needs at least one rank and one model chunk: {self}")
         if self.style not in ("looped", "v"):

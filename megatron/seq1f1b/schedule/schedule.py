@@ -18,7 +18,7 @@ class Shape:
     num_microbatches: int
     num_segments: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_microbatches < 1 or self.num_segments < 1:
             raise ValueError(f"a schedule needs at least one micro-batch and one segment: {self}")
 

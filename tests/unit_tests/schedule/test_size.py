@@ -1,11 +1,8 @@
 """The largest schedule that we promise: 64 ranks, 512 micro-batches, 16 segments, 2 chunks."""
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
-from megatron.seq1f1b import schedule
 from megatron.seq1f1b.schedule import Placement, Shape, program
 
 WHOLE = """
@@ -28,16 +25,3 @@ def test_two_million_actions_are_built_validated_and_timed_in_little_memory():
 def test_one_rank_is_built_without_the_others():
     actions = program("1f1b", Shape(Placement(64, 2), 512, 16), 31)
     assert len(actions) == 2 * 2 * 512 * 16 * 3 + 4  # compute, a receive and a send for each; 2 GATHER, 2 REDUCE
-
-
-def test_the_schedule_package_is_pure_python():
-    folder = Path(schedule.__file__).parent
-    for path in folder.rglob("*.py"):
-        depth = len(path.relative_to(folder).parts)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= sys.stdlib_module_names, path
-            elif isinstance(node, ast.ImportFrom) and node.level:
-                assert node.level <= depth, path
-            elif isinstance(node, ast.ImportFrom):
-                assert node.module.split(".")[0] in sys.stdlib_module_names, path

@@ -1,0 +1,68 @@
+"""Who may import whom: no room imports one above it, and the pure ones import neither torch nor Megatron."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
+
+# Each room with the rooms that it may import. What is not listed stands on top and may import all of them.
+MAY_IMPORT = {
+    "schedule": set(),
+    "partition": set(),
+    "costs": {"schedule", "partition"},
+    "simulator": {"schedule", "partition", "costs"},
+    "planner": {"schedule", "partition", "costs", "simulator"},
+    "report": {"schedule"},
+    "ranks": set(),
+    "patches": set(),
+    "cpu": {"ranks", "patches"},
+    "model": {"ranks", "patches"},
+    "runtime": {"ranks", "patches", "schedule", "model"},
+    "rehearsal": {"ranks", "patches", "schedule", "model", "runtime"},
+}
+PURE = {"schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}, "planner": {"numpy"}}
+
+
+def imported(path: Path) -> set[str]:
+    """The full names of the modules that a file imports anywhere, and of what it imports from them."""
+    package = ["megatron", "seq1f1b", *path.relative_to(ROOT).parts[:-1]]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files(room: str) -> list[Path]:
+    """Those of a folder, or the one file that a small room is."""
+    single = ROOT / f"{room}.py"
+    return [single] if single.is_file() else sorted((ROOT / room).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if files(room)])
+def test_a_room_imports_only_what_lies_below_it(room):
+    for path in files(room):
+        ours = {name.split(".")[2] for name in imported(path) if name.startswith("megatron.seq1f1b.")}
+        assert ours <= MAY_IMPORT[room] | {room}, path
+
+
+@pytest.mark.parametrize("room", [room for room in PURE if files(room)])
+def test_a_pure_room_needs_little_else(room):
+    for path in files(room):
+        others = {name.split(".")[0] for name in imported(path) if not name.startswith("megatron.seq1f1b")}
+        assert others <= sys.stdlib_module_names | PURE[room], path
+
+
+def test_the_rooms_have_no_circle():
+    order: list[str] = []
+    while len(order) < len(MAY_IMPORT):
+        free = [room for room in MAY_IMPORT if room not in order and MAY_IMPORT[room] <= set(order)]
+        assert free, f"a circle among {set(MAY_IMPORT) - set(order)}"
+        order += free
