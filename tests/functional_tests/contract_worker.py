@@ -185,9 +185,10 @@ def check_no_pipeline() -> None:
     """The lengths and the iterator may be nothing at all."""
     parallel_state.initialize_model_parallel(TENSOR, 1)
     unread = {"step": integers, "data_iterator": range(9), "seq_length": None, "micro_batch_size": None}
-    assert call(schedules.forward_backward_no_pipelining, chunks(1, 1), 4, forward_only=True, **unread) == [
-        {"loss": 7}
-    ] * 4
+    assert (
+        call(schedules.forward_backward_no_pipelining, chunks(1, 1), 4, forward_only=True, **unread)
+        == [{"loss": 7}] * 4
+    )
     for m in (1, 3):
         check_same(ALONE, 1, m, 1)
         check_same(ALONE, 1, m, 1, step=summed, per_token_loss=m == 3)

@@ -18,8 +18,7 @@ LAYOUTS = {
     "dp2-distributed-optimizer": (2, "--use-distributed-optimizer"),
     "dp2-overlap": (
         2,
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-        " --ddp-average-in-collective",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-average-in-collective",
     ),
 }
 

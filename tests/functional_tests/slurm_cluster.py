@@ -1,0 +1,206 @@
+"""A Slurm of two nodes on this machine: each slurmd has a network namespace and a host name of its own."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NODES = ("node1", "node2")
+NETWORK = "10.213.77"
+BINARIES = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "squeue",
+    "sinfo",
+    "scancel",
+    "ip",
+    "unshare",
+)
+SBIN_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where Debian keeps daemons
+
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}({network}.254)
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort=16817
+SlurmdPort=16818
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%h
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%h.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=sched_interval=2,bf_interval=2
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP
+"""
+
+
+def environment(**settings: str) -> dict[str, str]:
+    """The environment of a launcher: none of the variables that it would obey but those given."""
+    obeyed = r"MODEL_SIZE|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|SEQUENCE_.*|TRAIN_ITERS|CUDA_.*|SLURM_.*|SBATCH_.*"
+    clean = {name: value for name, value in os.environ.items() if not re.fullmatch(obeyed, name)}
+    return clean | {"PATH": SBIN_PATH} | settings
+
+
+class Cluster:
+    """Jobs on the running cluster; the folder holds its state and the logs."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self.folder, self._python = folder, python
+
+    def environment(self, **settings: str) -> dict[str, str]:
+        own = {"MODEL_SIZE": "tiny", "PYTHON": self._python, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        return environment(**own | settings)
+
+    def ask(self, *command: str) -> str:
+        run = subprocess.run(command, env=self.environment(), capture_output=True, text=True, timeout=60)
+        return run.stdout.strip()
+
+    def submit(self, script: str, log: Path, *words: str, cwd: Path = ROOT, options=(), **settings: str) -> str:
+        """The id of a new job with the arguments `words`."""
+        command = ["sbatch", "--parsable", f"--output={log}", *options, script, *words]
+        env = self.environment(LOG_DIR=f"{log}.ranks") | settings
+        run = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+        assert run.stdout.strip().isdigit(), run.stderr
+        return run.stdout.strip()
+
+    def outcome(self, job: str, seconds: int) -> str:
+        """Wait for the end of a job: its state and its exit code, as Slurm writes them."""
+        # Not sbatch --wait, which looks only every ten seconds.
+        self.wait_for(f"the end of job {job}", lambda: not self.ask("squeue", "-h", "-j", job), seconds)
+        return " ".join(re.findall(r"(?:JobState|ExitCode)=(\S+)", self.ask("scontrol", "show", "job", job)))
+
+    def wait_for(self, what: str, is_there: Callable[[], object], seconds: int = 60) -> None:
+        until = time.monotonic() + seconds
+        while not is_there():
+            if time.monotonic() > until:
+                logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in self.folder.glob("*.log"))
+                pytest.fail(f"no sign of {what} after {seconds} s\n{logs}")
+            time.sleep(0.2)
+
+    def cancel_all(self) -> None:
+        """Leave no job behind, whose processes would outlive the daemons."""
+        if self.ask("squeue", "-h"):
+            self.ask("scancel", "--full", f"--user={os.geteuid()}")
+            self.wait_for("an empty queue", lambda: not self.ask("squeue", "-h"))
+
+
+@contextmanager
+def running_cluster(python: str) -> Iterator[Cluster]:
+    """A cluster that runs jobs with this Python; everything in it ends with the context. Skips without its parts."""
+    require_slurm()
+    with ExitStack() as stack:
+        # Not pytest's folder: munge wants one that every user may enter, with a short name.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
+        configure(folder)
+        namespaces = stack.enter_context(network())
+        cluster = Cluster(folder, python)
+        munge = folder / "munge"
+        files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed", "log")]
+        start(stack, cluster, "munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)
+        cluster.wait_for("munge's socket", (munge / "socket").exists)
+        start(stack, cluster, "slurmctld", "slurmctld", "-D")
+        (folder / "hosts").write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{NETWORK}.{i} {node}\n" for i, node in enumerate(NODES, 1))
+        )
+        for node, namespace in zip(NODES, namespaces, strict=True):
+            # Not `ip netns exec`, which hides the control groups that slurmd looks for.
+            inside = ("nsenter", f"--net=/run/netns/{namespace}", "unshare", "--uts", "--mount")
+            setup = f"mount --bind {folder}/hosts /etc/hosts && hostname {node} && exec slurmd -D"
+            start(stack, cluster, node, *inside, "bash", "-c", setup)
+        states = ["idle"] * len(NODES)
+        cluster.wait_for("idle nodes", lambda: cluster.ask("sinfo", "-h", "-N", "-o", "%t").split() == states)
+        stack.callback(cluster.cancel_all)
+        yield cluster
+
+
+def require_slurm() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can start munged, slurmctld and slurmd")
+    missing = [name for name in BINARIES if shutil.which(name, path=SBIN_PATH) is None]
+    if missing and os.environ.get("CI") == "true" and shutil.which("apt-get"):
+        quiet = {"capture_output": True, "env": environment(DEBIAN_FRONTEND="noninteractive")}
+        subprocess.run(["apt-get", "update"], timeout=120, **quiet)
+        packages = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2"]
+        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", *packages], timeout=240, **quiet)
+        missing = [name for name in BINARIES if shutil.which(name, path=SBIN_PATH) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge iproute2)")
+
+
+@contextmanager
+def network() -> Iterator[list[str]]:
+    """The namespaces of the nodes, on a bridge with this machine."""
+    bridge = f"seqbr{os.getpid() % 100000}"
+    names = [f"{bridge}-{node}" for node in NODES]
+    with ExitStack() as stack:
+        if ip("link", "add", bridge, "type", "bridge") != 0:
+            pytest.skip("network namespaces cannot be made here")
+        stack.callback(ip, "link", "del", bridge)
+        ip("addr", "add", f"{NETWORK}.254/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
+        for i, name in enumerate(names, 1):
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+            end = f"{bridge}.{i}"
+            ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", end, "master", bridge, "up")
+            ip("-n", name, "addr", "add", f"{NETWORK}.{i}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+
+
+def ip(*words: str) -> int:
+    return subprocess.run(["ip", *words], env=environment(), capture_output=True, timeout=20).returncode
+
+
+def configure(folder: Path) -> None:
+    folder.chmod(0o755)
+    for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+        (folder / name).mkdir(mode=0o755)
+    (folder / "munge" / "key").write_bytes(os.urandom(1024))
+    (folder / "munge" / "key").chmod(0o600)
+    nodes = "\n".join(
+        f"NodeName={node} NodeAddr={NETWORK}.{i} CPUs={os.cpu_count()} State=UNKNOWN" for i, node in enumerate(NODES, 1)
+    )
+    host = socket.gethostname().split(".")[0]
+    text = CONFIGURATION.format(host=host, network=NETWORK, folder=folder, nodes=nodes)
+    (folder / "slurm.conf").write_text(text)
+
+
+def start(stack: ExitStack, cluster: Cluster, name: str, *command: str) -> None:
+    """Start a daemon, that the stack stops."""
+    with open(cluster.folder / f"{name}.log", "w") as log:
+        daemon = subprocess.Popen(command, env=cluster.environment(), stdout=log, stderr=log)
+    stack.callback(stop, daemon)
+
+
+def stop(daemon: subprocess.Popen) -> None:
+    daemon.terminate()
+    try:
+        daemon.wait(15)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()

@@ -1,0 +1,74 @@
+"""The newcomer's walk in CONTRIBUTING.md: a family with split backwards is one file and one line."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+VALIDATE = """
+import itertools
+from pathlib import Path
+from megatron.seq1f1b import schedule
+from megatron.seq1f1b.schedule import Kind, Placement, Schedule, Shape, build, simulate, validate
+
+
+def end(made: Schedule) -> float:
+    return max(span.end for spans in simulate(made).ranks for span in spans)
+
+
+assert Path(schedule.__file__).is_relative_to(Path.cwd()), schedule.__file__
+assert "gpipe-zb" in schedule.FAMILY_NAMES
+for ranks, chunks, microbatches, segments in itertools.product((1, 2, 4), (1, 2), (1, 3, 4), (1, 2, 3)):
+    shape = Shape(Placement(ranks, chunks), microbatches, segments)
+    made = build("gpipe-zb", shape)
+    validate(made)
+    assert {action.kind for actions in made.ranks for action in actions} == {Kind.F, Kind.I, Kind.W}
+    assert end(made) <= end(build("gpipe", shape))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of the package after the walk."""
+    root = tmp_path_factory.mktemp("tree")
+    package = root / "megatron" / "seq1f1b"
+    shutil.copytree(ROOT / "megatron" / "seq1f1b", package, ignore=shutil.ignore_patterns("__pycache__"))
+    family, line = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    path = re.search(r"Save this as `(\S+)`", TEXT)[1]
+    (root / path).write_text(family)
+    table = package / "schedule" / "families" / "__init__.py"
+    text = table.read_text()
+    assert text.count('        "gpipe": gpipe,\n') == 1
+    text = text.replace('        "gpipe": gpipe,\n', f'        "gpipe": gpipe,\n{line}')
+    table.write_text(
+        text.replace("from .gpipe import gpipe\n", "from .gpipe import gpipe\nfrom .gpipe_zb import gpipe_zb\n")
+    )
+    return root
+
+
+def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    run = subprocess.run(
+        [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def test_the_new_family_is_valid_for_all_sizes_and_no_slower(tree):
+    python(tree, "-c", VALIDATE)
+
+
+def test_the_console_command_of_the_walk_takes_it(tree):
+    words = re.search(r"seq1f1b (plot --pipeline-schedule gpipe-zb.*)", TEXT)[1].replace(".png", ".csv").split()
+    run = "import sys; from megatron.seq1f1b.commands import main; sys.exit(main(sys.argv[1:]))"
+    python(tree, "-c", run, *words)
+    assert "0I0.0" in (tree / "gpipe-zb.csv").read_text()
+    assert "valid" in python(tree, "-c", run, "check", "gpipe-zb.csv").stdout
