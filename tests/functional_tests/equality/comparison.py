@@ -50,7 +50,8 @@ class References:
         chunks = None
         found = []
         for case in cases:
-            key = model, ranks, case.m, case.mask, case.lengths if case.mask == "segment" else None, case.packed
+            lengths = case.lengths if case.mask == "segment" else None
+            key = model, ranks, case.m * replicas_of(layout), case.mask, lengths, case.packed
             if key not in self._found:
                 chunks = chunks or build(model, ranks)
                 whole = replace(case, m=case.m * replicas_of(layout))
