@@ -44,8 +44,11 @@ class KVCache:
         is_last_segment = end == self._keys.shape[0]
         assert (self._key_grads is None) == is_last_segment, "segments went backward out of order"
         if self._key_grads is not None:
-            left = self._key_grads[start:end], self._value_grads[start:end]
-            own = tuple((left_over + grad).to(grad.dtype) for left_over, grad in zip(left, own, strict=True))
+            key, value = own
+            own = (
+                (self._key_grads[start:end] + key).to(key.dtype),
+                (self._value_grads[start:end] + value).to(value.dtype),
+            )
             if prefix is not None:
                 self._key_grads[:start] += prefix[0]
                 self._value_grads[:start] += prefix[1]

@@ -4,8 +4,8 @@ It knows no family, no phase and no neighbour by name. What an action means for 
 `forward_step` and `backward_step`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..model import Segment, SegmentContext, WeightGradientStore
-from ..schedule import Action, Kind, Placement, channel_of
+from ..schedule import Action, Channel, Kind, Placement, channel_of
 from .call import Call
 from .communication import Communicator
 from .data import SegmentIterator
@@ -64,34 +64,44 @@ class Services:
 
 
 class Interpreter:
-    """State of one step on one rank; it is empty when the step ends."""
+    """State of one step on one rank; it is empty when the step ends.
+
+    What a unit costs the host counts (tools/benchmark_host.py): a GPU waits where a segment's layers take less.
+    """
 
     def __init__(self, step: Step, services: Services) -> None:
         self._step = step
         self._call = step.call
-        self._placement = step.placement
         self._services = services
+        self._timers = step.call.config.timers
+        self._last_stage = step.placement.num_stages - 1
+        self._chunk_of = {stage: step.placement.chunk_of(stage) for stage in step.placement.stages_of(step.rank)}
+        self._channels = _channels(step.placement, step.rank)
         self._started_chunks: set[int] = set()
         self._message_shapes: dict[int, tuple[int, ...]] = {}
+        self._splits_backwards = False
         # Forwards that recompute all layers in their backward, where Megatron asks for that by micro-batch.
         self._recomputed: frozenset[Action] | None = None
         # The last actions of each chunk that give input gradients, and that give weight gradients.
         self._ends: frozenset[tuple[Kind, Action]] = frozenset()
-        # Keyed by the F of a unit: what went into it and came out, until its backward.
-        self._kept: dict[Action, tuple[Tensor | None, Tensor]] = {}
-        # Keyed by the SEND that carries it, or would if the neighbouring stage were on another rank.
-        self._outgoing: dict[Action, Tensor] = {}
+        # By (stage, micro-batch, segment): what went into a forward and came out, until its backward.
+        self._kept: dict[tuple, tuple[Tensor | None, Tensor]] = {}
+        # By the SEND that carries it, or would if the neighbouring stage were on another rank.
+        self._outgoing: dict[tuple, Tensor] = {}
 
     def run(self, program: Program) -> None:
         """Run the actions in order. A failure names the action and what stands around it, on all ranks."""
-        self._ends = program.ends
+        self._ends, self._splits_backwards = program.ends, program.splits_backwards
         self._recomputed = self._all_but_partially_checkpointed(program.actions)
         # A range for each action in the PyTorch profiler, and in Nsight by Megatron's --profile.
-        name = record_function if torch.autograd._profiler_enabled() else None
+        is_profiled, handlers = torch.autograd._profiler_enabled(), self._HANDLERS
         for position, action in enumerate(program.actions):
             try:
-                with nullcontext() if name is None else name(str(action)):
-                    self._HANDLERS[action.kind](self, action)
+                if is_profiled:
+                    with record_function(str(action)):
+                        handlers[action.kind](self, action)
+                else:
+                    handlers[action.kind](self, action)
             except Exception as error:
                 near = " ".join(map(str, program.actions[max(position - 3, 0) : position + 4]))
                 error.add_note(f"pipeline rank {self._step.rank} failed at {action}, among {near}")
@@ -117,13 +127,14 @@ class Interpreter:
         return frozenset(f for index, f in enumerate(forwards) if index % in_flight >= limit * num_segments)
 
     def _forward(self, action: Action) -> None:
-        call, services, chunk = self._call, self._services, self._placement.chunk_of(action.stage)
-        segment = self._step.segments[action.microbatch][action.segment]
+        _, stage, microbatch, index = action
+        call, services, chunk = self._call, self._services, self._chunk_of[stage]
+        segment = self._step.segments[microbatch][index]
         batches = self._step.batches[chunk]
-        arrived = self._input_of(action)
+        arrived = self._input_of(action, is_forward=True)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
-        is_last = self._is_last(action.stage)
+        is_last = stage == self._last_stage
         with self._running(action, segment), services.sequence_length_is(segment.length):
             output, _ = forward_step(
                 services.losses.observe(call.forward_step_func, segment),
@@ -137,74 +148,90 @@ class Interpreter:
                 collect_non_loss_data=call.collect_non_loss_data,
                 checkpoint_activations_microbatch=None if self._recomputed is None else action in self._recomputed,
                 is_first_microbatch=check_first_val_step(call.first_val_step, call.forward_only, is_first_of_chunk),
-                current_microbatch=action.microbatch,
+                current_microbatch=microbatch,
                 vp_stage=chunk if len(call.chunks) > 1 else None,
                 is_last_stage=is_last,
             )
         if not call.forward_only:
-            self._kept[action] = arrived, output
+            self._kept[action[1:]] = arrived, output
         if not is_last:
-            self._outgoing[action._replace(kind=Kind.SEND_F)] = output
+            self._outgoing[Kind.SEND_F, *action[1:]] = output
 
     def _backward(self, action: Action) -> None:
+        kind, stage, microbatch, index = action
         services = self._services
-        segment = self._step.segments[action.microbatch][action.segment]
-        arrived, output = self._kept.pop(action._replace(kind=Kind.F))
-        if self._is_last(action.stage):
+        segment = self._step.segments[microbatch][index]
+        arrived, output = self._kept.pop(action[1:])
+        if stage == self._last_stage:
             gradient, output = None, services.losses.ready_for_backward(output, segment)
         else:
-            gradient = self._input_of(action)
+            gradient = self._input_of(action, is_forward=False)
         with self._running(action, segment):
-            with self._syncing(Kind.I, action), services.weight_gradients.collecting(action[1:]):
-                gradient = backward_step(arrived, output, gradient, self._call.config)
-            if action.kind is Kind.B:
-                self._compute_weight_gradients(action)
-        if action.stage > 0:
-            self._outgoing[action._replace(kind=Kind.SEND_B)] = gradient
+            if self._splits_backwards:
+                with services.weight_gradients.collecting(action[1:]):
+                    gradient = self._input_gradient(action, arrived, output, gradient)
+                if kind is Kind.B:
+                    self._compute_weight_gradients(action)
+            else:
+                gradient = self._input_gradient(action, arrived, output, gradient)
+        if stage > 0:
+            self._outgoing[Kind.SEND_B, *action[1:]] = gradient
+
+    def _input_gradient(
+        self, action: Action, arrived: Tensor | None, output: Tensor, gradient: Tensor | None
+    ) -> Tensor | None:
+        """Also the weight gradient, unless backwards are split."""
+        if (Kind.I, action) not in self._ends:
+            return backward_step(arrived, output, gradient, self._call.config)
+        with self._services.sync.last_backward(self._chunk_of[action.stage]):
+            return backward_step(arrived, output, gradient, self._call.config)
 
     def _weight_gradient(self, action: Action) -> None:
         segment = self._step.segments[action.microbatch][action.segment]
-        with self._running(action, segment), self._timed("backward-compute"):
+        with self._running(action, segment):
+            self._start("backward-compute")
             self._compute_weight_gradients(action)
+            self._stop("backward-compute")
 
     def _compute_weight_gradients(self, action: Action) -> None:
-        """Nothing is left to compute where no backward of the schedule is split: then B had both halves."""
-        with self._syncing(Kind.W, action):
+        if (Kind.W, action) not in self._ends:
+            self._services.weight_gradients.compute(action[1:])
+            return
+        with self._services.sync.last_backward(self._chunk_of[action.stage]):
             self._services.weight_gradients.compute(action[1:])
 
-    def _syncing(self, half: Kind, action: Action) -> AbstractContextManager:
-        """Around one half of a backward, the input-gradient one (I) or the weight-gradient one (W)."""
-        if (half, action) not in self._ends:
-            return nullcontext()
-        return self._services.sync.last_backward(self._placement.chunk_of(action.stage))
-
-    def _input_of(self, action: Action) -> Tensor | None:
+    def _input_of(self, action: Action, is_forward: bool) -> Tensor | None:
         """The activations or output gradient that an action starts from; waits for the message if there is one."""
-        is_forward = action.kind is Kind.F
-        source = action.stage + (-1 if is_forward else 1)
-        if source < 0:
+        _, stage, *unit = action
+        if is_forward and stage == 0:
             return None
-        if self._placement.rank_of(source) == self._step.rank:
-            handed = self._outgoing.pop(action._replace(kind=Kind.SEND_F if is_forward else Kind.SEND_B, stage=source))
+        channel = self._channels.get((Kind.RECV_F if is_forward else Kind.RECV_B, stage))
+        if channel is None:  # from a neighbouring stage on this rank
+            sent = (Kind.SEND_F, stage - 1) if is_forward else (Kind.SEND_B, stage + 1)
+            handed = self._outgoing.pop((*sent, *unit))
             tensor = handed.detach()
             self._deallocate(handed, is_forward)
         else:
-            receive = action._replace(kind=Kind.RECV_F if is_forward else Kind.RECV_B)
-            with self._timed("forward-recv" if is_forward else "backward-recv"):
-                tensor = self._services.communicator.receive(channel_of(receive, self._placement))
+            name = "forward-recv" if is_forward else "backward-recv"
+            self._start(name)
+            tensor = self._services.communicator.receive(channel)
+            self._stop(name)
         return tensor.requires_grad_(is_forward)
 
     def _post_receive(self, action: Action) -> None:
-        segment = self._step.segments[action.microbatch][action.segment]
-        shape = self._message_shapes.get(segment.length)
+        kind, stage, microbatch, index = action
+        length = self._step.segments[microbatch][index].length
+        shape = self._message_shapes.get(length)
         if shape is None:
-            shape = self._message_shapes[segment.length] = self._step.message_shape(segment.length)
-        self._services.communicator.post_receive(channel_of(action, self._placement), shape, action)
+            shape = self._message_shapes[length] = self._step.message_shape(length)
+        self._services.communicator.post_receive(self._channels[kind, stage], shape, action)
 
     def _send(self, action: Action) -> None:
         tensor, is_forward = self._outgoing.pop(action), action.kind is Kind.SEND_F
-        with self._timed("forward-send" if is_forward else "backward-send"):
-            self._services.communicator.send(channel_of(action, self._placement), tensor, action)
+        name = "forward-send" if is_forward else "backward-send"
+        self._start(name)
+        self._services.communicator.send(self._channels[action.kind, action.stage], tensor, action)
+        self._stop(name)
         self._deallocate(tensor, is_forward)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
@@ -213,31 +240,28 @@ class Interpreter:
             deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
 
     def _gather(self, action: Action) -> None:
-        self._services.sync.before_first_forward(self._placement.chunk_of(action.stage))
+        self._services.sync.before_first_forward(self._chunk_of[action.stage])
 
     def _reduce(self, action: Action) -> None:
-        self._services.sync.after_last_backward(self._placement.chunk_of(action.stage))
+        self._services.sync.after_last_backward(self._chunk_of[action.stage])
 
-    def _is_last(self, stage: int) -> bool:
-        return stage == self._placement.num_stages - 1
+    def _running(self, action: Action, segment: Segment) -> AbstractContextManager:
+        keeps_for_backward = not self._call.forward_only
+        if self._services.recorder is None:
+            return self._services.context.running(segment, keeps_for_backward)
+        around = ExitStack()
+        around.enter_context(self._services.context.running(segment, keeps_for_backward))
+        around.enter_context(self._services.recorder.span(action))
+        return around
 
-    @contextmanager
-    def _running(self, action: Action, segment: Segment) -> Iterator[None]:
-        recorder = self._services.recorder
-        span = recorder.span(action) if recorder else nullcontext()
-        with self._services.context.running(segment, keeps_for_backward=not self._call.forward_only), span:
-            yield
-
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _start(self, name: str) -> None:
         """Under a name that Megatron's log knows; its `forward_step` and `backward_step` time themselves."""
-        timers = self._call.config.timers
-        if timers is None:
-            yield
-            return
-        timers(name, log_level=2).start()
-        yield
-        timers(name).stop()
+        if self._timers is not None:
+            self._timers(name, log_level=2).start()
+
+    def _stop(self, name: str) -> None:
+        if self._timers is not None:
+            self._timers(name).stop()
 
     # On the class: a table of bound methods would be a cycle that keeps a step until a collection.
     _HANDLERS = {
@@ -252,3 +276,18 @@ class Interpreter:
         Kind.GATHER: _gather,
         Kind.REDUCE: _reduce,
     }
+
+
+def _channels(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
+    """By kind of message and stage on this rank, the channels to neighbouring stages that are on others."""
+    channels = {}
+    for stage in placement.stages_of(rank):
+        for kind, neighbour in (
+            (Kind.RECV_F, stage - 1),
+            (Kind.SEND_B, stage - 1),
+            (Kind.SEND_F, stage + 1),
+            (Kind.RECV_B, stage + 1),
+        ):
+            if 0 <= neighbour < placement.num_stages and placement.rank_of(neighbour) != rank:
+                channels[kind, stage] = channel_of(Action(kind, stage), placement)
+    return channels

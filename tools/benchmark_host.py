@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+"""What a schedule costs the host: processor time of our own share of a unit, where its layers do nothing.
+
+    python tools/benchmark_host.py
+
+The middle rank of a pipeline of four, without the other ranks: messages are at hand at once. Beside it, in turn, the
+same calls of Megatron's forward_step and backward_step without a schedule around them; the difference is our share.
+Below, the share of an attention layer, beside a layer that calls the same kernel and keeps nothing. A layer of a
+segment has to take a GPU longer than that, or the GPU waits for the host.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from megatron.seq1f1b import cpu  # noqa: E402
+
+cpu.activate()
+
+from megatron.core import ModelParallelConfig  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import backward_step, forward_step  # noqa: E402
+
+from megatron.seq1f1b.model import Segment, SegmentContext, WeightGradientStore  # noqa: E402
+from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
+from megatron.seq1f1b.model.kernels import Gradients, Kernel  # noqa: E402
+from megatron.seq1f1b.runtime.call import Call  # noqa: E402
+from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
+from megatron.seq1f1b.runtime.interpreter import Interpreter, Services, Step  # noqa: E402
+from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
+from megatron.seq1f1b.runtime.program import Program  # noqa: E402
+from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, program  # noqa: E402
+
+RANKS, RANK = 4, 1
+
+
+class Nothing(torch.nn.Module):
+    """A stage whose layers do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = ModelParallelConfig(pipeline_dtype=torch.float32)
+        self.config.calculate_per_token_loss = False
+        self.config.hidden_size = 1
+        self.model_type = None
+
+    def set_input_tensor(self, tensors: list) -> None:
+        self.input = tensors[0]
+
+    def forward(self) -> torch.Tensor:
+        return self.input + 1
+
+
+class Messages:
+    """What a neighbour would send, at hand at once."""
+
+    def post_receive(self, *_) -> None:
+        pass
+
+    def receive(self, _) -> torch.Tensor:
+        return torch.zeros(1)
+
+    def send(self, *_) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class NoKernel:
+    """Attention that gives what it gets."""
+
+    def forward(self, query, key, value):
+        return query.flatten(2), (query,)
+
+    def backward(self, grad_output, saved):
+        grad = grad_output.view_as(saved.query)
+        prefix = (saved.key[: saved.start], saved.value[: saved.start]) if saved.start else None
+        return Gradients(grad, grad, grad, prefix)
+
+
+def forward_step_func(_, model):
+    return model(), None
+
+
+def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    call = Call(
+        forward_step_func=forward_step_func,
+        chunks=[model],
+        iterators=[None],
+        num_microbatches=num_microbatches,
+        seq_length=num_segments,
+        micro_batch_size=1,
+        decoder_seq_length=None,
+        forward_only=False,
+        collect_non_loss_data=False,
+        first_val_step=None,
+        force_all_reduce=False,
+        config=model.config,
+        groups=SimpleNamespace(tp=alone, cp=alone),
+        pipeline=alone,
+    )
+    segments = [
+        [Segment(number, index, index, index + 1, num_segments) for index in range(num_segments)]
+        for number in range(num_microbatches)
+    ]
+    return Step(call, Placement(RANKS), RANK, segments, [None])
+
+
+def scheduled(step: Step, actions: Program) -> None:
+    model = step.call.chunks[0]
+    services = Services(
+        communicator=Messages(),
+        context=SegmentContext(),
+        weight_gradients=WeightGradientStore(),
+        losses=LossLedger(per_token_loss=False),
+        sync=GradientSync(model.config, [model]),
+        sequence_length_is=nullcontext,
+        recorder=None,
+        around=str,
+    )
+    Interpreter(step, services).run(actions)
+
+
+def bare(step: Step, actions: Program) -> None:
+    """The forwards and backwards of the same actions, and nothing else."""
+    model, kept = step.call.chunks[0], {}
+    for action in actions.actions:
+        if action.kind is Kind.F:
+            arrived = torch.zeros(1, requires_grad=True)
+            arguments = forward_step_func, None, model, step.call.num_microbatches, arrived, [], model.config
+            output, _ = forward_step(
+                *arguments, cp_group_size=1, current_microbatch=action.microbatch, is_last_stage=False
+            )
+            kept[action[1:]] = arrived, output
+        elif action.kind in (Kind.B, Kind.I):
+            arrived, output = kept.pop(action[1:])
+            backward_step(arrived, output, torch.zeros(1), model.config)
+
+
+class Bare(torch.autograd.Function):
+    """A kernel in a graph, as any attention has it."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, kernel):
+        output, _ = kernel.forward(query, key, value)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        query, *_ = ctx.saved_tensors
+        grad = grad_output.view_as(query)
+        return grad, grad, grad, None
+
+
+def attention_layer(kernel: Kernel) -> SegmentAttention:
+    config = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=True)
+    layer = SegmentAttention(config)
+    layer.kernels._choose = lambda *_: kernel
+    layer.context = SegmentContext()
+    return layer
+
+
+def attend(layer: SegmentAttention, num_segments: int) -> None:
+    inputs = torch.zeros(1, 1, 2, 8, requires_grad=True)
+    segments = [Segment(0, index, index, index + 1, num_segments) for index in range(num_segments)]
+    outputs = []
+    layer.context.segment = None
+    for segment in segments:
+        with layer.context.running(segment, True):
+            outputs.append(layer(inputs, inputs, inputs))
+    for segment in reversed(segments):
+        with layer.context.running(segment, True):
+            outputs.pop().sum().backward()
+
+
+def attend_bare(kernel: Kernel, num_segments: int) -> None:
+    inputs = torch.zeros(1, 1, 2, 8, requires_grad=True)
+    outputs = [Bare.apply(inputs, inputs, inputs, kernel) for _ in range(num_segments)]
+    while outputs:
+        outputs.pop().sum().backward()
+
+
+def shares(ours: Callable[[], None], bare: Callable[[], None], units: int, repeats: int) -> tuple[list[float], float]:
+    """Microseconds a unit: our shares over the repeats, and the median of the bare calls."""
+    pairs = [(seconds(ours), seconds(bare)) for _ in range(repeats + 1)][1:]  # the first warms up
+    return [1e6 * (a - b) / units for a, b in pairs], 1e6 * statistics.median(b for _, b in pairs) / units
+
+
+def seconds(work: Callable[[], None]) -> float:
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def show(name: str, found: tuple[list[float], float]) -> None:
+    own, bare = found
+    print(f"{name:24}{statistics.median(own):12.1f}{min(own):12.1f}{bare:12.1f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--sequence-splits", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+
+    print(f"{'microseconds a unit':24}{'our share':>12}{'least':>12}{'bare calls':>12}")
+    shape = Shape(Placement(RANKS), args.microbatches, args.sequence_splits)
+    step = step_of(Nothing(), args.microbatches, args.sequence_splits)
+    for family in FAMILY_NAMES:
+        actions = Program(program(family, shape, RANK))
+        found = shares(lambda: scheduled(step, actions), lambda: bare(step, actions), shape.num_units, args.repeats)  # noqa: B023
+        show(family, found)
+    kernel, layer = NoKernel(), attention_layer(NoKernel())
+    units = 8 * args.sequence_splits
+    show(
+        "an attention layer",
+        shares(lambda: attend(layer, units), lambda: attend_bare(kernel, units), units, args.repeats),
+    )
+
+
+if __name__ == "__main__":
+    main()
