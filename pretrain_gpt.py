@@ -9,10 +9,16 @@ from typing import Any
 
 _PROGRAM_START = time.time()
 
-import megatron.seq1f1b
+from megatron.seq1f1b import (
+    add_arguments,
+    install,
+    pipeline_config,
+    use_segment_attention,
+    validate,
+)
 
 # Before Megatron is imported, which binds the names that are replaced here.
-megatron.seq1f1b.install()
+install()
 
 from functools import partial
 
@@ -54,14 +60,6 @@ from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
-
-from megatron.seq1f1b.arguments import (
-    add_arguments,
-    follows_documents,
-    validate,
-    wants_segment_attention,
-)
-from megatron.seq1f1b.model import use_segment_attention
 
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
 SPIKE = 10
@@ -129,7 +127,9 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
 def in_packed_format(args):
     """Whether the model is to be told of documents by cumulative lengths. Our schedules know of
     documents by themselves, on every stage."""
-    return (args.sft or args.dataloader_inter_document_masking) and not follows_documents(args)
+    return (
+        args.sft or args.dataloader_inter_document_masking
+    ) and not pipeline_config().follows_documents
 
 
 def packed_seq_params(batch):
@@ -252,7 +252,7 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
     args = parse_and_validate_args(extra_args_provider=with_our_arguments, args_defaults=DEFAULTS)
     if args.spec == ["local"]:
         args.spec = None
-    validate(args)
+    config = validate(args)
     for name, why in (UNSUPPORTED | unsupported).items():
         if getattr(args, name, False):
             raise SystemExit(f"--{name.replace('_', '-')} {why}.")
@@ -263,11 +263,11 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
         )
     # A mask takes s² bytes a sequence. Causal attention makes its own, within documents our
     # schedules need none.
-    masks_documents = args.reset_attention_mask and not follows_documents(args)
+    masks_documents = args.reset_attention_mask and not config.follows_documents
     args.create_attention_mask_in_dataloader &= masks_documents
 
     model_config = model_config_from_args(args)
-    if wants_segment_attention(args):
+    if config.wants_segment_attention:
         model_config.pre_wrap_hooks.append(use_segment_attention)
 
     pretrain(

@@ -1,9 +1,11 @@
 """Sequence-level pipeline parallelism for Megatron: schedules as data, run beside the released megatron-core.
 
-A training script calls `install()` before it imports Megatron, `add_arguments` as its extra arguments provider and
-`validate` on what was parsed.
+A training script calls `install()` before it imports Megatron, gives `add_arguments` to Megatron's parser as its extra
+arguments provider, and calls `validate` with what was parsed. It may ask for the result again by `pipeline_config()`.
+A program without Megatron's arguments calls `install` with our flags as keywords, and nothing else.
 """
 
-from .install import install
+from .arguments import PipelineConfig, add_arguments
+from .install import install, pipeline_config, use_segment_attention, validate
 
-__all__ = ["install"]
+__all__ = ["PipelineConfig", "add_arguments", "install", "pipeline_config", "use_segment_attention", "validate"]

@@ -30,7 +30,7 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 )
 
 from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
-from megatron.seq1f1b.schedule import Placement, Shape, build  # noqa: E402
+from megatron.seq1f1b.schedule import Given, Named, Placement, Shape, build  # noqa: E402
 
 SEQUENCE, BATCH, HIDDEN, MICROBATCHES = 8, 2, 4, 3
 
@@ -95,7 +95,7 @@ def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs)
     return function(**{**arguments, **kwargs})
 
 
-def executor(schedule="1f1b", k=1, timeout=60.0) -> PipelineExecutor:
+def executor(schedule=Named("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
     return PipelineExecutor(schedule, k, lambda length: [length // k] * k, timeout=timedelta(seconds=timeout))
 
 
@@ -177,7 +177,7 @@ def check_a_whole_schedule(world, alone) -> None:
     model, collection = stage(world), groups(world, alone)
     expected = run(executor(), model, pg_collection=collection)
     expected_gradients = gradients(model)
-    given = executor(build("auto", Shape(Placement(2), MICROBATCHES)))
+    given = executor(Given(build("auto", Shape(Placement(2), MICROBATCHES))))
     assert run(given, model, pg_collection=collection) == expected
     assert equal_gradients(model, expected_gradients)
     with torch.no_grad():
@@ -197,8 +197,8 @@ def check_chunks_in_a_v(world, alone) -> None:
     total.backward()
     here = placement.stages_of(world.rank())
     expected = [gradients(stages[number]) for number in here]
-    whole = executor(build("zb-h1", Shape(placement, MICROBATCHES)))
-    named = PipelineExecutor("1f1b", 1, lambda length: [length], timeout=timedelta(seconds=60), placement="v")
+    whole = executor(Given(build("zb-h1", Shape(placement, MICROBATCHES))))
+    named = PipelineExecutor(Named("1f1b", "v"), 1, lambda length: [length], timeout=timedelta(seconds=60))
     for given in (whole, named):
         model = [stages[number] for number in here]
         reports = run(given, model, pg_collection=groups(world, alone))
@@ -292,7 +292,7 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
 
 def check_ranks_that_disagree(world, alone) -> None:
     """All ranks hear of it, and before the first message."""
-    for differing in ({"schedule": ("1f1b", "gpipe")[world.rank()]}, {"k": 1 + world.rank()}):
+    for differing in ({"schedule": Named(("1f1b", "gpipe")[world.rank()])}, {"k": 1 + world.rank()}):
         message = raises(ValueError, run, executor(**differing), stage(world), pg_collection=groups(world, alone))
         assert "rank 1 has" in message and "rank 0 has" not in message, message
 
@@ -343,7 +343,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.stuck:
         given = {"microbatches": 6, "pg_collection": groups(world, alone)}
-        run(executor("gpipe", timeout=600), stage(world), stuck_step(world), **given)
+        run(executor(Named("gpipe"), timeout=600), stage(world), stuck_step(world), **given)
     if args.fail:
         run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
     for name, check in list(globals().items()):

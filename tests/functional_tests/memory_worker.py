@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.seq1f1b.model import Segment, SegmentContext, attach, use_segment_attention  # noqa: E402
 from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
-from megatron.seq1f1b.schedule import Kind, Placement, Shape, build  # noqa: E402
+from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
 
 SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 8
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
@@ -201,7 +201,7 @@ def main() -> None:
         kept = bytes_kept(model, data, lengths)
         assert kept <= uncut, f"a micro-batch in {name} segments keeps {kept} bytes, uncut {uncut}"
         promised = peak_promised(rank, lengths, kept)
-        executor = PipelineExecutor("1f1b", len(lengths), lambda _, lengths=lengths: lengths)
+        executor = PipelineExecutor(Named("1f1b"), len(lengths), lambda _, lengths=lengths: lengths)
         ours = peak_of(executor, model, data)
         check(f"bytes of Seq1F1B, {name} segments", ours, promised)
         check(f"their share of Megatron's, {name} segments", ours / megatrons, promised / whole)

@@ -11,10 +11,11 @@ from functional_tests.launch import ROOT
 # In a process of its own: redirects last as long as the process.
 BEFORE_AND_AFTER = """
 from megatron.seq1f1b import cpu
-from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active, owner_of
+from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active
+from megatron.seq1f1b.patches import owner_of
 
 def bound():
-    return [getattr(*owner_of(redirect.name)) for redirect in REDIRECTS]
+    return [getattr(*owner_of(patch.target)) for patch in REDIRECTS.patches]
 
 def ours(thing):
     thing = getattr(thing, "func", thing)  # a functools.partial
@@ -29,7 +30,7 @@ cpu.activate()
 cpu.activate()
 after = bound()
 assert is_active()
-same = [r.name for r, old, new in zip(REDIRECTS, before, after) if old is new]
+same = [patch.target for patch, old, new in zip(REDIRECTS.patches, before, after) if old is new]
 assert not same, same
 
 # Megatron was imported first, and yet:

@@ -44,7 +44,7 @@ import megatron.seq1f1b
 sys.argv = ["pretrain_gpt.py", "--device", "cpu"]
 megatron.seq1f1b.install()
 from megatron.training.arguments import parse_args, validate_args
-from megatron.seq1f1b.arguments import add_arguments, pipeline_config, validate
+from megatron.seq1f1b import add_arguments, validate
 names = "num_layers hidden_size vocab_size bf16 sequence_parallel data_parallel_size global_batch_size lr manual_gc"
 names += " transformer_impl gradient_accumulation_fusion masked_softmax_fusion no_persist_layer_norm"
 for line in sys.stdin:
@@ -56,9 +56,8 @@ for line in sys.stdin:
         args = parse_args(add_arguments)
         validate_args(args)
         args.padded_vocab_size = args.vocab_size
-        validate(args)
+        config = validate(args)
         seen = {name: getattr(args, name) for name in names.split()}
-        config = pipeline_config(args)
         seen["attention_backend"] = args.attention_backend.name
         seen["cut"] = config.cut(args.seq_length) if config.schedule is not None else None
     except BaseException:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.schedule import Named
 
 LAYERS, HIDDEN, HEADS, VOCABULARY, MICROBATCHES, STEPS = 4, 128, 4, 256, 4, 3
 
@@ -114,7 +115,7 @@ def main() -> None:
         model = build(length, dtype, args.device)
         schedule = forward_backward_no_pipelining
         if args.segments:
-            schedule = PipelineExecutor("1f1b", args.segments, lambda length: even(length, args.segments, 1))
+            schedule = PipelineExecutor(Named("1f1b"), args.segments, lambda length: even(length, args.segments, 1))
         losses[str(dtype).removeprefix("torch.")] = losses_of(schedule, model, length, args.device)
     if parallel_state.is_pipeline_last_stage():
         Report(args.output).figure(**losses)

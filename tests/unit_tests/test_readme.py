@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron.seq1f1b.compatibility import as_markdown
+from megatron.seq1f1b.arguments.supported import as_markdown
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

@@ -24,7 +24,7 @@ from megatron.seq1f1b.costs import (
 from megatron.seq1f1b.partition import cut_sequence
 from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.runtime.recorder import Recorder
-from megatron.seq1f1b.schedule import Placement, Shape, Span
+from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
 
 from .model import Batch
 from .torch_pipeline import schedule_1f1b
@@ -106,7 +106,7 @@ def _ours(
     shape = Shape(Placement(dist.get_world_size(), len(model)), num_microbatches, len(lengths))
     for recorder in (KeepsRecorder(), None) if args.untraced else (KeepsRecorder(),):
         executor = PipelineExecutor(
-            schedule,
+            choose(schedule),
             len(lengths),
             lambda _: lengths,
             tracer=recorder,

@@ -1,8 +1,12 @@
 """Which device a command line asks for."""
 
 import argparse
-import os
+import logging
 from collections.abc import Sequence
+
+from megatron.seq1f1b.ranks import warn_on_rank_0
+
+_log = logging.getLogger(__name__)
 
 
 def wanted(argv: Sequence[str]) -> bool:
@@ -25,6 +29,6 @@ def wanted(argv: Sequence[str]) -> bool:
     if device == "cuda":
         raise SystemExit("--device cuda was given, but no GPU is visible; try --device cpu.")
     # Any other value is reported by the real parser, which knows the choices.
-    if device == "auto" and os.environ.get("RANK", "0") == "0":
-        print("No GPU is visible: training on the CPU with gloo (--device cpu).", flush=True)
+    if device == "auto":
+        warn_on_rank_0(_log, "No GPU is visible: training on the CPU with gloo (--device cpu).")
     return device == "auto"

@@ -1,23 +1,12 @@
-"""The one table of everything that training on a CPU redirects."""
+"""The table of everything that training on a CPU redirects, in torch and in Megatron."""
 
 import importlib
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 
 from megatron.seq1f1b.cpu import optimizer, recurrent, rng, stand_ins, tensors, upstream
-
-
-class Redirect(NamedTuple):
-    """``name`` is bound to ``new``, or to ``new(old)`` where it wraps what was there."""
-
-    name: str
-    new: Callable[..., Any]
-    reason: str
-    wraps: bool = False
-
+from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
 
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
@@ -33,160 +22,160 @@ _INITIALIZE = "asserts CUDA unless told otherwise"
 _TRITON = "its kernels are for GPUs only"
 
 # torch comes first: importing megatron.core already uses some of it.
-REDIRECTS = (
-    # The device
-    Redirect("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used"),
-    Redirect("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0"),
-    Redirect("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
-    Redirect("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
-    # Streams and events
-    Redirect("torch.cuda.Stream", stand_ins.Stream, _DONE),
-    Redirect("torch.cuda.Event", stand_ins.Event, _DONE),
-    Redirect("torch.cuda.stream", stand_ins.stream, _DONE),
-    Redirect("torch.cuda.current_stream", stand_ins.current_stream, _DONE),
-    Redirect("torch.cuda.default_stream", stand_ins.current_stream, _DONE),
-    Redirect("torch.cuda.set_stream", stand_ins.nothing, _DONE),
-    Redirect("torch.cuda.synchronize", stand_ins.nothing, _DONE),
-    Redirect("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs"),
-    # Memory
-    Redirect("torch.cuda.memory_allocated", stand_ins.resident_bytes, _MEMORY),
-    Redirect("torch.cuda.memory_reserved", stand_ins.resident_bytes, _MEMORY),
-    Redirect("torch.cuda.max_memory_allocated", stand_ins.peak_resident_bytes, _MEMORY),
-    Redirect("torch.cuda.max_memory_reserved", stand_ins.peak_resident_bytes, _MEMORY),
-    Redirect("torch.cuda.device_memory_used", stand_ins.resident_bytes, _MEMORY),
-    Redirect("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
-    Redirect("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty"),
-    # Random numbers
-    Redirect("torch.cuda.get_rng_state", rng.get_state, _RANDOM),
-    Redirect("torch.cuda.set_rng_state", rng.set_state, _RANDOM),
-    Redirect("torch.cuda.manual_seed", rng.seed, _RANDOM),
-    # Tensors
-    *(
-        Redirect(f"torch.{name}", tensors.made_on_cpu, "upstream writes device='cuda'", wraps=True)
-        for name in _FACTORIES
-    ),
-    Redirect("torch.Tensor.cuda", tensors.stay, "the CPU is where it belongs"),
-    Redirect(
-        "torch.Tensor.type",
-        tensors.cuda_type_name,
-        "optimizers and clipping compare with 'torch.cuda.FloatTensor'",
-        wraps=True,
-    ),
-    Redirect(
-        "torch.compile",
-        upstream.not_compiled,
-        "fused element-wise kernels save nothing here, and compiling takes minutes",
-    ),
-    # Megatron
-    Redirect("megatron.core.tensor_parallel.random._get_cuda_rng_state", rng.get_state, _RANDOM),
-    Redirect("megatron.core.tensor_parallel.random._set_cuda_rng_state", rng.set_state, _RANDOM),
-    Redirect(
-        "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-        rng.fork,
-        "warns when the CPU's generator moves, as here it must",
-    ),
-    Redirect(
-        "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-        upstream.torch_norm,
-        "refuses sequence parallelism for want of a mark on its parameters",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
-        upstream.sized_for_latent_attention,
-        "refuses the head sizes that multi-latent attention passes",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-        upstream.on_cpu,
-        "hands tensors on as split sizes, which all-to-all does not take",
-    ),
-    Redirect(
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
-        optimizer.state_dict_before_first_step,
-        "without Apex, fails when a checkpoint is to be loaded",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
-        optimizer.load_with_steps,
-        "without Apex, lets parameters share one step counter; in fp32, needs no_grad",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-        "._set_main_param_and_optimizer_states",
-        optimizer.set_all_but_steps,
-        "without Apex, overwrites the number of steps or looks for it in vain",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-        upstream.forked,
-        "the first save would start a Python that imports Megatron again, which fork avoids",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.training.training.build_pretraining_data_loader",
-        rng.loader_with_own_generator,
-        "starting it would move the generator that dropout draws from",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.training.arguments.parse_args",
-        upstream.with_cpu_defaults,
-        "its defaults name NCCL and CUDA kernels",
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.training.arguments.get_device_arch_version",
-        upstream.newest_architecture,
-        _NO_DEVICE,
-    ),
-    # Recurrent layers, and the hybrid models that have them
-    Redirect("megatron.core.ssm.gated_delta_net.common.HAVE_FLA", recurrent.there, _TRITON, wraps=True),
-    Redirect("megatron.core.ssm.gated_delta_net.common.l2norm", recurrent.l2norm, _TRITON),
-    Redirect("megatron.core.ssm.gated_delta_net.gdn.causal_conv1d", recurrent.causal_conv1d, _TRITON),
-    Redirect(
-        "megatron.core.ssm.gated_delta_net.gdn.chunk_gated_delta_rule",
-        recurrent.chunk_gated_delta_rule,
-        _TRITON,
-    ),
-    Redirect("megatron.core.ssm.mamba_mixer.HAVE_MAMBA_SSM", recurrent.there, _TRITON, wraps=True),
-    Redirect("megatron.core.ssm.mamba_mixer.ExtendedRMSNorm", recurrent.gated_norm, _TRITON, wraps=True),
-    Redirect("megatron.core.ssm.mamba_mixer.causal_conv1d_fn", recurrent.causal_conv1d_fn, _TRITON),
-    Redirect(
-        "megatron.core.ssm.mamba_mixer.mamba_chunk_scan_combined",
-        recurrent.mamba_chunk_scan_combined,
-        _TRITON,
-    ),
-    Redirect(
-        "megatron.core.ssm.mamba_mixer.mamba_split_conv1d_scan_combined",
-        recurrent.mamba_split_conv1d_scan_combined,
-        _TRITON,
-    ),
-    Redirect(
-        "megatron.training.models.hybrid.HybridModelBuilder.build_model",
-        upstream.from_local_layers,
-        "its layers are Transformer Engine's unless a specification is given",
-        wraps=True,
-    ),
-    # One function, bound in three places by `from … import`
-    Redirect(
-        "megatron.training.initialize.initialize_megatron",
-        upstream.without_cuda,
-        _INITIALIZE,
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.training.training.initialize_megatron",
-        upstream.without_cuda,
-        _INITIALIZE,
-        wraps=True,
-    ),
-    Redirect(
-        "megatron.training.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True
+REDIRECTS = PatchTable(
+    Scope.PROCESS,
+    (
+        # The device
+        Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used"),
+        Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0"),
+        Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
+        Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
+        # Streams and events
+        Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
+        Patch("torch.cuda.Event", stand_ins.Event, _DONE),
+        Patch("torch.cuda.stream", stand_ins.stream, _DONE),
+        Patch("torch.cuda.current_stream", stand_ins.current_stream, _DONE),
+        Patch("torch.cuda.default_stream", stand_ins.current_stream, _DONE),
+        Patch("torch.cuda.set_stream", stand_ins.nothing, _DONE),
+        Patch("torch.cuda.synchronize", stand_ins.nothing, _DONE),
+        Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs"),
+        # Memory
+        Patch("torch.cuda.memory_allocated", stand_ins.resident_bytes, _MEMORY),
+        Patch("torch.cuda.memory_reserved", stand_ins.resident_bytes, _MEMORY),
+        Patch("torch.cuda.max_memory_allocated", stand_ins.peak_resident_bytes, _MEMORY),
+        Patch("torch.cuda.max_memory_reserved", stand_ins.peak_resident_bytes, _MEMORY),
+        Patch("torch.cuda.device_memory_used", stand_ins.resident_bytes, _MEMORY),
+        Patch("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
+        Patch("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty"),
+        # Random numbers
+        Patch("torch.cuda.get_rng_state", rng.get_state, _RANDOM),
+        Patch("torch.cuda.set_rng_state", rng.set_state, _RANDOM),
+        Patch("torch.cuda.manual_seed", rng.seed, _RANDOM),
+        # Tensors
+        *(
+            Patch(f"torch.{name}", tensors.made_on_cpu, "upstream writes device='cuda'", wraps=True)
+            for name in _FACTORIES
+        ),
+        Patch("torch.Tensor.cuda", tensors.stay, "the CPU is where it belongs"),
+        Patch(
+            "torch.Tensor.type",
+            tensors.cuda_type_name,
+            "optimizers and clipping compare with 'torch.cuda.FloatTensor'",
+            wraps=True,
+        ),
+        Patch(
+            "torch.compile",
+            upstream.not_compiled,
+            "fused element-wise kernels save nothing here, and compiling takes minutes",
+        ),
+        # Megatron
+        Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", rng.get_state, _RANDOM),
+        Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", rng.set_state, _RANDOM),
+        Patch(
+            "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
+            rng.fork,
+            "warns when the CPU's generator moves, as here it must",
+        ),
+        Patch(
+            "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+            upstream.torch_norm,
+            "refuses sequence parallelism for want of a mark on its parameters",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+            upstream.sized_for_latent_attention,
+            "refuses the head sizes that multi-latent attention passes",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+            upstream.on_cpu,
+            "hands tensors on as split sizes, which all-to-all does not take",
+        ),
+        Patch(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
+            optimizer.state_dict_before_first_step,
+            "without Apex, fails when a checkpoint is to be loaded",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
+            optimizer.load_with_steps,
+            "without Apex, lets parameters share one step counter; in fp32, needs no_grad",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
+            optimizer.set_all_but_steps,
+            "without Apex, overwrites the number of steps or looks for it in vain",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+            upstream.forked,
+            "the first save would start a Python that imports Megatron again, which fork avoids",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.training.training.build_pretraining_data_loader",
+            rng.loader_with_own_generator,
+            "starting it would move the generator that dropout draws from",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.training.arguments.parse_args",
+            upstream.with_cpu_defaults,
+            "its defaults name NCCL and CUDA kernels",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.training.arguments.get_device_arch_version",
+            upstream.newest_architecture,
+            _NO_DEVICE,
+        ),
+        # Recurrent layers, and the hybrid models that have them
+        Patch("megatron.core.ssm.gated_delta_net.common.HAVE_FLA", recurrent.there, _TRITON, wraps=True),
+        Patch("megatron.core.ssm.gated_delta_net.common.l2norm", recurrent.l2norm, _TRITON),
+        Patch("megatron.core.ssm.gated_delta_net.gdn.causal_conv1d", recurrent.causal_conv1d, _TRITON),
+        Patch(
+            "megatron.core.ssm.gated_delta_net.gdn.chunk_gated_delta_rule",
+            recurrent.chunk_gated_delta_rule,
+            _TRITON,
+        ),
+        Patch("megatron.core.ssm.mamba_mixer.HAVE_MAMBA_SSM", recurrent.there, _TRITON, wraps=True),
+        Patch("megatron.core.ssm.mamba_mixer.ExtendedRMSNorm", recurrent.gated_norm, _TRITON, wraps=True),
+        Patch("megatron.core.ssm.mamba_mixer.causal_conv1d_fn", recurrent.causal_conv1d_fn, _TRITON),
+        Patch(
+            "megatron.core.ssm.mamba_mixer.mamba_chunk_scan_combined",
+            recurrent.mamba_chunk_scan_combined,
+            _TRITON,
+        ),
+        Patch(
+            "megatron.core.ssm.mamba_mixer.mamba_split_conv1d_scan_combined",
+            recurrent.mamba_split_conv1d_scan_combined,
+            _TRITON,
+        ),
+        Patch(
+            "megatron.training.models.hybrid.HybridModelBuilder.build_model",
+            upstream.from_local_layers,
+            "its layers are Transformer Engine's unless a specification is given",
+            wraps=True,
+        ),
+        # One function, bound in three places by `from … import`
+        Patch(
+            "megatron.training.initialize.initialize_megatron",
+            upstream.without_cuda,
+            _INITIALIZE,
+            wraps=True,
+        ),
+        Patch(
+            "megatron.training.training.initialize_megatron",
+            upstream.without_cuda,
+            _INITIALIZE,
+            wraps=True,
+        ),
+        Patch("megatron.training.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True),
     ),
 )
 
@@ -206,20 +195,4 @@ def apply() -> None:
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case
     with torch.device("cpu"):
         torch.empty(0)
-    for redirect in REDIRECTS:
-        owner, attribute = owner_of(redirect.name)
-        new = redirect.new(getattr(owner, attribute)) if redirect.wraps else redirect.new
-        setattr(owner, attribute, new)
-
-
-def owner_of(name: str) -> tuple[Any, str]:
-    """The module or class that holds the last part of the dotted ``name``, and that part."""
-    *path, attribute = name.split(".")
-    owner: Any = importlib.import_module(path[0])
-    for depth, part in enumerate(path[1:], start=2):
-        if not hasattr(owner, part):
-            importlib.import_module(".".join(path[:depth]))
-        owner = getattr(owner, part)
-    if not hasattr(owner, attribute):
-        raise AttributeError(f"cannot redirect {name}: it does not exist in this version")
-    return owner, attribute
+    patched(REDIRECTS)

@@ -31,10 +31,9 @@ def without_apex(upstream: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def allow_output_layers_without_apex() -> None:
-    """Apply ``without_apex`` where Transformer Engine is installed and the extension is not."""
+def needs_output_layers_without_apex() -> bool:
+    """Whether Transformer Engine is installed and the extension is not."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.tensor_parallel import layers
 
-    if HAVE_TE and not layers._grad_accum_fusion_available:
-        layers.ColumnParallelLinear.__init__ = without_apex(layers.ColumnParallelLinear.__init__)
+    return HAVE_TE and not layers._grad_accum_fusion_available

@@ -4,7 +4,6 @@ from .collectives import trace_collectives
 from .documents import Packing
 from .executor import PipelineExecutor
 from .tracer import Tracer
-from .upstream_functions import UpstreamFunctions
 from .upstream_steps import UpstreamSteps
 
-__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamFunctions", "UpstreamSteps", "trace_collectives"]
+__all__ = ["Packing", "PipelineExecutor", "Tracer", "UpstreamSteps", "trace_collectives"]

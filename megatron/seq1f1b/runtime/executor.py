@@ -18,7 +18,7 @@ from ..model import (
     defer_weight_gradients,
     refuse_attention_to_later_tokens,
 )
-from ..schedule import Channel, Costs, Kind, Placement, Schedule, Shape
+from ..schedule import Channel, CostsOfLengths, Kind, Placement, ScheduleChoice, Shape
 from .agreement import check_agreement
 from .call import Call
 from .collectives import trace_collectives
@@ -37,28 +37,24 @@ from .tracer import Tracer
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
-    `schedule` is the name of a family, `auto`, or a whole schedule, which fits training steps of its own shape only.
     `cut(sequence_length)` gives the lengths of the segments if there are several; `costs(lengths)` what `auto` plans
     for, equal costs if it is None. `sequence_length_is(length)` is entered around the user's forward step, for code
     that derives shapes from a global sequence length. With `packing` attention stays within the documents of a
-    sequence. `placement` says which stages the model chunks of a rank are, see `Placement`; a whole schedule has its
-    own. No state of a step survives it.
+    sequence. No state of a step survives it.
     """
 
     def __init__(
         self,
-        schedule: str | Schedule,
+        schedule: ScheduleChoice,
         num_segments: int,
         cut: Callable[[int], Sequence[int]],
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
         tracer: Tracer | None = None,
         packing: Packing | None = None,
-        costs: Callable[[Sequence[int]], Costs] | None = None,
-        placement: str = "looped",
+        costs: CostsOfLengths | None = None,
     ) -> None:
         self._plan = Plan(schedule, costs)
-        self._placement = schedule.shape.placement.style if isinstance(schedule, Schedule) else placement
         self._segmentation = Segmentation(num_segments, cut, packing)
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
@@ -76,7 +72,7 @@ class PipelineExecutor:
         call = Call.of(**arguments)
         if self._segmentation.num_segments > 1 and call.decoder_seq_length not in (None, call.seq_length):
             raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
-        placement = Placement(call.pipeline.size(), len(call.chunks), self._placement)
+        placement = Placement(call.pipeline.size(), len(call.chunks), self._plan.placement)
         shape = Shape(placement, call.num_microbatches, self._segmentation.num_segments)
         if shape.num_ranks > 1:  # a rank that needs nobody may run alone
             self._agree(shape, call)

@@ -6,6 +6,7 @@ Pure Python: nothing of torch, Megatron or the rest of this package is imported 
 from .action import Action, Kind, parse_action
 from .auto import auto
 from .build import FAMILY_NAMES, build, program
+from .choice import CostsOfLengths, Given, Named, Planned, ScheduleChoice, choose, splitting_families
 from .costs import Costs
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
@@ -24,9 +25,14 @@ __all__ = [
     "Action",
     "Channel",
     "Costs",
+    "CostsOfLengths",
+    "Given",
     "Kind",
+    "Named",
     "Placement",
+    "Planned",
     "Schedule",
+    "ScheduleChoice",
     "ScheduleError",
     "Shape",
     "Span",
@@ -34,6 +40,7 @@ __all__ = [
     "auto",
     "build",
     "channel_of",
+    "choose",
     "dependencies",
     "lower",
     "lower_rank",
@@ -44,6 +51,7 @@ __all__ = [
     "read_csv",
     "read_timeline",
     "simulate",
+    "splitting_families",
     "validate",
     "write_csv",
     "write_timeline",

@@ -22,6 +22,7 @@ from functional_tests.equality.step import run
 from megatron.seq1f1b.costs import AnalyticTime
 from megatron.seq1f1b.partition import balanced_by_documents
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor
+from megatron.seq1f1b.schedule import choose
 
 # Megatron computes some parts of any model in fp32, whose rounding would hide what an exact model is to show.
 torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
@@ -84,11 +85,10 @@ def compare(
         expected_reports, expected_grads, expected_logs, expected_evaluation = expected
         packing = Packing(0, cut_by_documents(case)) if case.packed else None
         executor = PipelineExecutor(
-            case.family,
+            choose(case.family, layout.style),
             case.k,
             lambda length, case=case: case.lengths,
             packing=packing,
-            placement=layout.style,
         )
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
         evaluations = [step(forward_only=True)[0]]

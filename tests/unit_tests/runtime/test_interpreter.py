@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
+from megatron.seq1f1b.schedule import Named
 from one_rank import Batches, Stage, forward_step, run
 
 
 def executor(schedule: str = "1f1b", k: int = 2, **options) -> PipelineExecutor:
-    return PipelineExecutor(schedule, k, lambda length: [length // k] * k, **options)
+    return PipelineExecutor(Named(schedule), k, lambda length: [length // k] * k, **options)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])

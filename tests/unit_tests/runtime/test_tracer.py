@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
 from megatron.seq1f1b.runtime.tracer import Measured, from_barrier
-from megatron.seq1f1b.schedule import Placement, Shape, Span, parse_action
+from megatron.seq1f1b.schedule import Named, Placement, Shape, Span, parse_action
 from one_rank import Stage, run
 
 SHAPE = Shape(Placement(3), 1)
@@ -28,7 +28,7 @@ def test_clocks_apart_count_from_the_barrier():
 def test_chosen_iterations_are_written(alone, tmp_path):
     iterations = iter((1, 2, 3))
     tracer = Tracer(tmp_path, {2}, lambda: next(iterations))
-    traced = PipelineExecutor("1f1b", 2, lambda length: [4, 4], tracer=tracer)
+    traced = PipelineExecutor(Named("1f1b"), 2, lambda length: [4, 4], tracer=tracer)
     for _ in range(3):
         run(traced, Stage())
     (path,) = tmp_path.iterdir()
@@ -44,13 +44,14 @@ def test_a_trace_that_cannot_be_written_is_a_warning(alone, tmp_path, caplog):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc/none")):
         with caplog.at_level(logging.WARNING):
-            run(PipelineExecutor("1f1b", 1, lambda length: [8], tracer=Tracer(folder, {1}, lambda: 1)), Stage())
+            run(PipelineExecutor(Named("1f1b"), 1, lambda length: [8], tracer=Tracer(folder, {1}, lambda: 1)), Stage())
         assert f"{folder}/iteration-1-pipeline-0.json is not written" in caplog.text
 
 
 def test_a_run_that_starts_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
     iterations = iter((51, 52))
-    traced = PipelineExecutor("1f1b", 1, lambda length: [8], tracer=Tracer(tmp_path, {3, 7}, lambda: next(iterations)))
+    tracer = Tracer(tmp_path, {3, 7}, lambda: next(iterations))
+    traced = PipelineExecutor(Named("1f1b"), 1, lambda length: [8], tracer=tracer)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             run(traced, Stage())

@@ -1,59 +1,42 @@
 """Our flags: what they mean, and how what cannot be honoured is refused."""
 
 import argparse
+import itertools
 
 import pytest
 
-from megatron.seq1f1b import compatibility
-from megatron.seq1f1b.arguments import (
-    add_arguments,
-    follows_documents,
-    pipeline_config,
-    validate,
-    wants_segment_attention,
-)
+from megatron.seq1f1b import arguments
+from megatron.seq1f1b.arguments import run_of_arguments, validate
+from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from megatron.seq1f1b.schedule import (
+    FAMILIES,
     FAMILY_NAMES,
+    Given,
     Kind,
+    Named,
     Placement,
+    Planned,
     Shape,
     Timeline,
     build,
     simulate,
+    splitting_families,
     write_csv,
     write_timeline,
 )
-
-MEGATRON = dict(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=16384,
-    num_attention_heads=32,
-    kv_channels=128,
-    padded_vocab_size=50304,
-    seq_length=16384,
-    tensor_model_parallel_size=1,
-    sequence_parallel=False,
-    distributed_backend="gloo",
-    bf16=False,
-    fp16=False,
-    transformer_impl="local",
-    pipeline_model_parallel_size=2,
-    virtual_pipeline_model_parallel_size=None,
-    global_batch_size=12,
-    micro_batch_size=2,
-    data_parallel_size=2,
-    step_batch_size_schedule=None,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=None,
-    moe_shared_expert_intermediate_size=None,
-    moe_layer_freq=1,
-)
+from unit_tests.arguments.parsed import parsed
 
 
-def parsed(*flags, **megatron):
-    namespace = argparse.Namespace(**{**MEGATRON, **megatron})
-    return add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags, namespace)
+def pipeline_config(args):
+    return arguments.pipeline_config(args, run_of_arguments(args))
+
+
+def follows_documents(args):
+    return pipeline_config(args).follows_documents
+
+
+def wants_segment_attention(args):
+    return pipeline_config(args).wants_segment_attention
 
 
 def test_without_our_flags_megatrons_own_schedule_runs():
@@ -64,13 +47,13 @@ def test_without_our_flags_megatrons_own_schedule_runs():
 
 def test_splits_alone_mean_1f1b():
     config = pipeline_config(parsed("--sequence-splits", "4"))
-    assert (config.schedule, config.num_segments) == ("1f1b", 4)
+    assert (config.schedule, config.num_segments) == (Named("1f1b"), 4)
     assert config.cut(16384) == (4096,) * 4
 
 
 def test_a_schedule_alone_keeps_sequences_whole():
     config = pipeline_config(parsed("--pipeline-schedule", "1f1b"))
-    assert (config.schedule, config.cut(16384)) == ("1f1b", (16384,))
+    assert (config.schedule, config.cut(16384)) == (Named("1f1b"), (16384,))
 
 
 def test_the_authors_flags_mean_the_same():
@@ -78,7 +61,8 @@ def test_the_authors_flags_mean_the_same():
     theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")
     assert ours == theirs
     assert pipeline_config(theirs).cut(16384) == (4922, 4238, 3780, 3444)
-    assert pipeline_config(parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average")).split_strategy == "even"
+    average = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average")
+    assert pipeline_config(average).partition.strategy == "even"
 
 
 def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_parallelism():
@@ -117,16 +101,28 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron,
 
 
 def test_weight_gradients_apart_need_the_local_layers():
-    for family in {*FAMILY_NAMES} - {"auto", "zb-h1"}:
+    for family in {*FAMILIES} - {*splitting_families()}:
         validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
-    for family in ("auto", "zb-h1"):
+    for family in {*FAMILIES} & {*splitting_families()}:
         with pytest.raises(SystemExit):
             validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
 
 
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
+def test_auto_plans_without_split_backwards_where_they_are_not_possible(caplog, monkeypatch, rank, lines):
+    monkeypatch.setenv("RANK", rank)
+    config = validate(parsed("--pipeline-schedule", "auto", transformer_impl="transformer_engine"))
+    assert config.schedule == Planned(split=False)
+    assert caplog.text.count("without splitting backwards: --transformer-impl transformer_engine") == lines
+    shape = Shape(Placement(2), 6)
+    kinds = {action.kind for action in config.schedule.program(shape, 0, config.lengths, config.action_costs)}
+    assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
+    assert validate(parsed("--pipeline-schedule", "auto")).schedule == Planned()
+
+
 def test_every_family_can_be_asked_for():
     for family in FAMILY_NAMES:
-        assert pipeline_config(parsed("--pipeline-schedule", family)).read_schedule() == family
+        assert pipeline_config(parsed("--pipeline-schedule", family)).schedule.name == family
 
 
 @pytest.fixture
@@ -140,7 +136,7 @@ def file(tmp_path):
 def test_a_file_takes_the_place_of_a_family(file):
     args = parsed("--pipeline-schedule-file", str(file), "--pipeline-schedule", "gpipe", "--sequence-splits", "2")
     validate(args)
-    assert pipeline_config(args).read_schedule() == build("zb-h1", Shape(Placement(2), 3, 2))
+    assert pipeline_config(args).schedule == Given(build("zb-h1", Shape(Placement(2), 3, 2)))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +174,8 @@ def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
 
 
 def test_every_refusal_names_its_flag_and_a_way_out():
-    for row in compatibility.WITH_OUR_SCHEDULES + compatibility.WITH_SEGMENTS + compatibility.WITH_SPLIT_BACKWARDS:
-        assert row.flag and row.because and row.way_out
+    for row in itertools.chain(*UNSUPPORTED.values()):
+        assert row.feature and row.because and row.way_out
         assert not row.way_out.endswith(".")
 
 
@@ -211,14 +207,14 @@ def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, cap
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     validate(args)
     config = pipeline_config(args)
-    assert config.schedule == "1f1b" and args.sequence_splits == config.num_segments > 4
+    assert config.schedule == Named("1f1b") and args.sequence_splits == config.num_segments > 4
     assert len(config.cut(16384)) == config.num_segments
 
     path = tmp_path / "lengths.txt"
     path.write_text("8192 4096 4096")
     args = parsed("--sequence-split-file", str(path))
     validate(args)
-    assert (pipeline_config(args).schedule, pipeline_config(args).cut(16384)) == ("1f1b", (8192, 4096, 4096))
+    assert (pipeline_config(args).schedule, pipeline_config(args).cut(16384)) == (Named("1f1b"), (8192, 4096, 4096))
     with pytest.raises(SystemExit):
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
     assert "holds 3 segments, not --sequence-splits 4" in capsys.readouterr().err
@@ -255,12 +251,13 @@ def test_the_profile_strategy_needs_a_profile(capsys):
 
 
 @pytest.mark.parametrize("device, rank, warned", [("cpu", "0", True), ("cpu", "1", False), ("cuda", "0", False)])
-def test_short_segments_on_a_cpu_are_warned_of_once(capsys, monkeypatch, device, rank, warned):
+def test_short_segments_on_a_cpu_are_warned_of_once(caplog, monkeypatch, device, rank, warned):
     monkeypatch.setenv("RANK", rank)
     validate(parsed("--sequence-splits", "4", "--device", device, seq_length=2048))
-    assert ("512 tokens; on a CPU attention is" in capsys.readouterr().err) == warned
+    assert ("512 tokens; on a CPU attention is" in caplog.text) == warned
+    caplog.clear()
     validate(parsed("--sequence-splits", "4", "--device", device, seq_length=4096))
-    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "sft", "dataloader_inter_document_masking"])
@@ -280,7 +277,7 @@ def test_lengths_follow_documents_where_the_strategy_can():
 
     def cuts(*flags):
         config = pipeline_config(parsed("--sequence-splits", "4", *flags))
-        return config.cuts_by_documents, config.cut(16384, documents) != config.cut(16384)
+        return config.partition.follows_documents, config.cut(16384, documents) != config.cut(16384)
 
     assert cuts("--sequence-split-strategy", "balanced") == (True, True)
     assert cuts("--sequence-split-strategy", "even") == (False, False)

@@ -1,4 +1,4 @@
-"""Megatron's three `forward_backward_*` functions, run by our interpreter instead: for tests of what callers rely on.
+"""Megatron's three `forward_backward_*` functions, run by our interpreter instead, to test what callers rely on.
 
 They check their arguments as Megatron's own do, even where our schedules would go on (a number of micro-batches that
 does not suit interleaving, say). What our interpreter does not run goes to Megatron's own function.
@@ -9,9 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+
+from megatron.seq1f1b.arguments.supported import Scope, first_unsupported
+from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.schedule import Named
 
 NAMES = (
     "forward_backward_no_pipelining",
@@ -20,17 +25,30 @@ NAMES = (
 )
 
 
+def replace_functions() -> None:
+    """Megatron's `get_forward_backward_func` looks its functions up in its module, and so finds ours from now on."""
+    functions = UpstreamFunctions(
+        PipelineExecutor(Named("1f1b"), 1, lambda length: (length,)),
+        {name: getattr(schedules, name) for name in NAMES},
+        lambda config: first_unsupported(vars(config), {Scope.ANY_SCHEDULE}) is not None,
+    )
+    for name in NAMES:
+        setattr(schedules, name, getattr(functions, name))
+
+
 class UpstreamFunctions:
     """Methods with the names and arguments of Megatron's functions.
 
-    `run` takes the same arguments. `megatrons` are Megatron's own functions by name, called where `is_refused(config)`
-    holds for the configuration of the model.
+    `run` takes the same arguments. `megatrons` are Megatron's own functions by name, called where
+    `is_unsupported(config)` holds for the configuration of the model.
     """
 
-    def __init__(self, run: Callable, megatrons: Mapping[str, Callable], is_refused: Callable[[Any], bool]) -> None:
+    def __init__(
+        self, run: Callable, megatrons: Mapping[str, Callable], is_unsupported: Callable[[Any], bool]
+    ) -> None:
         self._run = run
         self._megatrons = dict(megatrons)
-        self._is_refused = is_refused
+        self._is_unsupported = is_unsupported
         self._alone: dist.ProcessGroup | None = None
 
     def forward_backward_no_pipelining(self, *, model: Any, data_iterator: Any, **step: Any) -> list[Any]:
@@ -38,7 +56,7 @@ class UpstreamFunctions:
         model, data_iterator = _only(model), _only(data_iterator)
         assert step.pop("adjust_tensor_shapes_fn", None) is None, "without a pipeline there are no shapes to adjust"
         config = get_model_config(model)
-        if self._is_refused(config):
+        if self._is_unsupported(config):
             return self._megatrons[NAMES[0]](model=model, data_iterator=data_iterator, **step)
         step.pop("p2p_communicator", None)
         collection = step.get("pg_collection")
@@ -58,7 +76,7 @@ class UpstreamFunctions:
         is_usual = type(communicator) in (type(None), P2PCommunicator) and isinstance(
             collection, (type(None), ProcessGroupCollection)
         )
-        if not is_usual or step.get("adjust_tensor_shapes_fn") is not None or self._is_refused(config):
+        if not is_usual or step.get("adjust_tensor_shapes_fn") is not None or self._is_unsupported(config):
             return self._megatrons[NAMES[1]](model=model, data_iterator=data_iterator, **step)
         if config.overlap_p2p_comm:
             raise ValueError("overlap_p2p_comm needs several model chunks")
@@ -77,7 +95,7 @@ class UpstreamFunctions:
         assert isinstance(data_iterator, list), "interleaving needs a list of data iterators, one a model chunk"
         assert step.pop("adjust_tensor_shapes_fn", None) is None, "interleaving does not adjust shapes"
         step |= {"model": model, "data_iterator": data_iterator, "num_microbatches": num_microbatches}
-        if self._is_refused(config):
+        if self._is_unsupported(config):
             return self._megatrons[NAMES[2]](**step)
         if config.overlap_p2p_comm and config.batch_p2p_comm:
             raise ValueError("overlap_p2p_comm and batch_p2p_comm exclude each other")

@@ -1,11 +1,9 @@
 """Sizes of a model and the layers of its stages, from Megatron's arguments."""
 
-from argparse import Namespace
-
 import pytest
 
+from megatron.seq1f1b.arguments.model_sizes import layers_per_stage, model_shape
 from megatron.seq1f1b.costs import Experts, LatentAttention, ModelShape
-from megatron.seq1f1b.model_arguments import layers_per_stage, model_shape
 
 DENSE = dict(
     num_layers=4,
@@ -18,26 +16,26 @@ DENSE = dict(
 
 
 def test_a_plain_gpt():
-    assert model_shape(Namespace(**DENSE)) == ModelShape(4, 64, 256, 8, 8, 512)
+    assert model_shape(DENSE) == ModelShape(4, 64, 256, 8, 8, 512)
 
 
 def test_grouped_queries_and_swiglu():
-    shape = model_shape(Namespace(**DENSE, group_query_attention=True, num_query_groups=2, swiglu=True))
+    shape = model_shape(dict(**DENSE, group_query_attention=True, num_query_groups=2, swiglu=True))
     assert (shape.num_kv_heads, shape.is_gated) == (2, True)
     # Megatron leaves the default of --num-query-groups set where grouped queries are off.
-    assert model_shape(Namespace(**DENSE, group_query_attention=False, num_query_groups=1)).num_kv_heads is None
+    assert model_shape(dict(**DENSE, group_query_attention=False, num_query_groups=1)).num_kv_heads is None
 
 
 @pytest.mark.parametrize("frequency, layers", [(1, (0, 1, 2, 3)), (2, (0, 2)), ([0, 1, 1, 0], (1, 2))])
 def test_experts(frequency, layers):
     moe = dict(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=None, moe_shared_expert_intermediate_size=32)
-    shape = model_shape(Namespace(**DENSE, **moe, moe_layer_freq=frequency))
+    shape = model_shape(dict(**DENSE, **moe, moe_layer_freq=frequency))
     assert (shape.experts, shape.expert_layers) == (Experts(8, 2, 256, 32), layers)
 
 
 def test_latent_attention():
     latent = dict(q_lora_rank=None, kv_lora_rank=32, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=16)
-    shape = model_shape(Namespace(**DENSE, multi_latent_attention=True, **latent))
+    shape = model_shape(dict(**DENSE, multi_latent_attention=True, **latent))
     assert shape.latent == LatentAttention(0, 32, 8, 4, 16)
 
 
@@ -71,4 +69,4 @@ def test_latent_attention():
     ids=lambda value: str(value)[:60],
 )
 def test_layers_of_the_stages_in_the_order_of_depth(arguments, stages):
-    assert layers_per_stage(Namespace(**{"num_layers": 16, **arguments})) == stages
+    assert layers_per_stage(dict(**{"num_layers": 16, **arguments})) == stages

@@ -1,0 +1,140 @@
+"""Our command-line flags."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..partition import STRATEGIES
+from ..schedule import FAMILY_NAMES, splitting_families
+
+# The authors of Seq1F1B call equal lengths "average".
+_STRATEGY_ALIASES = {"average": "even"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser; an `extra_args_provider`."""
+    group = parser.add_argument_group(
+        "sequence-level pipeline parallelism",
+        "Cut each sequence into segments and schedule those, for smaller pipeline bubbles and less activation memory. "
+        "Without these flags Megatron's own schedules run untouched.",
+    )
+    group.add_argument(
+        "--pipeline-schedule",
+        choices=sorted(FAMILY_NAMES),
+        help="Order in which pipeline ranks run forwards and backwards. '1f1b' is one forward, one backward, with "
+        "several model chunks interleaved; together with --sequence-splits it is Seq1F1B (arXiv 2406.03488). 'gpipe' "
+        "runs all forwards first. 'breadth-first' runs all of a model chunk before the next. 'zb-h1' computes weight "
+        "gradients apart, where a rank would be idle. 'auto' searches for a better order still. "
+        f"{' and '.join(splitting_families())} split backwards into input and weight gradients, for which "
+        "--transformer-impl local is needed; without it 'auto' leaves them whole. Default: '1f1b' if "
+        "--sequence-splits is given, else Megatron's own schedule.",
+    )
+    group.add_argument(
+        "--pipeline-schedule-file",
+        type=Path,
+        metavar="FILE.csv",
+        help="Run the schedule in this file instead of a named one: a row for each pipeline rank, an action such as "
+        "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell; see docs/schedules.md.",
+    )
+    _add_split_arguments(group)
+    group.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="Where to train. 'auto' takes the GPU if there is one and the CPU otherwise.",
+    )
+    group.add_argument(
+        "--pipeline-trace",
+        type=Path,
+        metavar="DIR",
+        help="Write when each forward and backward of the iterations of --pipeline-trace-iterations ran, the gradient "
+        "reductions and parameter gatherings beside them, and the peak memory of each pipeline rank, to one JSON file "
+        "per iteration in DIR; tools/plot_schedule.py draws it. Works for Megatron's own schedules too.",
+    )
+    group.add_argument(
+        "--pipeline-trace-iterations",
+        type=int,
+        nargs="+",
+        default=[3],
+        metavar="N",
+        help="Iterations to trace, counted from 1. Default: 3.",
+    )
+    _mend_help(parser)
+    return parser
+
+
+def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that say where sequences are cut."""
+    group.add_argument(
+        "--sequence-splits",
+        "--pipe-sp-splits",
+        type=int,
+        metavar="K",
+        help="Number of segments that every sequence is cut into. 4 is a good start: the bubble and the activation "
+        "memory shrink with K until the segments become too short to keep the device busy. Default: 1, sequences "
+        "stay whole.",
+    )
+    group.add_argument(
+        "--sequence-split-strategy",
+        "--pipe-sp-strategy",
+        type=lambda name: _STRATEGY_ALIASES.get(name, name),
+        choices=sorted(STRATEGIES),
+        default="even",
+        help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
+        "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
+        "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
+        "Where documents are packed and stay apart, it cuts each micro-batch by its own. "
+        "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
+        "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
+        "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
+        "Default: 'even' (also accepted as 'average').",
+    )
+    group.add_argument(
+        "--sequence-split-profile",
+        type=Path,
+        metavar="JSON",
+        help="Times of segments measured on your hardware, for --sequence-split-strategy profile, balanced and "
+        "terapipe: by tools/profile_segments.py before there is a run, or a trace that --pipeline-trace wrote in a "
+        "short run of yours with --sequence-splits, whatever its parallelism and its layers.",
+    )
+    group.add_argument(
+        "--sequence-split-file",
+        type=Path,
+        metavar="FILE",
+        help="The lengths of the segments in tokens, first to last, as a JSON list or as text such as '4096 2048 "
+        "2048', instead of a strategy. They must add up to --seq-length; --sequence-splits may be left out.",
+    )
+
+
+def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
+    """Our flags given by name: `sequence_splits=4` for `--sequence-splits 4`. Raises ValueError for what is no flag."""
+    parser = add_arguments(argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False))
+    words = []
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += f"--{name.replace('_', '-')}", *map(str, values)
+    try:
+        parsed, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not a flag of megatron.seq1f1b")
+    return parsed
+
+
+def has_our_flags(parser: argparse.ArgumentParser) -> bool:
+    """Whether somebody has called `add_arguments` on the parser."""
+    return "--sequence-splits" in parser._option_string_actions
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Megatron 0.19 has a bare percent sign in a help text, at which --help fails."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except ValueError:
+            action.help = action.help.replace("%", "%%")
+        except TypeError:  # no help text
+            continue

@@ -1,0 +1,47 @@
+"""What Megatron was asked to train: one value, however it was asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..costs import ModelShape
+from .model_sizes import layers_per_stage, model_shape
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """The sizes and the features of one training run of Megatron's.
+
+    `settings` holds the features, by the names of Megatron's arguments; what is missing there is off. `model` is
+    None if its sizes are not known; then `layers_per_stage`, the transformer layers in the order of depth, is empty.
+    """
+
+    settings: Mapping[str, Any]
+    model: ModelShape | None
+    layers_per_stage: tuple[int, ...]
+    sequence_length: int
+    num_microbatches: int
+    pipeline_parallel_size: int
+    num_chunks: int
+    tensor_parallel_size: int
+    segment_multiple: int
+    recomputes_layers: bool
+
+
+def megatron_run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
+    """Read the sizes from `settings`, which are by the names of Megatron's arguments."""
+    tensor_parallel_size = settings["tensor_model_parallel_size"]
+    has_sizes = settings.get("padded_vocab_size") is not None
+    return MegatronRun(
+        settings=settings,
+        model=model_shape(settings) if has_sizes else None,
+        layers_per_stage=layers_per_stage(settings) if has_sizes else (),
+        sequence_length=settings["seq_length"],
+        num_microbatches=num_microbatches,
+        pipeline_parallel_size=settings["pipeline_model_parallel_size"],
+        num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
+        tensor_parallel_size=tensor_parallel_size,
+        # With sequence parallelism every tensor-parallel rank holds an equal part of each segment.
+        segment_multiple=tensor_parallel_size if settings["sequence_parallel"] else 1,
+        recomputes_layers=settings.get("recompute_granularity") == "full",
+    )

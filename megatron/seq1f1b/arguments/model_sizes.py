@@ -1,0 +1,84 @@
+"""The sizes of a model and the layers of its pipeline stages, from settings by the names of Megatron's arguments."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..costs import Experts, LatentAttention, ModelShape
+
+
+def model_shape(settings: Mapping[str, Any]) -> ModelShape:
+    """The sizes that decide what a segment costs."""
+    is_gated = _given(settings, "swiglu")
+    latent = experts = None
+    expert_layers: tuple[int, ...] = ()
+    if _given(settings, "multi_latent_attention"):
+        latent = LatentAttention(
+            query_rank=settings["q_lora_rank"] or 0,
+            kv_rank=settings["kv_lora_rank"],
+            head_dim=settings["qk_head_dim"],
+            rotary_head_dim=settings["qk_pos_emb_head_dim"],
+            value_head_dim=settings["v_head_dim"],
+        )
+    if _given(settings, "num_experts"):
+        experts = Experts(
+            total=settings["num_experts"],
+            active=settings["moe_router_topk"],
+            ffn_hidden_size=settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
+            shared_ffn_hidden_size=settings["moe_shared_expert_intermediate_size"] or 0,
+        )
+        expert_layers = tuple(i for i in range(settings["num_layers"]) if _has_experts(settings["moe_layer_freq"], i))
+    return ModelShape(
+        num_layers=settings["num_layers"],
+        hidden_size=settings["hidden_size"],
+        ffn_hidden_size=settings["ffn_hidden_size"],
+        num_heads=settings["num_attention_heads"],
+        head_dim=settings["kv_channels"],
+        vocab_size=settings["padded_vocab_size"],
+        num_kv_heads=settings["num_query_groups"] if _given(settings, "group_query_attention") else None,
+        is_gated=is_gated,
+        latent=latent,
+        experts=experts,
+        expert_layers=expert_layers,
+    )
+
+
+def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Number of transformer layers on every stage, in the order of depth, as Megatron lays them out."""
+    num_ranks = settings.get("pipeline_model_parallel_size", 1)
+    num_chunks = settings.get("virtual_pipeline_model_parallel_size") or 1
+    layout = settings.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        return _of_layout(layout, num_ranks)
+    first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    # An embedding or a loss that counts as a layer takes the place of one.
+    embedding, loss = (_given(settings, f"account_for_{part}_in_pipeline_split") for part in ("embedding", "loss"))
+    rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
+    usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
+    ranks = [usual] * num_ranks
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    stages = [layers // num_chunks for _ in range(num_chunks) for layers in ranks]
+    stages[0] -= embedding
+    stages[-1] -= loss
+    return tuple(stages)
+
+
+def _of_layout(layout, num_ranks: int) -> tuple[int, ...]:
+    """Decoder layers by stage, of --pipeline-model-parallel-layout as text or as Megatron parsed it."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    if not isinstance(layout, PipelineParallelLayerLayout):
+        layout = PipelineParallelLayerLayout(layout, num_ranks)
+    chunks = zip(*layout.layout, strict=True)  # by rank, then chunk
+    return tuple(stage.count(LayerType.decoder) for chunk in chunks for stage in chunk)
+
+
+def _has_experts(frequency: int | list[int], layer: int) -> bool:
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def _given(settings: Mapping[str, Any], name: str) -> bool:
+    return bool(settings.get(name))

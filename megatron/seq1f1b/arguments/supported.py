@@ -1,0 +1,314 @@
+"""What of Megatron our schedules support: one table, checked at start-up, shown in the README.
+
+Conditions look at the settings of a run, by the names of Megatron's arguments; what is missing there is off.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from ..schedule import splitting_families
+
+Condition = Callable[[Mapping[str, Any]], bool]
+
+
+_SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "auto")
+
+
+class Scope(Enum):
+    """What of ours a feature does not go with."""
+
+    ANY_SCHEDULE = "with any schedule of ours"
+    SEGMENTS = "with segments"
+    SPLIT_BACKWARDS = f"with {_SPLITTING}, files with W"
+
+
+class Supported(NamedTuple):
+    """A feature of Megatron that works as without our flags, and what is to be known about it."""
+
+    feature: str
+    remark: str = ""
+
+
+class Unsupported(NamedTuple):
+    """A feature of Megatron that ends the program where `is_on` holds.
+
+    `feature`, `because` and `way_out` make up the sentence that the user reads.
+    """
+
+    feature: str
+    is_on: Condition
+    because: str
+    way_out: str
+
+
+def _given(name: str) -> Condition:
+    return lambda settings: bool(settings.get(name))
+
+
+def _all_given(*names: str) -> Condition:
+    return lambda settings: all(settings.get(name) for name in names)
+
+
+def _above(limit: float, name: str) -> Condition:
+    return lambda settings: (settings.get(name) or 0) > limit
+
+
+def _other_than(usual: str, name: str) -> Condition:
+    return lambda settings: settings.get(name) not in (None, usual)
+
+
+def _is(value: str, name: str) -> Condition:
+    return lambda settings: settings.get(name) == value
+
+
+def _has_layers(symbol: str) -> Condition:
+    return lambda settings: symbol in (settings.get("hybrid_layer_pattern") or "")
+
+
+def _recomputes(module: str) -> Condition:
+    return lambda settings: (
+        settings.get("recompute_granularity") == "selective" and module in (settings.get("recompute_modules") or ())
+    )
+
+
+def _fused_attention(settings: Mapping[str, Any]) -> bool:
+    return getattr(settings.get("attention_backend"), "name", None) == "fused"
+
+
+def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
+    modules = {2: "flash_attn.flash_attn_interface", 4: "flash_attn.cute"}
+    module = modules.get(settings.get("flash_attention_version"))
+    if module is None or settings.get("distributed_backend") != "nccl":
+        return False
+    try:
+        return find_spec(module) is None
+    except ImportError:  # of the package around it
+        return True
+
+
+def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:
+    kinds = settings.get("moe_router_load_balancing_type") or ()
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    return not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds)
+
+
+_OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
+_WHOLE = "drop --sequence-splits to keep sequences whole"
+_ORDER = "follows the order of Megatron's own schedules"
+_UNTESTED = "is not tested with our schedules"
+_NOT_YET = "is not cut into segments yet"
+_CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
+_NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
+
+SUPPORTED = (
+    Supported("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
+    Supported(
+        "`--num-layers-per-virtual-pipeline-stage` and its kin",
+        "looped chunks; V-shaped ones in programs that build their own",
+    ),
+    Supported(
+        "`--microbatch-group-size-per-virtual-pipeline-stage`",
+        "not looked at: chunks take turns as early as they can, with the fewest activations",
+    ),
+    Supported(
+        "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
+        "aligned over pipeline ranks as Megatron aligns them; shown by --pipeline-trace",
+    ),
+    Supported("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
+    Supported("`--recompute-granularity` `selective`, `full`"),
+    Supported(
+        "`--group-query-attention`",
+        "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
+    ),
+    Supported("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
+    Supported(
+        "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",
+        "recurrent layers pass their state from segment to segment; packed documents reset it",
+    ),
+    Supported(
+        "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
+        "balance losses, z-loss and expert bias are those of the micro-batch, not of segments",
+    ),
+    Supported(
+        "`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`",
+        "with `--rotary-percent`, `--rotary-interleaved`, `--use-rope-scaling`, `--no-rope-freq` and their kin",
+    ),
+    Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`"),
+    Supported("`--untie-embeddings-and-output-weights`, tied embeddings"),
+    Supported("`--reset-position-ids`, `--eod-mask-loss`"),
+    Supported(
+        "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
+        "attention is computed document by document; `balanced` cuts each micro-batch by its own",
+    ),
+    Supported("`--hidden-dropout`"),
+    Supported(
+        "`--attention-dropout`",
+        "masks follow from the seed and the split; fused on GPUs in 16 bits, plain matrix products, slower, elsewhere",
+    ),
+    Supported(
+        "`--attention-backend` `auto`, `flash`, `unfused`, `local`",
+        "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",
+    ),
+    Supported("`--flash-attention-version` 2, 4", "the kernels of the packages flash-attn and flash-attn-4 instead"),
+    Supported("`--bf16`, `--fp16`, fp32", "fp32 attention on GPUs is not fused, so slower"),
+    Supported("evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`"),
+)
+
+UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
+    Scope.ANY_SCHEDULE: (
+        Unsupported("--cuda-graph-impl", _other_than("none", "cuda_graph_impl"), _ORDER, "use --cuda-graph-impl none"),
+        Unsupported(
+            "--defer-embedding-wgrad-compute",
+            _given("defer_embedding_wgrad_compute"),
+            "pairs activations and gradients in forward order, but segments go backward in reverse",
+            "drop it",
+        ),
+        Unsupported(
+            "--overlap-moe-expert-parallel-comm", _given("overlap_moe_expert_parallel_comm"), _ORDER, _OWN_SCHEDULE
+        ),
+        Unsupported("--delay-wgrad-compute", _given("delay_wgrad_compute"), _ORDER, _OWN_SCHEDULE),
+        Unsupported(
+            "--fine-grained-activation-offloading",
+            _given("fine_grained_activation_offloading"),
+            _ORDER,
+            _OWN_SCHEDULE,
+        ),
+        Unsupported("--moe-paged-stash", _given("moe_paged_stash"), _ORDER, _OWN_SCHEDULE),
+        Unsupported(
+            "--variable-seq-lengths",
+            _given("variable_seq_lengths"),
+            "negotiates the shape of every message, which our schedules know in advance",
+            "drop it",
+        ),
+        Unsupported(
+            "multi-token prediction on a pipeline stage of its own",
+            _given("mtp_standalone"),
+            "negotiates the shape of every message, which our schedules know in advance",
+            "lay it out beside the loss",
+        ),
+        Unsupported("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),
+        Unsupported("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
+        Unsupported("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
+    ),
+    Scope.SEGMENTS: (
+        Unsupported(
+            "--context-parallel-size above 1",
+            _above(1, "context_parallel_size"),
+            "spreads the keys of a segment over ranks",
+            "use --context-parallel-size 1",
+        ),
+        Unsupported("--moe-expert-capacity-factor", _given("moe_expert_capacity_factor"), _CROWD, "drop it"),
+        Unsupported(
+            "--moe-router-load-balancing-type sinkhorn, quantile_balancing",
+            _routes_by_the_crowd,
+            _CROWD,
+            "use --moe-router-load-balancing-type aux_loss",
+        ),
+        Unsupported(
+            "--moe-enable-routing-replay",
+            _given("moe_enable_routing_replay"),
+            "replays the routes of whole micro-batches",
+            "drop it",
+        ),
+        Unsupported(
+            "--tp-comm-overlap",
+            _given("tp_comm_overlap"),
+            "sizes its buffers for whole sequences, which the layers of a segment do not fill",
+            "drop it",
+        ),
+        Unsupported("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
+        Unsupported("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
+        Unsupported(
+            "--hybrid-layer-pattern with D (sparse attention)",
+            _has_layers("D"),
+            "chooses among the keys of whole sequences",
+            "use * for attention",
+        ),
+        Unsupported(
+            "--recompute-modules gdn_norm_out",
+            _recomputes("gdn_norm_out"),
+            _NOT_YET,
+            "use --recompute-granularity full, or drop it",
+        ),
+        Unsupported("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
+        Unsupported("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
+        Unsupported("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
+        Unsupported(
+            "--position-embedding-type mrope",
+            _is("mrope", "position_embedding_type"),
+            _NOT_YET,
+            "use --position-embedding-type rope",
+        ),
+        Unsupported(
+            "--allow-ambiguous-pad-tokens with --reset-attention-mask",
+            _all_given("reset_attention_mask", "allow_ambiguous_pad_tokens"),
+            "erases the tokens that end documents where padding is the same token",
+            "drop --allow-ambiguous-pad-tokens",
+        ),
+        Unsupported("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
+        Unsupported("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
+        Unsupported("--fp8-format", _given("fp8"), _UNTESTED, _WHOLE),
+        Unsupported(
+            "--attention-backend fused",
+            _fused_attention,
+            "asks for kernels that keep their log-sum-exp to themselves, which segments need",
+            "use --attention-backend flash",
+        ),
+        Unsupported(
+            "--flash-attention-version 3",
+            _is(3, "flash_attention_version"),
+            "names kernels that segments do not use",
+            "use 2 or 4, or drop it for PyTorch's own",
+        ),
+        Unsupported(
+            "--flash-attention-version without its package",
+            _flash_attention_is_missing,
+            "needs it",
+            "install flash-attn (for 2) or flash-attn-4 (for 4), or drop it for PyTorch's own",
+        ),
+    ),
+    Scope.SPLIT_BACKWARDS: (
+        Unsupported(
+            "--transformer-impl transformer_engine",
+            _is("transformer_engine", "transformer_impl"),
+            "computes weight gradients together with input gradients",
+            "use --transformer-impl local, or a schedule without W such as 1f1b",
+        ),
+        Unsupported(
+            "--moe-shared-expert-overlap",
+            _given("moe_shared_expert_overlap"),
+            "computes shared experts on a stream of their own, whose weight gradients would not be waited for",
+            "drop it",
+        ),
+    ),
+}
+
+
+def first_unsupported(settings: Mapping[str, Any], scopes: Collection[Scope]) -> str | None:
+    """One sentence, without its full stop, on the first feature that is not supported; None if all are."""
+    rows = (row for scope in Scope if scope in scopes for row in UNSUPPORTED[scope] if row.is_on(settings))
+    return next((f"{row.feature} {row.because}; {row.way_out}" for row in rows), None)
+
+
+def segments_are_possible(settings: Mapping[str, Any]) -> bool:
+    """Whether the attention for segments can stand in for this model's own."""
+    return first_unsupported(settings, {Scope.SEGMENTS}) is None
+
+
+def packs_documents(settings: Mapping[str, Any]) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    return any(settings.get(name) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
+
+
+def as_markdown() -> str:
+    """The whole table, for the README."""
+    lines = ["| feature of Megatron | | |", "|---|---|---|"]
+    lines += [f"| {row.feature} | supported | {row.remark} |" for row in SUPPORTED]
+    lines += [
+        f"| `{row.feature}` | unsupported {scope.value} | {row.because}; {row.way_out} |"
+        for scope, rows in UNSUPPORTED.items()
+        for row in rows
+    ]
+    return "\n".join(lines)

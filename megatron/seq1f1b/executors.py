@@ -1,0 +1,133 @@
+"""From a PipelineConfig to what runs a step: our interpreter, or Megatron's own schedule with a trace."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+
+from .arguments import PipelineConfig, pipeline_config
+from .arguments.from_program import run_of_program
+from .patches import Patch, PatchTable, Scope, patched
+from .runtime import Packing, PipelineExecutor, Tracer, UpstreamSteps, trace_collectives
+from .schedule import Placement, Shape
+
+
+def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
+    """For Megatron's training loop; `args` are Megatron's, `end_of_document` gives the token that ends one."""
+    packing = None
+    if config.follows_documents:
+        packing = Packing(end_of_document(), config.cut if config.partition.follows_documents else None)
+    return _executor(
+        config,
+        lambda: args.curr_iteration + 1,
+        sequence_length_is=partial(_sequence_length_is, args),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        packing=packing,
+    )
+
+
+class ProgramExecutor:
+    """For a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
+
+    `options` are our parsed flags. The first step makes the configuration, and raises ValueError for what is not
+    supported.
+    """
+
+    def __init__(self, options: Namespace, placement: str) -> None:
+        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
+            options.pipeline_schedule = "1f1b"
+        self._options = options
+        self._placement = placement
+        self._run: Callable | None = None
+        self._training_steps = 0
+
+    def __call__(
+        self,
+        *,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int | None = None,
+        forward_only: bool = False,
+        **step: Any,
+    ) -> list[Any]:
+        if self._run is None:
+            run = run_of_program(model, num_microbatches, seq_length)
+            config = pipeline_config(self._options, run, self._placement)
+            self._run = _executor(config, lambda: self._training_steps)
+        self._training_steps += not forward_only
+        return self._run(
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            forward_only=forward_only,
+            **step,
+        )
+
+
+def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
+    """Megatron's own `function`, its forwards and backwards timed if a flag asks for that."""
+    tracer = _tracer(config, lambda: args.curr_iteration + 1)
+    return function if tracer is None else partial(_traced, function, tracer)
+
+
+def _executor(config: PipelineConfig, iteration_now: Callable[[], int], **options: Any) -> PipelineExecutor:
+    return PipelineExecutor(
+        schedule=config.schedule,
+        num_segments=config.num_segments,
+        cut=cache(config.cut),  # asked for in every step
+        tracer=_tracer(config, iteration_now),
+        costs=None if config.run.model is None else config.action_costs,
+        **options,
+    )
+
+
+def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:
+    if config.trace_directory is None:
+        return None
+    return Tracer(config.trace_directory, config.trace_iterations, iteration_now)
+
+
+@contextmanager
+def _sequence_length_is(args: Namespace, length: int) -> Iterator[None]:
+    """Tensor-parallel ranks without data allocate their batch by `args.seq_length`."""
+    whole, args.seq_length = args.seq_length, length
+    try:
+        yield
+    finally:
+        args.seq_length = whole
+
+
+def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
+    """A step of Megatron's own schedule, its forwards and backwards timed."""
+    run = partial(function, model=model, num_microbatches=num_microbatches, **kwargs)
+    if kwargs.get("forward_only"):
+        return run()
+    chunks = model if isinstance(model, list) else [model]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    placement = Placement(group.size(), len(chunks))
+    device = next(chunks[0].parameters()).device
+    name = "Megatron's interleaved 1F1B" if len(chunks) > 1 else "Megatron's 1F1B"
+    with tracer.step(name, Shape(placement, num_microbatches), group, device) as recorder:
+        if recorder is None:
+            return run()
+        steps = UpstreamSteps(schedules.forward_step, schedules.backward_step, recorder, placement, group.rank())
+        stages = placement.stages_of(group.rank())
+        with patched(_timed(steps)), trace_collectives(chunks, stages, recorder.collective):
+            return run()
+
+
+def _timed(steps: UpstreamSteps) -> PatchTable:
+    reason = "Megatron's own schedules time no single forward and backward"
+    module = "megatron.core.pipeline_parallel.schedules"
+    return PatchTable(
+        Scope.STEP,
+        (
+            Patch(f"{module}.forward_step", steps.forward_step, reason),
+            Patch(f"{module}.backward_step", steps.backward_step, reason),
+        ),
+    )

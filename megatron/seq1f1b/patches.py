@@ -1,0 +1,94 @@
+"""The one form of every intervention into Megatron: what is bound to what, why, how long, and how it is undone.
+
+A table of patches is applied where its names live, on modules and classes:
+
+    with patched(TABLE): ...
+
+or on single objects, such as the modules of a model; a patch of `megatron.core...TopKRouter.routing` then binds
+`routing` on each router among them, and leaves the class alone:
+
+    with patched_on(model.modules(), TABLE): ...
+
+Both return an ExitStack, whose `close()` undoes the table where no `with` can stand around it.
+"""
+
+import importlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from enum import Enum
+from typing import Any, NamedTuple
+
+
+class Scope(Enum):
+    """How long the patches of a table last."""
+
+    PROCESS = "from the moment it is applied to the end of the process"
+    INSTALLED = "while our schedules are installed"
+    MODEL = "as long as the model that it is applied to"
+    STEP = "during one step"
+
+
+class Patch(NamedTuple):
+    """The dotted name `target` is bound to `new`, or to `new(old)` where it wraps what was there."""
+
+    target: str
+    new: Any
+    reason: str
+    wraps: bool = False
+
+
+class PatchTable(NamedTuple):
+    """Patches that are applied, and undone, together."""
+
+    scope: Scope
+    patches: tuple[Patch, ...]
+
+
+def patched(table: PatchTable) -> ExitStack:
+    """Bind every target of the table, in order, in its module or class. Raises AttributeError for a name that is gone.
+
+    A target is looked up after those before it are bound, since importing its module may use them.
+    """
+    return _bound((owner_of(patch.target)[0], patch) for patch in table.patches)
+
+
+def patched_on(objects: Iterable[Any], table: PatchTable) -> ExitStack:
+    """Bind every target of the table on each of the `objects` that is of the target's class.
+
+    What one of them does not have raises AttributeError.
+    """
+    objects = list(objects)
+    kinds = [(owner_of(patch.target)[0], patch) for patch in table.patches]
+    return _bound((each, patch) for kind, patch in kinds for each in objects if isinstance(each, kind))
+
+
+def owner_of(target: str) -> tuple[Any, str]:
+    """The module or class that the last part of the dotted name belongs to, and that part."""
+    *path, name = target.split(".")
+    owner: Any = importlib.import_module(path[0])
+    for depth, part in enumerate(path[1:], start=2):
+        if not hasattr(owner, part):
+            importlib.import_module(".".join(path[:depth]))
+        owner = getattr(owner, part)
+    return owner, name
+
+
+def _bound(bindings: Iterable[tuple[Any, Patch]]) -> ExitStack:
+    with ExitStack() as undo:
+        for owner, patch in bindings:
+            _bind(owner, patch, undo)
+        return undo.pop_all()
+
+
+def _bind(owner: Any, patch: Patch, undo: ExitStack) -> None:
+    name = patch.target.rpartition(".")[2]
+    if not hasattr(owner, name):
+        raise AttributeError(f"cannot patch {patch.target}: it does not exist in this version of Megatron or torch")
+    old = getattr(owner, name)
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])  # not `old`, which getattr may have bound
+    elif name in vars(owner).get("_modules", ()):
+        undo.callback(setattr, owner, name, old)
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, patch.new(old) if patch.wraps else patch.new)

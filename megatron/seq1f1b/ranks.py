@@ -1,0 +1,15 @@
+"""Which rank this process is, and what only one rank of a job reports."""
+
+import logging
+import os
+
+
+def is_rank_0() -> bool:
+    """Whether this is the first process of its job; known before torch.distributed starts."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def warn_on_rank_0(log: logging.Logger, message: str) -> None:
+    """Log a sentence once in a job, as a warning, which Python shows where nobody has set up logging yet."""
+    if is_rank_0():
+        log.warning(message)

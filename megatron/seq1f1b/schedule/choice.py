@@ -1,0 +1,131 @@
+"""Which schedule runs: a named family, one that is planned for given costs, or one of the user's own.
+
+All three give the program of a rank in the same way, so that whoever runs one never asks which it is.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .action import Action, Kind
+from .auto import auto
+from .build import FAMILY_NAMES, build, program
+from .costs import Costs
+from .families import FAMILIES
+from .lowering import lower_rank
+from .placement import Placement
+from .schedule import Schedule, Shape
+
+CostsOfLengths = Callable[[Sequence[int]], Costs]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A schedule of `FAMILIES`, by its name; `placement` is the style of a Placement."""
+
+    name: str
+    placement: str = "looped"
+
+    def __post_init__(self) -> None:
+        if self.name not in FAMILIES:
+            raise ValueError(f"unknown schedule {self.name!r}; choose one of {', '.join(FAMILY_NAMES)}")
+
+    @cached_property
+    def splits_backwards(self) -> bool:
+        """Whether its actions have W, as in one small pipeline so in all."""
+        shape = Shape(Placement(2), num_microbatches=2)
+        return any(has_weight_gradients(FAMILIES[self.name](shape, rank)) for rank in range(2))
+
+    def program(self, shape: Shape, rank: int, lengths: Sequence[int], costs: CostsOfLengths | None) -> list[Action]:
+        """The lowered actions of a rank in a training step with segments of `lengths` tokens."""
+        return program(self.name, shape, rank)
+
+    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
+        """The same step as one schedule, not lowered."""
+        return build(self.name, shape)
+
+    def forwards(self) -> "Named":
+        """The family whose order of forwards an evaluation follows."""
+        return self
+
+
+@dataclass(frozen=True)
+class Planned:
+    """`auto`: the best schedule found for the costs of a step. Without `split` no backward is split into I and W."""
+
+    split: bool = True
+    placement: str = "looped"
+    name = "auto"
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether it may have W."""
+        return self.split
+
+    def program(self, shape: Shape, rank: int, lengths: Sequence[int], costs: CostsOfLengths | None) -> list[Action]:
+        """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
+        schedule = self.of_all_ranks(shape, lengths, costs)
+        return lower_rank(shape, dict(enumerate(schedule.ranks)), rank)
+
+    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
+        """As of a `Named`."""
+        return auto(shape, None if costs is None else costs(lengths), split=self.split)
+
+    def forwards(self) -> Named:
+        """As of a `Named`."""
+        return Named("1f1b")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A whole schedule, which fits training steps of its own shape only."""
+
+    schedule: Schedule
+
+    @cached_property
+    def name(self) -> str:
+        """Different for different schedules."""
+        return f"a schedule of its own ({hashlib.sha256(str(self.schedule).encode()).hexdigest()[:16]})"
+
+    @property
+    def placement(self) -> str:
+        """The style of its Placement."""
+        return self.schedule.shape.placement.style
+
+    @cached_property
+    def splits_backwards(self) -> bool:
+        """Whether it has W."""
+        return any(map(has_weight_gradients, self.schedule.ranks))
+
+    def program(self, shape: Shape, rank: int, lengths: Sequence[int], costs: CostsOfLengths | None) -> list[Action]:
+        """As of a `Named`; raises ValueError if the schedule has another shape."""
+        return lower_rank(shape, dict(enumerate(self.of_all_ranks(shape, lengths, costs).ranks)), rank)
+
+    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
+        """As of a `Named`; raises ValueError if the schedule has another shape."""
+        if self.schedule.shape != shape:
+            raise ValueError(f"the given schedule is for {self.schedule.shape}, not for {shape}")
+        return self.schedule
+
+    def forwards(self) -> Named:
+        """As of a `Named`."""
+        return Named("1f1b")
+
+
+ScheduleChoice = Named | Planned | Given
+
+
+def choose(name: str, placement: str = "looped") -> Named | Planned:
+    """The schedule of this name, one of `FAMILY_NAMES`; raises ValueError for another."""
+    return Planned(placement=placement) if name == "auto" else Named(name, placement)
+
+
+def has_weight_gradients(actions: Sequence[Action]) -> bool:
+    """Whether there is a W, so that backwards are split."""
+    return any(action.kind is Kind.W for action in actions)
+
+
+def splitting_families() -> list[str]:
+    """Those of `FAMILY_NAMES` that split backwards."""
+    return [name for name in FAMILY_NAMES if choose(name).splits_backwards]
