@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model import Segment
+from .loss_checks import LossChecks
 
 
 class LossLedger:
@@ -22,6 +23,7 @@ class LossLedger:
 
     def __init__(self, per_token_loss: bool) -> None:
         self._per_token_loss = per_token_loss
+        self._checks = LossChecks()
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
         self._are_outputs = False
@@ -41,7 +43,8 @@ class LossLedger:
         return observed
 
     def _loss(self, loss_func: Callable, segment: Segment, output: Any, **kwargs: Any) -> Any:
-        result = loss_func(output, **kwargs)
+        with self._checks.of(segment):
+            result = loss_func(output, **kwargs)
         if kwargs.get("non_loss_data"):
             self._are_outputs = True
             return result

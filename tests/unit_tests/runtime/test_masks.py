@@ -53,9 +53,7 @@ def read(mask):
 
 @pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
 def test_a_batch_with_a_mask_of_its_own_is_refused(mask):
-    with pytest.raises(
-        ValueError, match="micro-batch 0 is not plain causal.*--reset-attention-mask"
-    ):
+    with pytest.raises(ValueError, match="micro-batch 0 is not plain causal.*--reset-attention-mask"):
         read(mask)
 
 

@@ -1,0 +1,74 @@
+"""Megatron's checks of the loss (NaN, infinity, jumps), once for a micro-batch instead of once for each segment.
+
+A check looks at a number on the host, for which a GPU has to end all that came before. The loss of a whole micro-batch
+is also what a check means: that of a segment is another number, and jumps more.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from torch import Tensor
+
+from ..model import Segment
+
+
+class _Check(NamedTuple):
+    segment: Segment
+    result: Tensor
+    rejection_func: Callable[[Tensor], Any]
+    options: dict[str, Any]
+
+
+class LossChecks:
+    """Those of one step; what was put off is made up for with the last segment of a micro-batch."""
+
+    def __init__(self) -> None:
+        self._put_off: dict[tuple[int, str], list[_Check]] = defaultdict(list)
+
+    @contextmanager
+    def of(self, segment: Segment) -> Iterator[None]:
+        """Inside, a loss function runs for `segment`, and `validate_result` of Megatron's rerun state machine waits.
+
+        Raises what that raises for the sum over the segments, with the segments that were rejected.
+        """
+        machine = get_rerun_state_machine()
+        if machine is None or segment.is_whole_sequence:
+            yield
+            return
+
+        def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
+            if isinstance(result, Tensor):
+                # A copy: Megatron divides the loss in place.
+                check = _Check(segment, result.detach().clone(), rejection_func, options)
+                self._put_off[segment.microbatch, message].append(check)
+            else:
+                type(machine).validate_result(machine, result, rejection_func, message, **options)
+
+        machine.validate_result = put_off
+        try:
+            yield
+        finally:
+            del machine.validate_result
+        if segment.is_last:
+            for key in [key for key in self._put_off if key[0] == segment.microbatch]:
+                _make_up(machine, key[1], self._put_off.pop(key))
+
+
+def _make_up(machine: Any, message: str, checks: list[_Check]) -> None:
+    last = checks[-1]
+    try:
+        machine.validate_result(
+            result=sum(check.result for check in checks),
+            rejection_func=last.rejection_func,
+            message=message,
+            **last.options,
+        )
+    except Exception as error:
+        rejected = [check.segment.index for check in checks if check.rejection_func(check.result)]
+        error.add_note(
+            f"{message} in micro-batch {last.segment.microbatch}, of its segments in {rejected or 'the sum'}"
+        )
+        raise

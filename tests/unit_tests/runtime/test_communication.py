@@ -1,0 +1,129 @@
+"""Messages between two ranks, here threads of one process with groups that only remember."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.seq1f1b.runtime import communication
+from megatron.seq1f1b.runtime.communication import MAX_CTAS, Communicator, groups_per_communicator
+from megatron.seq1f1b.schedule import Channel, Kind, parse_action
+
+FORWARD, BACKWARD = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
+TIMEOUT = timedelta(seconds=7)
+
+
+class Work:
+    """A transfer that ends as it is told."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.error, self.timeout = error, None
+
+    def wait(self, timeout=None) -> None:
+        self.timeout = timeout
+        if self.error:
+            raise RuntimeError(self.error)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def wires(alone, monkeypatch):
+    """The sends and receives of a communicator of rank 0 of two, which are given the works in `wires.works`."""
+    wires = SimpleNamespace(sent=[], received=[], works=[])
+
+    def transfer(log):
+        def start(tensor, rank, group, tag):
+            log.append((tensor, rank, tag))
+            return wires.works.pop(0) if wires.works else Work()
+
+        return start
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 4])
+    monkeypatch.setattr(dist, "isend", transfer(wires.sent))
+    monkeypatch.setattr(dist, "irecv", transfer(wires.received))
+    wires.communicator = Communicator(
+        dist.group.WORLD, [FORWARD, BACKWARD], torch.float32, torch.device("cpu"), TIMEOUT
+    )
+    wires.sent.clear(), wires.received.clear()
+    return wires
+
+
+def test_messages_go_to_the_rank_of_the_world_with_a_tag_for_each_payload(wires):
+    wires.communicator.send(FORWARD, torch.ones(2))
+    wires.communicator.post_receive(BACKWARD, (3,))
+    assert wires.communicator.receive(BACKWARD).shape == (3,)
+    wires.communicator.finish()
+    ((sent, *to),), ((received, *origin),) = wires.sent, wires.received
+    assert torch.equal(sent, torch.ones(2)) and received.shape == (3,)
+    assert to == [4, 1] and origin == [4, 2]
+
+
+def test_receives_come_in_the_order_they_were_posted(wires):
+    for size in (1, 2, 3):
+        wires.communicator.post_receive(BACKWARD, (size,))
+    assert [len(wires.communicator.receive(BACKWARD)) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_receive_that_nobody_used_is_an_error(wires):
+    wires.communicator.post_receive(BACKWARD, (1,))
+    with pytest.raises(AssertionError, match="messages outlived the step"):
+        wires.communicator.finish()
+
+
+def test_a_peer_that_stops_is_named_with_the_stage_and_the_action(wires):
+    work = Work("Timed out waiting 7000ms for recv operation to complete")
+    wires.works = [work]
+    wires.communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
+    message = r"the gradient of micro-batch 5, segment 1 from stage 3 to 2 \(pipeline rank 1 to 0; 2RECV_B5.1\) did not"
+    with pytest.raises(RuntimeError, match=message + ".*Timed out waiting 7000ms"):
+        wires.communicator.receive(BACKWARD)
+    assert work.timeout == TIMEOUT
+
+
+def test_a_message_that_nobody_takes_is_named_at_the_end(wires):
+    wires.works = [Work("Connection closed by peer")]
+    message = r"the activations of micro-batch 3, segment 2 from stage 0 to 1 \(pipeline rank 0 to 1; 0SEND_F3.2\)"
+    with pytest.raises(RuntimeError, match=message + " was not taken: Connection closed"):
+        wires.communicator.send(FORWARD, torch.ones(1), parse_action("0SEND_F3.2"))
+        wires.communicator.finish()
+
+
+class Config(SimpleNamespace):
+    """NCCL's settings, as a new group has them."""
+
+    def __init__(self) -> None:
+        undefined = -(2**31)
+        super().__init__(cga_cluster_size=undefined, min_ctas=undefined, max_ctas=undefined, net_name=None)
+
+
+@pytest.mark.parametrize("set_ctas, expected", [(None, MAX_CTAS), (16, 16)])
+def test_groups_for_nccl_take_over_megatrons_options_for_the_pipeline(alone, monkeypatch, set_ctas, expected):
+    own = Config()
+    own.cga_cluster_size, own.net_name = 2, "IB"
+    own.max_ctas = set_ctas or own.max_ctas
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace(config=own)))
+
+    class Options(SimpleNamespace):
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            super().__init__(is_high_priority_stream=is_high_priority_stream, config=Config())
+
+    made = []
+    monkeypatch.setattr(communication.dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append((ranks, given)) or "made")
+    monkeypatch.setattr(dist, "all_gather_object", lambda into, own: into.__setitem__(0, own))
+    groups = groups_per_communicator(group, [FORWARD, BACKWARD], TIMEOUT)
+    assert set(groups) == {FORWARD.communicator, BACKWARD.communicator} and len(made) == len(groups)
+    for _, given in made:
+        options = given["pg_options"]
+        assert options.is_high_priority_stream and given["timeout"] == TIMEOUT
+        assert (options.config.max_ctas, options.config.cga_cluster_size, options.config.net_name) == (
+            expected,
+            2,
+            "IB",
+        )
