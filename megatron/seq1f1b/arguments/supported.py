@@ -73,6 +73,11 @@ def _recomputes(module: str) -> Condition:
     )
 
 
+def _sees_later_tokens(settings: Mapping[str, Any]) -> bool:
+    window = settings.get("window_size")
+    return bool(window) and window[1] != 0
+
+
 def _fused_attention(settings: Mapping[str, Any]) -> bool:
     return getattr(settings.get("attention_backend"), "name", None) == "fused"
 
@@ -137,6 +142,11 @@ SUPPORTED = (
     ),
     Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`"),
     Supported("`--untie-embeddings-and-output-weights`, tied embeddings"),
+    Supported(
+        "`--window-size`, `--window-attn-skip-freq`",
+        "of the prefix a segment reads a window; not with the kernels of flash-attn-4",
+    ),
+    Supported("`--softmax-type` `off-by-one`, `learnable`"),
     Supported("`--reset-position-ids`, `--eod-mask-loss`"),
     Supported(
         "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
@@ -233,8 +243,12 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "use --recompute-granularity full, or drop it",
         ),
         Unsupported("--heterogeneous-layers-config-path", _given("heterogeneous_layers_config_path"), _NOT_YET, _WHOLE),
-        Unsupported("--window-size", _given("window_size"), _NOT_YET, _WHOLE),
-        Unsupported("--softmax-type", _other_than("vanilla", "softmax_type"), _NOT_YET, "use --softmax-type vanilla"),
+        Unsupported(
+            "--window-size with tokens after the query",
+            _sees_later_tokens,
+            "lets a segment attend to later ones, which have not been computed",
+            "give 0 as its second number",
+        ),
         Unsupported(
             "--position-embedding-type mrope",
             _is("mrope", "position_embedding_type"),

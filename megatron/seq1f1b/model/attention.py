@@ -7,15 +7,18 @@ same kernel, so that comparing two schedules compares schedules and not kernels.
 
 from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
+from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .kernels import AttentionRule, Kernel, KernelChoice, Saved, keep_documents_apart
+from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, keep_documents_apart
 from .kv_cache import KVCache
 from .segment import Segment, SegmentContext
 
@@ -25,16 +28,24 @@ class SegmentAttention(torch.nn.Module):
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
     is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·((d + e)·w + 4) bytes per token for
-    w bytes an element; keys and values live in the KVCache of the micro-batch.
+    w bytes an element; keys and values live in the KVCache of the micro-batch. A query sees at most `window` keys
+    before its own; a `sink` [h] is a term in the denominator of the softmax of each head, a parameter if it is learned,
+    under the name that Megatron's layers have for it.
     """
 
     def __init__(
-        self, config: TransformerConfig, softmax_scale: float | None = None, kernels: KernelChoice | None = None
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        kernels: KernelChoice | None = None,
+        window: int | None = None,
+        sink: Tensor | None = None,
     ) -> None:
         super().__init__()
         scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
-        self.training_rule = AttentionRule(scale, config.attention_dropout)
-        self.evaluation_rule = AttentionRule(scale)
+        self.training_rule = AttentionRule(scale, config.attention_dropout, window)
+        self.evaluation_rule = AttentionRule(scale, window=window)
+        self.softmax_offset = sink
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
         self.context: SegmentContext | None = None
@@ -65,7 +76,9 @@ class SegmentAttention(torch.nn.Module):
         if attention_mask is not None and segment is not None and segment.documents is None:
             self.context.check_mask(attention_mask)
         rule = self.training_rule if self.training else self.evaluation_rule
-        kernel = self.kernels.kernel(rule, query, value)
+        kernel, sink = self.kernels.kernel(rule, query, value), self.softmax_offset
+        if sink is not None:
+            kernel = WithSink(kernel, sink)
         if segment is not None and segment.documents is not None:
             assert query.shape[1] == len(segment.documents), (
                 f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
@@ -74,16 +87,31 @@ class SegmentAttention(torch.nn.Module):
             kernel = keep_documents_apart(kernel, segment.documents)
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(rule):
-                return _WholeSequence.apply(query, key, value, kernel)
+                return _WholeSequence.apply(query, key, value, sink, kernel)
         assert query.shape[0] == segment.length, (
             f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
-        cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value))
+        # Documents are found by their positions in the whole sequence.
+        window = rule.window if segment.documents is None else None
+        cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value, window))
         with self._random_numbers(rule):
-            output = _OneSegment.apply(query, key, value, kernel, self, segment, cache)
+            output = _OneSegment.apply(query, key, value, sink, kernel, self, segment, cache)
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
         return output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The sink of the heads of this tensor-parallel rank, as Megatron's own attention saves it."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
     def _random_numbers(self, rule: AttentionRule) -> AbstractContextManager:
         """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
@@ -94,7 +122,7 @@ class _WholeSequence(torch.autograd.Function):
     """Causal attention of a sequence that is not cut."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> Tensor:
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, kernel: Kernel) -> Tensor:
         output, statistics = kernel.forward(query, key, value)
         ctx.save_for_backward(query, key, value, output, *statistics)
         ctx.kernel = kernel
@@ -105,7 +133,7 @@ class _WholeSequence(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor):
         query, key, value, output, *statistics = ctx.saved_tensors
         grads = ctx.kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
-        return grads.query, grads.key, grads.value, None
+        return grads.query, grads.key, grads.value, grads.sink, None
 
 
 class _OneSegment(torch.autograd.Function):
@@ -120,13 +148,14 @@ class _OneSegment(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sink: Tensor | None,
         kernel: Kernel,
         layer: SegmentAttention,
         segment: Segment,
         cache: KVCache,
     ) -> Tensor:
         cache.write(segment.start, segment.end, key, value)
-        output, statistics = kernel.forward(query, *cache.read(segment.end))
+        output, statistics = kernel.forward(query, *cache.read(segment.start, segment.end))
         ctx.save_for_backward(query, output, *statistics)
         ctx.kernel, ctx.layer, ctx.segment, ctx.cache = kernel, layer, segment, cache
         return output
@@ -136,11 +165,11 @@ class _OneSegment(torch.autograd.Function):
     def backward(ctx, grad_output: Tensor):
         query, output, *statistics = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
-        saved = Saved(query, *cache.read(segment.end), output, tuple(statistics))
+        saved = Saved(query, *cache.read(segment.start, segment.end), output, tuple(statistics))
         grads = ctx.kernel.backward(grad_output, saved)
         grad_key, grad_value = cache.exchange_gradients(
             segment.start, segment.end, (grads.key, grads.value), grads.prefix
         )
         if segment.is_first:
             layer.context.release(layer, segment.microbatch)
-        return grads.query, grad_key, grad_value, None, None, None, None
+        return grads.query, grad_key, grad_value, grads.sink, None, None, None, None

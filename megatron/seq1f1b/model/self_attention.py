@@ -6,6 +6,8 @@ import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
 
 from .attention import SegmentAttention
 from .kernels import KernelChoice
@@ -26,7 +28,8 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
             kernels = kernels or KernelChoice(config.attention_backend.name, config.flash_attention_version)
             # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
             scale = getattr(layer, "softmax_scale", None)
-            own, layer.core_attention = layer.core_attention, SegmentAttention(config, scale, kernels)
+            replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer))
+            own, layer.core_attention = layer.core_attention, replacement
             layer.core_attention.train(layer.training)
             _carry_over_hook(chunk, own, layer.core_attention)
     return chunks
@@ -50,6 +53,25 @@ def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]
 
 def _is_causal(layer: Attention) -> bool:
     return isinstance(layer, (SelfAttention, MLASelfAttention)) and layer.attn_mask_type is AttnMaskType.causal
+
+
+def _window(layer: Attention) -> int | None:
+    """Keys before its own that a query of this layer sees, None for all."""
+    config = layer.config
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
+        return None
+    before, _ = config.window_size
+    return None if before < 0 else before
+
+
+def _sink(layer: Attention) -> Tensor | None:
+    """The term in the denominator of the softmax, one for each head: zeros, or the parameter that the layer learns."""
+    if layer.config.softmax_type == "learnable":
+        return layer.core_attention.softmax_offset
+    if layer.config.softmax_type == "off-by-one":
+        device = next(layer.parameters()).device
+        return torch.zeros(layer.num_attention_heads_per_partition, device=device)
+    return None
 
 
 def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:

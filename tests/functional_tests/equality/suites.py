@@ -199,6 +199,18 @@ def experts_tensor_suite():
     yield model, replace(layout, expert=2, expert_tensor=1), few_cases()
 
 
+def windows_suite():
+    """Sliding windows in every second layer, a sink in the softmax, and both as gpt-oss has them."""
+    layout, cases = Layout(pipeline=2), few_cases()
+    window = {"window_size": (9, 0), "window_attn_skip_freq": 2}
+    yield Model().with_config(**window, softmax_type="learnable"), layout, cases
+    recomputed = replace(Model(kv_heads=2), recompute="selective").with_config(**window)
+    yield recomputed, layout, few_cases(("zb-h1",))[1:3]
+    yield Model().with_config(softmax_type="off-by-one"), layout, cases[1:3]
+    packed = replace(cases[2], packed="tokens")
+    yield Model().with_config(**window, softmax_type="learnable"), layout, [packed]
+
+
 def hybrid_suite():
     """Attention, MLP and experts as layers of their own."""
     yield hybrid("*-*-"), Layout(pipeline=2), few_cases(("zb-h1",))[1:]
@@ -243,6 +255,7 @@ RANKS = {
     "dp2-moe": 2,
     "pp2-dp2-moe": 4,
     "tp2-moe": 2,
+    "pp2-windows": 2,
     "pp2-hybrid": 2,
     "pp1-recurrent": 1,
     "pp2-delta-net": 2,
@@ -288,6 +301,7 @@ SUITES = {
         Layout(pipeline=2, expert=2, overlap=True, distributed_optimizer=True)
     ),
     "tp2-moe": experts_tensor_suite,
+    "pp2-windows": windows_suite,
     "pp2-hybrid": hybrid_suite,
     "pp1-recurrent": lambda: [(hybrid("G*M"), Layout(), few_cases())],
     "pp2-delta-net": lambda: recurrent_suite("G"),

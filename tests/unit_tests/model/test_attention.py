@@ -85,7 +85,7 @@ def test_gradients_accumulate_in_fp32_for_16_bit_models():
             outputs.append(layer(*part))
     outputs[1].backward(torch.ones_like(outputs[1]))
     (cache,) = context._caches.values()
-    assert cache._key_grads.dtype == cache._value_grads.dtype == torch.float32
+    assert [x.dtype for x in cache._gradients] == [torch.float32] * 2
 
 
 def test_evaluation_frees_the_cache_after_the_last_segment():

@@ -1,8 +1,8 @@
 """Attention kernels: what a kernel must offer, and which one serves a layer.
 
 A kernel computes causal attention of a segment to its whole prefix by one `AttentionRule`. `KernelChoice` finds the
-fastest for the rule, the device, the type and the head sizes; `keep_documents_apart` confines a kernel to the documents
-of packed sequences.
+fastest for the rule, the device, the type and the head sizes; `WithSink` gives a kernel's softmax a sink;
+`keep_documents_apart` confines a kernel to the documents of packed sequences.
 """
 
 from ..documents import Documents
@@ -10,6 +10,7 @@ from .choice import KernelChoice
 from .documents_apart import DocumentsApart
 from .documents_packed import DocumentsPacked
 from .interface import AttentionRule, CumulativeLengths, Gradients, Kernel, PackedKernel, Saved
+from .sink import WithSink
 
 __all__ = [
     "AttentionRule",
@@ -21,6 +22,7 @@ __all__ = [
     "KernelChoice",
     "PackedKernel",
     "Saved",
+    "WithSink",
     "keep_documents_apart",
 ]
 

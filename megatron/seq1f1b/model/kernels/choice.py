@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .cpu import CpuFlash
+from .cpu_window import CpuWindow
 from .cuda import CudaFlash
 from .flash_attn_2 import FlashAttention2
 from .flash_attn_4 import FlashAttention4
@@ -50,7 +51,8 @@ class KernelChoice:
         if not is_cuda:
             if rule.dropout:
                 return self._unfused(rule, "attention dropout on a CPU")
-            return CpuFlash(rule) if size == value_size else Padded(CpuFlash(rule))
+            kernel = CpuFlash(rule) if rule.window is None else CpuWindow(rule)
+            return kernel if size == value_size else Padded(kernel)
         if dtype not in (torch.bfloat16, torch.float16):
             return self._unfused(rule, f"attention in {dtype} on a GPU")
         if max(size, value_size) > _LARGEST_HEAD:
@@ -64,9 +66,10 @@ class KernelChoice:
         if self._version == 2:
             return FlashAttention2(rule)
         if self._version == 4:
-            if not rule.dropout:
+            if not rule.dropout and rule.window is None:
                 return FlashAttention4(rule)
-            self._say("flash-attn-4 has no attention dropout: PyTorch's own flash attention takes its place.")
+            what = "attention dropout" if rule.dropout else "sliding windows"
+            self._say(f"flash-attn-4 is not used for {what}: PyTorch's own flash attention takes its place.")
         return CudaFlash(rule)
 
     def _unfused(self, rule: AttentionRule, what: str) -> Kernel:

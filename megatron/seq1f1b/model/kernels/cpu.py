@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .interface import AttentionRule, Gradients, Saved
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -24,24 +24,24 @@ class CpuFlash:
     rule: AttentionRule
 
     def __post_init__(self) -> None:
-        assert self.rule.dropout == 0, "the operator has no dropout"
+        assert self.rule.dropout == 0 and self.rule.window is None, "the operator has no dropout and no window"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         start, scale = key.shape[0] - query.shape[0], self.rule.scale
-        q = _heads_first(query)
-        output, logsumexp = _flash(q, _heads_first(key[start:]), _heads_first(value[start:]), 0.0, True, scale=scale)
+        q = heads_first(query)
+        output, logsumexp = flash(q, heads_first(key[start:]), heads_first(value[start:]), 0.0, True, scale=scale)
         if start:
-            prefix = _flash(q, _heads_first(key[:start]), _heads_first(value[:start]), 0.0, False, scale=scale)
+            prefix = flash(q, heads_first(key[:start]), heads_first(value[:start]), 0.0, False, scale=scale)
             output, logsumexp = _merge(output, logsumexp, *prefix)
         return output.permute(2, 0, 1, 3).flatten(2).contiguous(), (logsumexp,)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         start, (logsumexp,) = saved.start, saved.statistics
-        q, o, grad = (_heads_first(x.reshape(saved.query.shape)) for x in (saved.query, saved.output, grad_output))
+        q, o, grad = (heads_first(x.reshape(saved.query.shape)) for x in (saved.query, saved.output, grad_output))
 
         def part(rows: slice, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            k, v = _heads_first(saved.key[rows]), _heads_first(saved.value[rows])
-            grads = _flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=self.rule.scale)
+            k, v = heads_first(saved.key[rows]), heads_first(saved.value[rows])
+            grads = flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=self.rule.scale)
             return tuple(x.permute(2, 0, 1, 3) for x in grads)
 
         grad_query, grad_key, grad_value = part(slice(start, None), True)
@@ -51,7 +51,7 @@ class CpuFlash:
         return Gradients(grad_query.add_(grad_query_prefix), grad_key, grad_value, tuple(grad_prefix))
 
 
-def _heads_first(x: Tensor) -> Tensor:
+def heads_first(x: Tensor) -> Tensor:
     """[s, b, h, d] as a view [b, h, s, d]; the operator takes any strides with a contiguous last dimension."""
     return x.permute(1, 2, 0, 3)
 

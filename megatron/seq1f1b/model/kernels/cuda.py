@@ -42,7 +42,9 @@ class CudaFlash:
     def _forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple) -> tuple[Tensor, tuple[Tensor, ...]]:
         dropout, scale = self.rule.dropout, self.rule.scale
         # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
-        output, logsumexp, *rng_state, _ = _flash(query, key, value, *lengths, dropout, True, False, scale=scale)
+        output, logsumexp, *rng_state, _ = _flash(
+            query, key, value, *lengths, dropout, True, False, scale=scale, **self._window
+        )
         return output, (logsumexp, *rng_state)
 
     def _backward(
@@ -57,4 +59,9 @@ class CudaFlash:
     ) -> tuple[Tensor, Tensor, Tensor]:
         logsumexp, *rng_state = statistics
         call = grad_output, query, key, value, output, logsumexp, *lengths, self.rule.dropout, True, *rng_state
-        return _flash_backward(*call, scale=self.rule.scale)
+        return _flash_backward(*call, scale=self.rule.scale, **self._window)
+
+    @property
+    def _window(self) -> dict[str, int]:
+        """Keys that a query sees before and after its own token."""
+        return {} if self.rule.window is None else {"window_size_left": self.rule.window, "window_size_right": 0}

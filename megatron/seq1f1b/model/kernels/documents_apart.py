@@ -30,19 +30,22 @@ class DocumentsApart:
         query, key, value, output, statistics = saved
         # Keys of earlier segments whose documents have ended there get no gradient.
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        grad_sinks: list[Tensor] = []
         calls = list(self._calls(query.shape[0], key.shape[0]))
         by_call = batched(statistics, len(statistics) // len(calls))
         for (queries, keys), of_call in zip(calls, by_call, strict=True):
             part = Saved(query[queries], key[keys], value[keys], output[queries], of_call)
             grads = self.kernel.backward(grad_output[queries], part)
             grad_query[queries] = grads.query
+            grad_sinks += [] if grads.sink is None else [grads.sink]
             prefixes = grads.prefix or (None, None)
             for whole, own, prefix in zip((grad_key, grad_value), (grads.key, grads.value), prefixes, strict=True):
                 rows = whole[keys]
                 rows[part.start :] = own
                 if prefix is not None:
                     rows[: part.start] = prefix
-        return Gradients.of_all_keys(grad_query, grad_key, grad_value)
+        grad_sink = torch.stack(grad_sinks).sum(0) if grad_sinks else None
+        return Gradients.of_all_keys(grad_query, grad_key, grad_value)._replace(sink=grad_sink)
 
     def _calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
         """Index of the queries and index of the keys of each piece."""

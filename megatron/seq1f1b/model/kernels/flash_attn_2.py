@@ -18,8 +18,8 @@ class FlashAttention2:
             "dropout_p": rule.dropout,
             "softmax_scale": rule.scale,
             "causal": True,
-            "window_size_left": -1,
-            "window_size_right": -1,
+            "window_size_left": -1 if rule.window is None else rule.window,
+            "window_size_right": -1 if rule.window is None else 0,
             "softcap": 0.0,
             "alibi_slopes": None,
         }

@@ -11,17 +11,19 @@ class AttentionRule:
     """How the queries of a layer weigh the keys that they see; a kernel is chosen for one rule and keeps it.
 
     Scores are multiplied by `scale`. `dropout` is the probability with which a softmax weight is set to zero; the
-    others grow by 1 / (1 − dropout).
+    others grow by 1 / (1 − dropout). A query sees at most `window` keys before its own token, all of them if that is
+    None.
     """
 
     scale: float
     dropout: float = 0.0
+    window: int | None = None
 
 
 class Saved(NamedTuple):
     """What the backward of a call starts from, put together by the caller, which may keep keys and values elsewhere.
 
-    `statistics` are the kernel's own: the scores' log-sum-exp, the random state of the dropout.
+    `statistics` are the kernel's own: first the scores' log-sum-exp, then the random state of the dropout.
     """
 
     query: Tensor
@@ -37,12 +39,14 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of one segment: its query, its own keys and values, and (key, value) of the tokens before it."""
+    """Gradients of one segment: its query, its own keys and values, and (key, value) of the tokens before it; of the
+    sink too, where there is one."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     prefix: tuple[Tensor, Tensor] | None
+    sink: Tensor | None = None
 
     @classmethod
     def of_all_keys(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":

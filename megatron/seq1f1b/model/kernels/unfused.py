@@ -8,6 +8,9 @@ from torch import Tensor
 
 from .interface import AttentionRule, Gradients, Saved
 
+# Rows of a block within a window, unless the window is larger: fewer make the products small.
+_FEWEST_ROWS = 128
+
 
 @dataclass(frozen=True)
 class Unfused:
@@ -25,7 +28,7 @@ class Unfused:
         masks = _Masks(self.rule.dropout, *seed)
         outputs, logsumexps = [], []
         for rows, keys in self._blocks(q, key.shape[0]):
-            scores = _scores(q[..., rows, :], k[..., keys, :], self.rule.scale)
+            scores = _scores(q[..., rows, :], k[..., keys, :], self.rule)
             logsumexps.append(scores.logsumexp(-1))
             weights = masks.apply(scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_())
             outputs.append((weights @ v[..., keys, :]).to(query.dtype))
@@ -34,7 +37,6 @@ class Unfused:
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         query, key, value, output, (logsumexp, *seed) = saved
-        scale = self.rule.scale
         heads = query.shape[2], value.shape[3]
         q, k, v, o, grad = (
             _by_group(x, key.shape[2])
@@ -46,13 +48,13 @@ class Unfused:
         grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
         for rows, keys in self._blocks(q, key.shape[0]):
             q_rows, k_seen, grad_rows = q[..., rows, :], k[..., keys, :], grad[..., rows, :]
-            weights = _scores(q_rows, k_seen, scale).sub_(logsumexp[..., rows, None]).exp_()
+            weights = _scores(q_rows, k_seen, self.rule).sub_(logsumexp[..., rows, None]).exp_()
             grad_weights = grad_rows @ v[..., keys, :].mT
             kept = masks.draw(weights)
             grad_value[..., keys, :] += ((weights if kept is None else weights * kept).mT @ grad_rows).sum(2, True)
             if kept is not None:
                 grad_weights *= kept
-            grad_scores = grad_weights.sub_(expected[..., rows, :]).mul_(weights).mul_(scale)
+            grad_scores = grad_weights.sub_(expected[..., rows, :]).mul_(weights).mul_(self.rule.scale)
             grad_queries.append(grad_scores @ k_seen)
             grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
         grad_query = _by_token(torch.cat(grad_queries, -2)).to(query.dtype)
@@ -62,10 +64,14 @@ class Unfused:
     def _blocks(self, q: Tensor, num_keys: int) -> Iterator[tuple[slice, slice]]:
         """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
         batch, groups, heads, length, _ = q.shape
-        rows = max(1, self.scores_at_once // (batch * groups * heads * num_keys))
+        window = num_keys if self.rule.window is None else self.rule.window
+        rows = max(1, self.scores_at_once // (batch * groups * heads * min(num_keys, 2 * window + 1)))
+        # Longer blocks would compute scores that a window hides.
+        rows = min(rows, max(window, _FEWEST_ROWS))
         for first in range(0, length, rows):
             end = min(first + rows, length)
-            yield slice(first, end), slice(num_keys - length + end)
+            own = num_keys - length  # the key of the first query's own token
+            yield slice(first, end), slice(max(0, own + first - window), own + end)
 
 
 class _Masks:
@@ -87,12 +93,15 @@ class _Masks:
         return weights if mask is None else weights.mul_(mask)
 
 
-def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:
     """Scores [b, g, h/g, rows, keys], causal: the last row sees the last key."""
-    scores = (q @ k.mT).mul_(scale)
+    scores = (q @ k.mT).mul_(rule.scale)
     rows, keys = scores.shape[-2:]
     hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     scores[..., keys - rows :].masked_fill_(hidden, float("-inf"))
+    if rule.window is not None:
+        before = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows - rule.window - 1)
+        scores.masked_fill_(before, float("-inf"))
     return scores
 
 
