@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..costs import Experts, LatentAttention, ModelShape
+from ..costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:
@@ -39,7 +39,51 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         latent=latent,
         experts=experts,
         expert_layers=expert_layers,
+        **_window(settings),
+        **_hybrid(settings),
     )
+
+
+def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding window, and the layers that have it."""
+    window, frequency = settings.get("window_size"), settings.get("window_attn_skip_freq")
+    if not window or window[0] < 0:
+        return {}
+    has_window = (
+        bool(frequency[i]) if isinstance(frequency, list) else frequency is None or (i + 1) % frequency != 0
+        for i in range(settings["num_layers"])
+    )
+    return {"window": window[0], "window_layers": tuple(i for i, holds in enumerate(has_window) if holds)}
+
+
+def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers of a hybrid model and the sizes of its recurrent ones."""
+    layers = "".join(_hybrid_stages(settings))
+    if not layers:
+        return {}
+    found: dict[str, Any] = {"pattern": layers}
+    if "G" in layers:
+        found["delta_net"] = DeltaNet(
+            key_heads=settings["linear_num_key_heads"],
+            value_heads=settings["linear_num_value_heads"],
+            key_head_dim=settings["linear_key_head_dim"],
+            value_head_dim=settings["linear_value_head_dim"],
+        )
+    if "M" in layers:
+        head = settings["mamba_head_dim"]
+        found["mamba"] = Mamba(
+            heads=settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head,  # Megatron expands by 2
+            head_dim=head,
+            groups=settings["mamba_num_groups"],
+            state_dim=settings["mamba_state_dim"],
+        )
+    return found
+
+
+def _hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
+    """The symbols of the layers of each stage; of all together where the pattern does not cut them."""
+    decoder = (settings.get("hybrid_layer_pattern") or "").split("/")[0]
+    return decoder.split("|")
 
 
 def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
@@ -49,6 +93,9 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     layout = settings.get("pipeline_model_parallel_layout")
     if layout is not None:
         return _of_layout(layout, num_ranks)
+    stages = _hybrid_stages(settings)
+    if len(stages) > 1:
+        return tuple(map(len, stages))
     first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     # An embedding or a loss that counts as a layer takes the place of one.
     embedding, loss = (_given(settings, f"account_for_{part}_in_pipeline_split") for part in ("embedding", "loss"))

@@ -6,7 +6,7 @@ Start with stage_costs (what a segment costs on a stage) and action_costs (what 
 from .action_costs import action_costs
 from .device_throughput import A100, CPU_CORE, DeviceThroughput
 from .flops import authors_flops
-from .model_shape import Experts, LatentAttention, ModelShape
+from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
 from .stage_costs import AnalyticTime, StageCost, analytic_costs, bottleneck_time
 from .traced_costs import is_trace, read_traced_costs, traced_costs
@@ -15,10 +15,12 @@ __all__ = [
     "A100",
     "CPU_CORE",
     "AnalyticTime",
+    "DeltaNet",
     "DeviceThroughput",
     "Experts",
     "FitError",
     "LatentAttention",
+    "Mamba",
     "Measurement",
     "ModelShape",
     "Profile",

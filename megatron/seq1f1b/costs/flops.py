@@ -6,7 +6,11 @@ of the achieved throughput.
 
 from typing import NamedTuple
 
-from .model_shape import LatentAttention, ModelShape
+from ..partition import PartitionError
+from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+
+# Tokens that the kernels of recurrent layers compute at once.
+_DELTA_NET_CHUNK, _MAMBA_CHUNK = 64, 128
 
 
 class Flops(NamedTuple):
@@ -18,8 +22,12 @@ class Flops(NamedTuple):
 
 def layer_flops(model: ModelShape, layer: int) -> Flops:
     """Of layer number `layer`, counted from 0."""
+    if model.pattern is not None:
+        return _hybrid_layer(model, model.pattern[layer])
     projections, per_pair = _latent_attention(model, model.latent) if model.latent else _attention(model)
-    return Flops(projections + _feed_forward(model, layer), per_pair)
+    has_experts = model.experts is not None and layer in model.expert_layers
+    feed_forward = _experts(model, model.experts) if has_experts else _feed_forward(model)
+    return Flops(projections + feed_forward, per_pair)
 
 
 def head_flops(model: ModelShape) -> int:
@@ -58,10 +66,53 @@ def _latent_attention(model: ModelShape, latent: LatentAttention) -> tuple[int, 
     return 2 * (query + down + up + value_width * hidden), 2 * (score_width + value_width)
 
 
-def _feed_forward(model: ModelShape, layer: int) -> int:
-    per_width = 2 * model.hidden_size * (3 if model.is_gated else 2)
-    if model.experts is None or layer not in model.expert_layers:
-        return per_width * model.ffn_hidden_size
-    experts = model.experts
+def _hybrid_layer(model: ModelShape, symbol: str) -> Flops:
+    match symbol:
+        case "*":
+            return Flops(*_attention(model))
+        case "+" if model.latent is not None:
+            return Flops(*_latent_attention(model, model.latent))
+        case "-":
+            return Flops(_feed_forward(model), 0)
+        case "E" if model.experts is not None:
+            return Flops(_experts(model, model.experts), 0)
+        case "G" if model.delta_net is not None:
+            return Flops(_delta_net(model.hidden_size, model.delta_net), 0)
+        case "M" if model.mamba is not None:
+            return Flops(_mamba(model.hidden_size, model.mamba), 0)
+    raise PartitionError(f"--hybrid-layer-pattern has a layer {symbol} whose cost is not known; use an even split")
+
+
+def _delta_net(hidden: int, layer: DeltaNet) -> int:
+    """The chunked gated delta rule (arXiv 2412.06464, section 3.3)."""
+    heads, key, value = layer.value_heads, layer.key_head_dim, layer.value_head_dim
+    key_width, value_width = layer.key_heads * key, heads * value
+    projections = hidden * (2 * key_width + 2 * value_width + 2 * heads) + value_width * hidden
+    # The state is read by keys and by queries, and written; in a chunk a token meets half of the others: two scores,
+    # the triangular system for keys and values, and the output.
+    state = 3 * heads * key * value
+    chunk = heads * _DELTA_NET_CHUNK * (3 * key + 2 * value) // 2
+    return 2 * (projections + state + chunk)
+
+
+def _mamba(hidden: int, layer: Mamba) -> int:
+    """The chunked scan (arXiv 2405.21060, section 6)."""
+    width, states = layer.heads * layer.head_dim, layer.groups * layer.state_dim
+    projections = hidden * (2 * width + 2 * states + layer.heads) + width * hidden
+    # The state is written and read; in a chunk a token meets half of the others: one score and the output.
+    state = 2 * width * layer.state_dim
+    chunk = _MAMBA_CHUNK * (layer.groups * layer.state_dim + width) // 2
+    return 2 * (projections + state + chunk)
+
+
+def _feed_forward(model: ModelShape) -> int:
+    return _per_width(model) * model.ffn_hidden_size
+
+
+def _experts(model: ModelShape, experts: Experts) -> int:
     width = experts.active * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-    return per_width * width + 2 * model.hidden_size * experts.total  # the last term is the router
+    return _per_width(model) * width + 2 * model.hidden_size * experts.total  # the last term is the router
+
+
+def _per_width(model: ModelShape) -> int:
+    return 2 * model.hidden_size * (3 if model.is_gated else 2)

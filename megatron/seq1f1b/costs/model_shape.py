@@ -33,12 +33,36 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net: queries and keys in `key_heads` of `key_head_dim`, values and states in `value_heads` of
+    `value_head_dim`."""
+
+    key_heads: int
+    value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """A Mamba-2 layer: `heads` of `head_dim`, each with a state of `state_dim` columns; input and output projections of
+    the states are shared by the heads of one of `groups`."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of the whole model, before it is cut over ranks.
 
     `head_dim` is the size of one attention head; `vocab_size` is the padded vocabulary. `num_kv_heads` is None without
     grouped-query attention. `is_gated` tells a feed-forward block of three matrices (SwiGLU) from one of two (GELU).
-    `expert_layers` numbers, from 0, the layers that hold `experts`.
+    `expert_layers` numbers, from 0, the layers that hold `experts`. In `window_layers` a query sees at most `window`
+    keys before its own. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
+    + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2.
     """
 
     num_layers: int
@@ -52,3 +76,8 @@ class ModelShape:
     latent: LatentAttention | None = None
     experts: Experts | None = None
     expert_layers: tuple[int, ...] = ()
+    window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    pattern: str | None = None
+    delta_net: DeltaNet | None = None
+    mamba: Mamba | None = None

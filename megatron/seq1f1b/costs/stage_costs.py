@@ -21,17 +21,22 @@ class StageTime(Protocol):
 
 @dataclass(frozen=True)
 class AnalyticTime:
-    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key."""
+    """Time by FLOPs over throughput: a constant, a part per token, and one per pair of a query and a key that it sees;
+    in layers where it sees at most `window` keys before its own, one per pair of these."""
 
     fixed: float = 0.0
     per_token: float = 0.0
     per_pair: float = 0.0
+    per_pair_in_window: float = 0.0
+    window: int = 0
     slowdown: Callable[[int], float] | None = None
 
     def __call__(self, start: int, end: int) -> float:
         length = end - start
         # Every query sees the keys before the segment, and on average half of its own.
         attention = self.per_pair * length * (start + end + 1) / 2
+        if self.per_pair_in_window:
+            attention += self.per_pair_in_window * _pairs_in_window(start, end, self.window)
         if self.slowdown is not None:
             attention *= self.slowdown(length)
         return self.fixed + self.per_token * length + attention
@@ -42,6 +47,8 @@ class AnalyticTime:
             fixed=self.fixed + other.fixed,
             per_token=self.per_token + other.per_token,
             per_pair=self.per_pair + other.per_pair,
+            per_pair_in_window=self.per_pair_in_window + other.per_pair_in_window,
+            window=self.window or other.window,
             slowdown=self.slowdown or other.slowdown,
         )
 
@@ -51,6 +58,7 @@ class AnalyticTime:
             self.fixed >= other.fixed
             and self.per_token >= other.per_token
             and self.per_pair >= other.per_pair
+            and self.per_pair_in_window >= other.per_pair_in_window
             and self.slowdown == other.slowdown
         )
 
@@ -113,15 +121,28 @@ def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
     return lambda start, end: max([time(start, end) for time in times])
 
 
+def _pairs_in_window(start: int, end: int, window: int) -> float:
+    """Keys that the tokens [start, end) see of `window` before their own, and their own."""
+    # Up to token number `window` the window reaches back to the start of the sequence.
+    growing = max(0, min(end, window) - start)
+    return growing * (2 * start + growing + 1) / 2 + (end - start - growing) * (window + 1)
+
+
 def _layer(model: ModelShape, layer: int, device: DeviceThroughput) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
     """Forward, backward, and of the latter the weight gradients."""
     per_token, per_pair = layer_flops(model, layer)
-    forward = AnalyticTime(device.overhead, per_token / device.matmul, per_pair / device.attention, device.slowdown)
-    backward = AnalyticTime(
-        device.overhead,
+    has_window = model.window is not None and layer in model.window_layers
+
+    def time(per_token: float, per_pair: float) -> AnalyticTime:
+        common = AnalyticTime(device.overhead, per_token, slowdown=device.slowdown)
+        if has_window:
+            return replace(common, per_pair_in_window=per_pair, window=model.window)
+        return replace(common, per_pair=per_pair)
+
+    forward = time(per_token / device.matmul, per_pair / device.attention)
+    backward = time(
         device.matmul_backward_flops * per_token / device.matmul,
         device.attention_backward_flops * per_pair / device.attention_backward,
-        device.slowdown,
     )
     # The gradient of a matrix product by its weight takes as much as that by its input.
     weight = AnalyticTime(per_token=device.matmul_backward_flops / 2 * per_token / device.matmul)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.seq1f1b.arguments.model_sizes import layers_per_stage, model_shape
-from megatron.seq1f1b.costs import Experts, LatentAttention, ModelShape
+from megatron.seq1f1b.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 DENSE = dict(
     num_layers=4,
@@ -70,3 +70,20 @@ def test_latent_attention():
 )
 def test_layers_of_the_stages_in_the_order_of_depth(arguments, stages):
     assert layers_per_stage(dict(**{"num_layers": 16, **arguments})) == stages
+
+
+@pytest.mark.parametrize("frequency, layers", [(None, (0, 1, 2, 3)), (2, (0, 2)), ([0, 1, 1, 0], (1, 2))])
+def test_sliding_windows(frequency, layers):
+    shape = model_shape(DENSE | {"window_size": (128, 0), "window_attn_skip_freq": frequency})
+    assert (shape.window, shape.window_layers) == (128, layers)
+
+
+def test_hybrid_layers():
+    sizes = {
+        **dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=32),
+        **dict(mamba_num_heads=None, mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=64),
+    }
+    settings = DENSE | sizes | {"hybrid_layer_pattern": "G-|*M/*", "pipeline_model_parallel_size": 2}
+    shape = model_shape(settings)
+    assert (shape.pattern, shape.delta_net, shape.mamba) == ("G-*M", DeltaNet(4, 8, 16, 32), Mamba(8, 16, 2, 64))
+    assert layers_per_stage(settings) == (2, 2)
