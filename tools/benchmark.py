@@ -51,6 +51,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument(
+        "--hybrid-layer-pattern",
+        metavar="PATTERN",
+        help="a hybrid model instead of a GPT, its layers by Megatron's symbols, a | between stages: G-G-|G-*- has "
+        "three gated delta nets for one attention layer; --num-layers follows from it",
+    )
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-attention-heads", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=512, help="small, so that the stages cost the same")
@@ -65,6 +71,13 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if "profile" in args.sequence_split_strategy and args.sequence_split_profile is None:
         parser.error("--sequence-split-strategy profile needs --sequence-split-profile; see tools/profile_segments.py")
+    if args.hybrid_layer_pattern:
+        stages = args.hybrid_layer_pattern.split("|")
+        args.num_layers = sum(map(len, stages))
+        if len(set(map(len, stages))) > 1 or args.num_chunks != [len(stages) // int(os.environ.get("WORLD_SIZE", 1))]:
+            parser.error(
+                "--hybrid-layer-pattern needs stages of equally many layers, --num-chunks of them for every rank"
+            )
     for chunks in args.num_chunks:
         if args.num_layers % (chunks * int(os.environ.get("WORLD_SIZE", 1))):
             parser.error(f"--num-layers {args.num_layers} cannot be spread evenly with --num-chunks {chunks}")
@@ -122,7 +135,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(
             f"\n{dist.get_world_size()} pipeline ranks, micro-batches of one sequence of {args.seq_length} tokens, "
-            f"{args.num_layers} layers, hidden {args.hidden_size}; medians of {args.repeats}\n"
+            f"{args.hybrid_layer_pattern or args.num_layers} layers, hidden {args.hidden_size}; "
+            f"medians of {args.repeats}\n"
         )
         print("\n\n".join(tables))
         if args.profile:

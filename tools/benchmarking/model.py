@@ -1,6 +1,7 @@
-"""The model that a benchmark trains: a GPT on the ranks of one pipeline."""
+"""The model that a benchmark trains: a GPT or a hybrid model on the ranks of one pipeline."""
 
 import argparse
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,10 +10,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.seq1f1b.model import use_segment_attention
+from megatron.seq1f1b.costs import DeltaNet
+from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
 
 
 def use_ranks(num_chunks: int) -> None:
@@ -44,15 +47,20 @@ def build_model(args: argparse.Namespace, num_chunks: int) -> list[torch.nn.Modu
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
+        **(_hybrid_sizes(args) if args.hybrid_layer_pattern else {}),
     )
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for chunk in range(num_chunks):
         stage = chunk * num_ranks + rank
+        kind, spec, pattern = GPTModel, get_gpt_layer_local_spec(), {}
+        if args.hybrid_layer_pattern:
+            kind, spec = HybridModel, local_hybrid_spec(config)
+            pattern = {"hybrid_layer_pattern": args.hybrid_layer_pattern}
         chunks.append(
-            GPTModel(
+            kind(
                 config,
-                get_gpt_layer_local_spec(),
+                spec,
                 args.vocab_size,
                 args.seq_length,
                 pre_process=stage == 0,
@@ -60,10 +68,31 @@ def build_model(args: argparse.Namespace, num_chunks: int) -> list[torch.nn.Modu
                 position_embedding_type="rope",
                 share_embeddings_and_output_weights=False,
                 vp_stage=chunk if num_chunks > 1 else None,
+                **pattern,
             ).to(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         )
     use_segment_attention(chunks)
     return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+
+
+def delta_net(args: argparse.Namespace) -> DeltaNet:
+    """Sizes as those of Qwen3-Next: keys as wide as the model, values twice."""
+    heads, size = args.num_attention_heads, args.hidden_size // args.num_attention_heads
+    return DeltaNet(key_heads=heads, value_heads=2 * heads, key_head_dim=size, value_head_dim=size)
+
+
+def _hybrid_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = delta_net(args)
+    return {
+        "is_hybrid_model": True,
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "linear_key_head_dim": sizes.key_head_dim,
+        "linear_value_head_dim": sizes.value_head_dim,
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+    }
 
 
 class Batch:

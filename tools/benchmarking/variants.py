@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
 
-from .model import Batch
+from .model import Batch, delta_net
 from .torch_pipeline import schedule_1f1b
 
 
@@ -173,6 +173,10 @@ def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> list[int]:
 
 def _model_shape(args: argparse.Namespace) -> ModelShape:
     head_dim = args.hidden_size // args.num_attention_heads
-    return ModelShape(
+    shape = ModelShape(
         args.num_layers, args.hidden_size, 4 * args.hidden_size, args.num_attention_heads, head_dim, args.vocab_size
     )
+    if not args.hybrid_layer_pattern:
+        return shape
+    pattern = args.hybrid_layer_pattern.replace("|", "")
+    return replace(shape, is_gated=True, pattern=pattern, delta_net=delta_net(args))
