@@ -16,9 +16,5 @@ bash scripts/setup.sh
 echo "Linting ..."
 .venv/bin/ruff check .
 .venv/bin/mypy
-.venv/bin/ruff format --check --quiet .
-if command -v shellcheck >/dev/null; then
-    shellcheck -x .ci/run scripts/*.sh scripts/*/*.sbatch
-fi
 echo "Testing ..."
 .venv/bin/python -m pytest "$@"

@@ -66,11 +66,11 @@ def environment(**settings: str) -> dict[str, str]:
 class Cluster:
     """Jobs on the running cluster; the folder holds its state and the logs."""
 
-    def __init__(self, folder: Path, python: str) -> None:
-        self.folder, self._python = folder, python
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def environment(self, **settings: str) -> dict[str, str]:
-        own = {"MODEL_SIZE": "tiny", "PYTHON": self._python, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        own = {"MODEL_SIZE": "tiny", "SLURM_CONF": str(self.folder / "slurm.conf")}
         return environment(**own | settings)
 
     def ask(self, *command: str) -> str:
@@ -107,15 +107,15 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(python: str) -> Iterator[Cluster]:
-    """A cluster that runs jobs with this Python; everything in it ends with the context. Skips without its parts."""
+def running_cluster() -> Iterator[Cluster]:
+    """A cluster; everything in it ends with the context. Skips where its parts are missing."""
     require_slurm()
     with ExitStack() as stack:
         # Not pytest's folder: munge wants one that every user may enter, with a short name.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
         configure(folder)
         namespaces = stack.enter_context(network())
-        cluster = Cluster(folder, python)
+        cluster = Cluster(folder)
         munge = folder / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "seed", "log")]
         start(stack, cluster, "munged", "munged", "--foreground", "--force", f"--socket={munge / 'socket'}", *files)

@@ -34,7 +34,7 @@ class Verdicts:
         """Run the cases in as many jobs as it takes."""
         while names:
             (self._folder / "cases").write_text("\n".join(names))
-            job = self._launch(CASES[names[0]], [self._folder / "cases"], script=WORKER, timeout=120 + 3 * len(names))
+            job = self._launch(CASES[names[0]], [self._folder / "cases"], script=WORKER, timeout=300 + 20 * len(names))
             done = dict(re.findall(r"^case (\S+): (.*)$", job.log, re.MULTILINE))
             self._found |= done
             names = [name for name in names if name not in done]

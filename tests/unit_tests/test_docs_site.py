@@ -1,0 +1,71 @@
+"""The pages in docs/: all are in the site, every link leads somewhere, every command and figure in them is right."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b import commands
+from megatron.seq1f1b.schedule import Placement, Shape, build, peak_units, simulate
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+COMMANDS = [
+    (page.name, shlex.split(block.replace("\\\n", " ")))
+    for page in (*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+    for text in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    for block in re.split(r"(?<!\\)\n", text.strip())
+]
+# A row of choosing.md: family, segments, chunks, idle share, memory.
+FIGURES = re.findall(
+    r"^\| `(\S+)` \| (\d) \| (\d) \| ([\d.]+) % \| ([\d.]+) \|",
+    (ROOT / "docs" / "choosing.md").read_text(),
+    re.MULTILINE,
+)
+
+
+def test_the_site_has_every_page_once():
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == [page.name for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_stay_in_the_site_and_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists() and not target.startswith(".."), target
+
+
+@pytest.mark.parametrize("family, segments, chunks, idle, memory", FIGURES)
+def test_figures_of_the_decision_table(family, segments, chunks, idle, memory):
+    schedule = build(family, Shape(Placement(8, int(chunks)), 8, int(segments)))
+    peak = max(peak_units(actions) for actions in schedule.ranks) / int(segments) / int(chunks)
+    assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == idle and f"{peak:.2f}" == memory
+
+
+def test_the_decision_table_has_figures():
+    assert len(FIGURES) >= 6
+
+
+@pytest.mark.parametrize("page, words", [pair for pair in COMMANDS if pair[1][:1] == ["seq1f1b"]], ids=str)
+def test_commands_run(page, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "gpipe-zb" in words:
+        pytest.skip("of the newcomer's walk: test_contributing.py runs it")
+    if "--timeline" in words:  # what a training run would have written
+        timeline = Path(words[words.index("--timeline") + 1])
+        timeline.parent.mkdir()
+        assert commands.main(["plot", "--output", str(timeline)]) == 0
+    if "FILE.csv" in words:
+        assert commands.main(["plot", "--output", "FILE.csv"]) == 0
+    words = words[1:]
+    if "--output" in words and words[words.index("--output") + 1].endswith(".png"):
+        pytest.importorskip("matplotlib")
+    assert commands.main(words) == 0
+
+
+@pytest.mark.parametrize("page, words", COMMANDS, ids=str)
+def test_scripts_in_commands_exist(page, words):
+    for word in words:
+        if re.fullmatch(r"(scripts|tools|tests)/[\w/.]+", word):
+            assert (ROOT / word).exists(), word
