@@ -1,0 +1,61 @@
+"""Groups of ranks on nodes, and how long their collectives and messages take. Seconds.
+
+Ranks are numbered as Megatron does: tensor parallel fastest, then context, data, pipeline. A ring moves the bytes of a
+collective over its slowest link; the ranks of a node share its way out.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from .machine import Machine
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks that are `stride` ranks apart."""
+
+    size: int
+    stride: int
+
+    def in_node(self, machine: Machine) -> int:
+        """How many of them share a node."""
+        return min(self.size, max(1, machine.devices_per_node // self.stride))
+
+
+def bus_bandwidth(machine: Machine, group: Group) -> float:
+    """Bytes/s that every rank of a ring sends and receives."""
+    here = group.in_node(machine)
+    if here == group.size:
+        return machine.node.bandwidth
+    # As many groups as `devices / here` leave a node side by side.
+    way_out = min(machine.network.bandwidth * here / machine.devices_per_node, machine.message_bandwidth * here)
+    return min(machine.node.bandwidth, way_out) if here > 1 else way_out
+
+
+def all_gather_time(machine: Machine, group: Group, num_bytes: float) -> float:
+    """All-gather or reduce-scatter; `num_bytes` is the size of the whole, on every rank."""
+    if group.size == 1:
+        return 0.0
+    here = group.in_node(machine)
+    hops = ceil(log2(here)) * machine.node.latency
+    hops += ceil(log2(ceil(group.size / here))) * machine.network.latency
+    return num_bytes * (group.size - 1) / group.size / bus_bandwidth(machine, group) + hops
+
+
+def all_reduce_time(machine: Machine, group: Group, num_bytes: float) -> float:
+    """A reduce-scatter and an all-gather in one."""
+    return 2 * all_gather_time(machine, group, num_bytes)
+
+
+def all_to_all_time(machine: Machine, group: Group, num_bytes: float) -> float:
+    """Every rank holds `num_bytes` and keeps one part of `size` of it."""
+    return all_gather_time(machine, group, num_bytes)
+
+
+def message_time(machine: Machine, source: int, destination: int, num_bytes: float, senders: int | None = None) -> float:
+    """A message from rank to rank, while `senders` ranks of the node send at once (all of them, if not given)."""
+    devices = machine.devices_per_node
+    if source // devices == destination // devices:
+        return machine.node.latency + num_bytes / machine.node.bandwidth
+    share = machine.network.bandwidth / (senders or devices)
+    return machine.network.latency + num_bytes / min(share, machine.message_bandwidth)

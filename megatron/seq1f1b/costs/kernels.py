@@ -1,0 +1,71 @@
+"""How long a kernel takes on a device: matrix products, attention, and kernels that only move data. Seconds.
+
+A matrix product is cut into tiles, one for a multiprocessor at a time; the tiles of the last wave may leave some of them
+without work, and every tile takes some time to fill and drain. That is why small matrices and short segments are slower
+for each FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", sections "tile quantization" and "wave
+quantization"). No kernel is faster than its operands can be read and its result written.
+"""
+
+from math import ceil
+
+from .machine import Device
+
+# Rows, columns, and speed relative to the largest tile, which reuses its operands most.
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
+# To fill and drain a tile takes as long as this many steps along the dimension that is summed over.
+_TILE_OVERHEAD = 128
+# FlashAttention gives a multiprocessor a block of so many queries of one head, two blocks at a time.
+_QUERY_BLOCK = 128
+BYTES = 2  # of an element, in 16 bit
+
+
+def matmul_time(device: Device, rows: float, columns: float, inner: float, batch: float = 1) -> float:
+    """`batch` products of [rows, inner] and [inner, columns] in 16 bit."""
+    if min(rows, columns, inner, batch) <= 0:
+        return 0.0
+    per_unit = device.peak_flops * device.matmul_efficiency / device.multiprocessors
+    best = float("inf")
+    for tile_rows, tile_columns, speed in _TILES:
+        tiles = ceil(rows / tile_rows) * ceil(columns / tile_columns) * batch
+        waves = ceil(tiles / device.multiprocessors)
+        best = min(best, waves * 2 * tile_rows * tile_columns * (inner + _TILE_OVERHEAD) / (per_unit * speed))
+    moved = BYTES * batch * (rows * inner + inner * columns + rows * columns)
+    return max(best, moving_time(device, moved)) + device.kernel_latency
+
+
+def moving_time(device: Device, num_bytes: float, num_kernels: int = 0) -> float:
+    """`num_kernels` kernels that read and write `num_bytes` in all."""
+    return num_bytes / (device.memory_bandwidth * device.memory_efficiency) + num_kernels * device.kernel_latency
+
+
+def flash_time(
+    device: Device, queries: int, pairs: float, heads: float, head_dim: int, batch: int, backward: bool = False
+) -> float:
+    """FlashAttention of `queries` queries that see `pairs` keys in all, for each of `heads` heads.
+
+    The backward computes the scores again: five products for the two of the forward. Heads of less than 128 leave the
+    tensor cores waiting for the exponentials, which are as many whatever the size of a head (arXiv 2307.08691, section
+    4.1: heads of 64 reach about 0.85 of the rate).
+    """
+    flops = (10 if backward else 4) * batch * heads * head_dim * pairs
+    rate = device.peak_flops * (device.flash_backward if backward else device.flash_forward)
+    rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)
+    # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
+    blocks = ceil(queries / _QUERY_BLOCK) * heads * batch
+    idle = device.multiprocessors / (2 * blocks) if blocks else 0.0
+    return flops / rate * (1 + min(idle, device.multiprocessors)) + device.kernel_latency
+
+
+def unfused_attention_time(
+    device: Device, queries: int, keys: int, heads: float, head_dim: int, batch: int, dropout: bool, backward: bool
+) -> float:
+    """Attention by two batched matrix products and a fused kernel for scale, mask and softmax, as in arXiv 2205.05198."""
+    count = heads * batch
+    scores = BYTES * count * queries * keys
+    products = matmul_time(device, queries, keys, head_dim, count) + matmul_time(device, queries, head_dim, keys, count)
+    softmax = moving_time(device, 2 * scores, 1)  # reads and writes the scores
+    masked = moving_time(device, 2.5 * scores, 1) if dropout else 0.0  # the same, and a mask of one byte
+    if not backward:
+        return products + softmax + masked
+    # Two products for each of the forward; the softmax also reads its result.
+    return 2 * products + 1.5 * softmax + masked

@@ -1,0 +1,110 @@
+"""A machine as a file of cited constants: devices, the host that drives them, nodes, and the network between nodes.
+
+The machines of this package lie in `machines/`, one TOML file each; a user adds his own by the path of a file of the
+same form. Every constant of such a file has its source beside it.
+"""
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_FOLDER = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Rates are peaks of the data sheet; efficiencies are what large kernels reach of them."""
+
+    name: str
+    memory_gib: float  # what a process can allocate, GiB
+    peak_flops: float  # dense, 16 bit, FLOP/s
+    memory_bandwidth: float  # bytes/s
+    multiprocessors: int  # that work on the tiles of a matrix product
+    matmul_efficiency: float  # of a matrix product of full waves
+    memory_efficiency: float  # of kernels that only move data
+    flash_forward: float  # FlashAttention, heads of 128, long sequences
+    flash_backward: float
+    kernel_latency: float  # seconds from the start of one kernel to the start of the next, on an empty device
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the processor that launches kernels needs at least, whatever their size. Seconds."""
+
+    layer_forward: float
+    layer_backward: float
+    action: float  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
+    step: float  # per iteration, outside the pipeline
+
+
+@dataclass(frozen=True)
+class Link:
+    """`bandwidth` in bytes/s in each direction, `latency` in seconds for one hop of a collective or one message."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`node.bandwidth` is the bus bandwidth of one device inside a node, as nccl-tests defines it;
+    `network.bandwidth` that of a whole node to others, and `message_bandwidth` the most that one device reaches."""
+
+    name: str
+    device: Device
+    host: Host
+    devices_per_node: int
+    node: Link
+    network: Link
+    message_bandwidth: float
+
+
+def machine_names() -> list[str]:
+    """Of the machines in this package."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def read_machine(name: str | Path) -> Machine:
+    """A machine of this package by its name, or any other by the path of its file.
+
+    Raises ValueError if there is none, or if a constant is missing, unknown or no positive number.
+    """
+    path = _FOLDER / f"{name}.toml"
+    if not path.is_file():
+        path = Path(name)
+    try:
+        with path.open("rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(
+            f"--machine {name}: there is no such file, and this package has {', '.join(machine_names())}"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--machine {name}: {path} is not TOML: {error}") from error
+    try:
+        network = dict(data["network"])
+        message_bandwidth = float(network.pop("message_bandwidth"))
+        node = dict(data["node"])
+        devices = int(node.pop("devices"))
+        return Machine(
+            name=path.stem,
+            device=_part(Device, data["device"]),
+            host=_part(Host, data["host"]),
+            devices_per_node=devices,
+            node=_part(Link, node),
+            network=_part(Link, network),
+            message_bandwidth=message_bandwidth,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"--machine {name}: {path} lacks a constant or has a wrong one: {error}") from error
+
+
+def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
+    names = {field.name for field in fields(kind)}
+    if set(values) != names:
+        raise ValueError(f"a {kind.__name__.lower()} has {', '.join(sorted(names))}; given are {', '.join(values)}")
+    for name, value in values.items():
+        if name != "name" and not (isinstance(value, int | float) and value >= 0):
+            raise ValueError(f"{name} = {value!r} is no number, or negative")
+    return kind(**values)

@@ -1,0 +1,136 @@
+"""What a training step computes, and on how many ranks: all that its time and memory follow from, beside the machine."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..schedule import Placement, Shape
+from .collectives import Group
+from .model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Software:
+    """How the program that runs the step goes about it; the defaults are this package's.
+
+    `flash_attention`: no scores in memory. `overlaps_messages`: ranks compute while messages travel; otherwise both
+    sides of a message wait for it, as in Megatron's schedules without --overlap-p2p-communication.
+    `overlaps_tensor_parallel`: collectives of the backward run beside weight gradients.
+    `concatenates_prefix`: keys and values of a segment are joined to copies of those before it, as in the code of the
+    authors of Seq1F1B, and not written into one buffer. `gradient_bytes` is the size of a gradient that is summed.
+    """
+
+    flash_attention: bool = True
+    overlaps_messages: bool = True
+    overlaps_tensor_parallel: bool = True
+    overlaps_gradient_reduction: bool = False
+    concatenates_prefix: bool = False
+    gradient_bytes: int = 4
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """`segments` are the lengths in tokens, first to last; `recompute` is "none", "selective" or "full".
+
+    `layers_per_stage` has one entry a stage in the order of depth. Raises ValueError for sizes that do not fit.
+    """
+
+    model: ModelShape
+    sequence_length: int
+    num_microbatches: int
+    micro_batch_size: int = 1
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    data_parallel: int = 1
+    placement: Placement = field(default_factory=lambda: Placement(1))
+    family: str = "1f1b"
+    segments: tuple[int, ...] = ()
+    layers_per_stage: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    distributed_optimizer: bool = False
+    tied_embeddings: bool = False
+    software: Software = Software()
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            object.__setattr__(self, "segments", (self.sequence_length,))
+        if not self.layers_per_stage:
+            object.__setattr__(self, "layers_per_stage", even_layers(self.model.num_layers, self.placement.num_stages))
+        if sum(self.segments) != self.sequence_length:
+            raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
+        if len(self.layers_per_stage) != self.placement.num_stages or sum(self.layers_per_stage) != self.model.num_layers:
+            raise ValueError(
+                f"{self.placement.num_stages} stages of {list(self.layers_per_stage)} layers are not the "
+                f"{self.model.num_layers} layers of the model"
+            )
+        if self.recompute not in ("none", "selective", "full"):
+            raise ValueError(f"recompute={self.recompute!r}; it is 'none', 'selective' or 'full'")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.placement, self.num_microbatches, len(self.segments))
+
+    @property
+    def pipeline_parallel(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_devices(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.num_microbatches * self.micro_batch_size * self.data_parallel
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.family in ("zb-h1", "auto")
+
+    @property
+    def tensor_group(self) -> Group:
+        return Group(self.tensor_parallel, 1)
+
+    @property
+    def context_group(self) -> Group:
+        return Group(self.context_parallel, self.tensor_parallel)
+
+    @property
+    def data_group(self) -> Group:
+        """Of the ranks that hold the same parameters: they sum gradients."""
+        return Group(self.context_parallel * self.data_parallel, self.tensor_parallel)
+
+    @property
+    def pipeline_stride(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.data_parallel
+
+    @cached_property
+    def layer_parameters(self) -> float:
+        """Of one layer, on one rank."""
+        return parameters_of_layer(self.model) / self.tensor_parallel
+
+    @cached_property
+    def embedding_parameters(self) -> float:
+        return self.model.vocab_size * self.model.hidden_size / self.tensor_parallel
+
+    def stage_parameters(self, stage: int) -> float:
+        """Of one stage, on one rank; the first holds the embedding, the last the projection to the vocabulary."""
+        count = self.layers_per_stage[stage] * self.layer_parameters
+        last = self.placement.num_stages - 1
+        count += self.embedding_parameters * ((stage == 0) + (stage == last))
+        return count - self.embedding_parameters if self.tied_embeddings and last == 0 else count
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage; the first stages take one more where they must."""
+    base, more = divmod(num_layers, num_stages)
+    return tuple(base + (stage < more) for stage in range(num_stages))
+
+
+def parameters_of_layer(model: ModelShape) -> float:
+    """Weights of the matrices of one layer and of its two norms."""
+    width = model.num_heads * model.head_dim
+    kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim
+    matrices = 3 if model.is_gated else 2
+    attention = model.hidden_size * (2 * width + 2 * kv_width)
+    return attention + matrices * model.hidden_size * model.ffn_hidden_size + 13 * model.hidden_size
