@@ -28,7 +28,7 @@ def bus_bandwidth(machine: Machine, group: Group) -> float:
     if here == group.size:
         return machine.node.bandwidth
     # As many groups as `devices / here` leave a node side by side.
-    way_out = min(machine.network.bandwidth * here / machine.devices_per_node, machine.message_bandwidth * here)
+    way_out = min(machine.network.bandwidth * here / machine.devices_per_node, machine.network.message_bandwidth * here)
     return min(machine.node.bandwidth, way_out) if here > 1 else way_out
 
 
@@ -56,6 +56,6 @@ def message_time(machine: Machine, source: int, destination: int, num_bytes: flo
     """A message from rank to rank, while `senders` ranks of the node send at once (all of them, if not given)."""
     devices = machine.devices_per_node
     if source // devices == destination // devices:
-        return machine.node.latency + num_bytes / machine.node.bandwidth
+        return machine.node.latency + num_bytes / machine.node.message_bandwidth
     share = machine.network.bandwidth / (senders or devices)
-    return machine.network.latency + num_bytes / min(share, machine.message_bandwidth)
+    return machine.network.latency + num_bytes / min(share, machine.network.message_bandwidth)

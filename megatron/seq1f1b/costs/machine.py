@@ -40,24 +40,25 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth` in bytes/s in each direction, `latency` in seconds for one hop of a collective or one message."""
+    """Inside a node, or between nodes. Bytes/s in each direction, seconds.
+
+    `bandwidth` is the bus bandwidth of collectives, as nccl-tests defines it: of one device inside a node, of a whole
+    node to others. `message_bandwidth` is the most that one device reaches with one peer, `latency` that of one hop.
+    """
 
     bandwidth: float
+    message_bandwidth: float
     latency: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`node.bandwidth` is the bus bandwidth of one device inside a node, as nccl-tests defines it;
-    `network.bandwidth` that of a whole node to others, and `message_bandwidth` the most that one device reaches."""
-
     name: str
     device: Device
     host: Host
     devices_per_node: int
     node: Link
     network: Link
-    message_bandwidth: float
 
 
 def machine_names() -> list[str]:
@@ -83,8 +84,6 @@ def read_machine(name: str | Path) -> Machine:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"--machine {name}: {path} is not TOML: {error}") from error
     try:
-        network = dict(data["network"])
-        message_bandwidth = float(network.pop("message_bandwidth"))
         node = dict(data["node"])
         devices = int(node.pop("devices"))
         return Machine(
@@ -93,8 +92,7 @@ def read_machine(name: str | Path) -> Machine:
             host=_part(Host, data["host"]),
             devices_per_node=devices,
             node=_part(Link, node),
-            network=_part(Link, network),
-            message_bandwidth=message_bandwidth,
+            network=_part(Link, data["network"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--machine {name}: {path} lacks a constant or has a wrong one: {error}") from error
