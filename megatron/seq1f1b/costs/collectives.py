@@ -1,6 +1,6 @@
 """Groups of ranks on nodes, and how long their collectives and messages take. Seconds.
 
-Ranks are numbered as Megatron does: tensor parallel fastest, then context, data, pipeline. A ring moves the bytes of a
+A ring moves the bytes of a
 collective over its slowest link; the ranks of a node share its way out.
 """
 
@@ -52,10 +52,10 @@ def all_to_all_time(machine: Machine, group: Group, num_bytes: float) -> float:
     return all_gather_time(machine, group, num_bytes)
 
 
-def message_time(machine: Machine, source: int, destination: int, num_bytes: float, senders: int | None = None) -> float:
-    """A message from rank to rank, while `senders` ranks of the node send at once (all of them, if not given)."""
+def message_time(machine: Machine, source: int, destination: int, num_bytes: float, senders: int) -> float:
+    """A message from rank to rank, while `senders` ranks of a node send to other nodes at once."""
     devices = machine.devices_per_node
     if source // devices == destination // devices:
         return machine.node.latency + num_bytes / machine.node.message_bandwidth
-    share = machine.network.bandwidth / (senders or devices)
+    share = machine.network.bandwidth / senders
     return machine.network.latency + num_bytes / min(share, machine.network.message_bandwidth)

@@ -1,9 +1,9 @@
 """How long a kernel takes on a device: matrix products, attention, and kernels that only move data. Seconds.
 
-A matrix product is cut into tiles, one for a multiprocessor at a time; the tiles of the last wave may leave some of them
-without work, and every tile takes some time to fill and drain. That is why small matrices and short segments are slower
-for each FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", sections "tile quantization" and "wave
-quantization"). No kernel is faster than its operands can be read and its result written.
+A matrix product is cut into tiles, one for a multiprocessor at a time. The tiles of the last wave may leave some of them
+without work, and every tile takes some time to fill and drain: small matrices and short segments are slower for each
+FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", sections "tile quantization" and "wave quantization").
+No kernel is faster than its operands can be read and its result written.
 """
 
 from math import ceil
@@ -59,7 +59,7 @@ def flash_time(
 def unfused_attention_time(
     device: Device, queries: int, keys: int, heads: float, head_dim: int, batch: int, dropout: bool, backward: bool
 ) -> float:
-    """Attention by two batched matrix products and a fused kernel for scale, mask and softmax, as in arXiv 2205.05198."""
+    """Attention by two batched matrix products and a fused kernel for scale, mask and softmax, as in Megatron."""
     count = heads * batch
     scores = BYTES * count * queries * keys
     products = matmul_time(device, queries, keys, head_dim, count) + matmul_time(device, queries, head_dim, keys, count)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from ..schedule import Kind, Schedule
 from ..schedule.costs import Table
-from ..schedule.memory import memory_change
 from .kernels import BYTES
 from .training_setup import TrainingSetup
 
@@ -51,7 +50,9 @@ def layer_activation(setup: TrainingSetup, start: int, end: int) -> float:
     width = model.num_heads * model.head_dim
     fc1 = model.ffn_hidden_size * (2 if model.is_gated else 1)
     # Norms and inputs of products 8, masks of dropout 2; queries 2, attention's output 2; feed-forward block.
-    kept = (10 if setup.software.dropout else 8) * whole + rows * (4 * width + 2 * fc1 + 2 * model.ffn_hidden_size) / tensor
+    kept = (10 if setup.software.dropout else 8) * whole + rows * (
+        4 * width + 2 * fc1 + 2 * model.ffn_hidden_size
+    ) / tensor
     if setup.software.flash_attention:
         return kept + 4 * rows * model.num_heads / tensor
     if setup.recompute != "selective":

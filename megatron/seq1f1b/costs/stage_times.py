@@ -57,9 +57,9 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> 
     weights = ((width + 2 * kv_width, hidden), (hidden, width), (fc1, hidden), (hidden, ffn))  # outputs, inputs
     forward_matmul = sum(matmul_time(device, rows, out, into) for out, into in weights)
     input_matmul = sum(matmul_time(device, rows, into, out) for out, into in weights)
-    # A product that adds to gradients reads and writes them.
+    # A product that adds to gradients reads and writes them meanwhile.
     adding = moving_time(device, 2 * software.gradient_bytes * setup.layer_parameters)
-    weight = sum(matmul_time(device, out, into, rows) for out, into in weights) + adding
+    weight = max(sum(matmul_time(device, out, into, rows) for out, into in weights), adding)
 
     heads = model.num_heads / tensor / context
     if software.flash_attention:
@@ -71,12 +71,13 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> 
         forward_attention = unfused_attention_time(*sizes, backward=False)
         input_attention = unfused_attention_time(*sizes, backward=True)
     if len(setup.segments) > 1:
-        # Keys and values of the prefix: gradients are added to sums in 32 bit; some copy the prefix each time.
+        # Keys and values of the prefix: either copied each time, or their gradients are added to sums in 32 bit.
         cached = batch * end / context * 2 * kv_width
-        input_attention += moving_time(device, (BYTES + 8) * cached, 2)
         if software.concatenates_prefix:
             forward_attention += moving_time(device, 2 * BYTES * cached, 2)
             input_attention += moving_time(device, 3 * BYTES * cached, 2)
+        else:
+            input_attention += moving_time(device, (BYTES + 8) * cached, 2)
     if context > 1:
         # By heads: queries, keys, values and the output change from tokens to heads and back.
         exchanged = BYTES * rows * (2 * width + 2 * kv_width)
@@ -148,7 +149,7 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> E
     forward += once / 2 if setup.sequence_parallel else 0.0
     back = matmul_time(device, rows, hidden, columns) + moving_time(device, 16 * logits, 4) + once
     adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.embedding_parameters)
-    return EndTime(forward, back, matmul_time(device, columns, hidden, rows) + adding)
+    return EndTime(forward, back, max(matmul_time(device, columns, hidden, rows), adding))
 
 
 @lru_cache(maxsize=256)
@@ -214,10 +215,9 @@ def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[f
                 if not 0 <= there < stages:
                     row.append(0.0)
                     continue
-                source, destination = (
-                    setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there)
-                )
-                time = message_time(machine, source, destination, size / setup.tensor_parallel)
+                source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
+                senders = min(machine.devices_per_node, setup.pipeline_stride)
+                time = message_time(machine, source, destination, size / setup.tensor_parallel, senders)
                 if not setup.sequence_parallel:
                     time += all_gather_time(machine, setup.tensor_group, size)
                 row.append(time)
@@ -250,7 +250,7 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     if setup.tied_embeddings and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
         size = software.gradient_bytes * setup.embedding_parameters
-        reduce += 2 * message_time(machine, 0, apart, size)
+        reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
     share = setup.data_group.size if setup.distributed_optimizer else 1
     # Gradients: cleared, scaled and measured by all; then parameter, two moments, gradient and copy in 16 bit.
     moved = 4 * software.gradient_bytes * parameters + (24 + software.gradient_bytes + BYTES) * parameters / share

@@ -1,4 +1,4 @@
-"""What a training step computes, and on how many ranks: all that its time and memory follow from, beside the machine."""
+"""What a training step computes, and on how many ranks: all that its time and memory follow from but the machine."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +32,9 @@ class Software:
 class TrainingSetup:
     """`segments` are the lengths in tokens, first to last; `recompute` is "none", "selective" or "full".
 
-    `layers_per_stage` has one entry a stage in the order of depth. Raises ValueError for sizes that do not fit.
+    `layers_per_stage` has one entry a stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel
+    fastest, then context, data, pipeline; `pipeline_before_data` swaps the last two (--use-tp-pp-dp-mapping).
+    Raises ValueError for sizes that do not fit.
     """
 
     model: ModelShape
@@ -50,6 +52,7 @@ class TrainingSetup:
     recompute: str = "none"
     distributed_optimizer: bool = False
     tied_embeddings: bool = False
+    pipeline_before_data: bool = False
     software: Software = Software()
 
     def __post_init__(self) -> None:
@@ -59,7 +62,10 @@ class TrainingSetup:
             object.__setattr__(self, "layers_per_stage", even_layers(self.model.num_layers, self.placement.num_stages))
         if sum(self.segments) != self.sequence_length:
             raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
-        if len(self.layers_per_stage) != self.placement.num_stages or sum(self.layers_per_stage) != self.model.num_layers:
+        if (
+            len(self.layers_per_stage) != self.placement.num_stages
+            or sum(self.layers_per_stage) != self.model.num_layers
+        ):
             raise ValueError(
                 f"{self.placement.num_stages} stages of {list(self.layers_per_stage)} layers are not the "
                 f"{self.model.num_layers} layers of the model"
@@ -98,11 +104,13 @@ class TrainingSetup:
     @property
     def data_group(self) -> Group:
         """Of the ranks that hold the same parameters: they sum gradients."""
-        return Group(self.context_parallel * self.data_parallel, self.tensor_parallel)
+        stride = self.tensor_parallel * (self.pipeline_parallel if self.pipeline_before_data else 1)
+        return Group(self.context_parallel * self.data_parallel, stride)
 
     @property
     def pipeline_stride(self) -> int:
-        return self.tensor_parallel * self.context_parallel * self.data_parallel
+        stride = self.tensor_parallel * self.context_parallel
+        return stride if self.pipeline_before_data else stride * self.data_parallel
 
     @cached_property
     def layer_parameters(self) -> float:
