@@ -1,9 +1,9 @@
 """How long a kernel takes on a device: matrix products, attention, and kernels that only move data. Seconds.
 
-A matrix product is cut into tiles, one for a multiprocessor at a time. The tiles of the last wave may leave some of them
-without work, and every tile takes some time to fill and drain: small matrices and short segments are slower for each
-FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", sections "tile quantization" and "wave quantization").
-No kernel is faster than its operands can be read and its result written.
+A matrix product is cut into tiles, one for a multiprocessor at a time. The tiles of the last wave may leave some
+without work, and every tile takes some time to fill and drain: small matrices and short segments are slower for
+each FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantization). No kernel is faster
+than its operands can be read and its result written.
 """
 
 from math import ceil

@@ -1,0 +1,32 @@
+"""Floating-point operations of a whole training step by the formula of each paper, for TFLOPS that can be compared."""
+
+from .flops import authors_flops
+from .model_shape import ModelShape
+
+
+def seq1f1b_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
+    """Of `batch` sequences, forward and backward, as the authors of Seq1F1B count (their code, get_seq_tflops).
+
+    Attention is causal; the embedding counts as a matrix product; nothing is added for recomputation.
+    """
+    per_token, per_pair = authors_flops(model)
+    return 3.0 * batch * (per_token * sequence_length + per_pair * sequence_length**2 / 2)
+
+
+def megatron_flops(model: ModelShape, sequence_length: int, batch: int, recomputes: bool = True) -> float:
+    """Of `batch` sequences by arXiv 2104.04473, equation 3: attention is not causal.
+
+    With `recomputes` the forward counts twice, as in that paper (factor 96), else once (factor 72).
+    """
+    layers, hidden, length = model.num_layers, model.hidden_size, sequence_length
+    factor, head = (96, 16) if recomputes else (72, 12)
+    per_token = factor * layers * hidden**2
+    return batch * length * per_token * (1 + length / (6 * hidden) + model.vocab_size / (head * layers * hidden))
+
+
+def terapipe_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
+    """Of `batch` sequences by the code of the authors of TeraPipe (flop_model.py): attention is not causal."""
+    tokens = batch * sequence_length * model.hidden_size
+    scores = batch * model.num_heads * sequence_length**2
+    layer = tokens * (12 * model.hidden_size + 12) + scores * (2 * model.head_dim + 1)
+    return 6.0 * model.num_layers * layer

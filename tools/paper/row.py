@@ -1,0 +1,66 @@
+"""One published figure with the set-up that it was measured with."""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from megatron.seq1f1b.costs.machine import Machine
+from megatron.seq1f1b.costs.model_shape import ModelShape
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`published` and `predicted` in `unit`; None stands for out of memory. `goal` is the relative error (for bubbles
+    the absolute one) that the prediction is held to."""
+
+    table: str
+    label: str
+    unit: str
+    published: float | None
+    predicted: float | None = None
+    measured: float | None = None
+    group: str = ""
+    setup: TrainingSetup | None = None
+    machine: Machine | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Relative; absolute for a bubble; None where either is out of memory."""
+        if self.published is None or self.predicted is None:
+            return None
+        if self.unit == "bubble":
+            return self.predicted - self.published
+        return self.predicted / self.published - 1
+
+    def with_prediction(self, value: float | None) -> "Row":
+        return replace(self, predicted=value)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of the rows of one table."""
+
+    count: int
+    mean: float
+    bias: float
+    worst: float
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> "Errors":
+        errors = [row.error for row in rows if row.error is not None]
+        return cls(len(errors), mean(map(abs, errors)), mean(errors), max(map(abs, errors)))
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (REFERENCE / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int) -> ModelShape:
+    """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
+    return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)

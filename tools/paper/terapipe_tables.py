@@ -1,0 +1,53 @@
+"""TeraPipe (arXiv 2102.07988): latencies of its settings on V100, with and without slices of sequences."""
+
+import re
+from collections.abc import Iterator
+
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.simulator import predict
+
+from .row import Row, gpt, read
+
+# The authors' model is the layers alone, without embedding and vocabulary; gradients take four bytes (memory_model.py).
+_SOFTWARE = Software(flash_attention=False, overlaps_messages=False, overlaps_tensor_parallel=False)
+
+
+def setup_of(setting: dict[str, str], slices: tuple[int, ...]) -> TrainingSetup:
+    pipeline = int(setting["pipeline_parallel"])
+    return TrainingSetup(
+        model=gpt(int(setting["layers"]), int(setting["hidden"]), int(setting["heads"]), 0),
+        sequence_length=int(setting["seqlen"]),
+        num_microbatches=int(setting["batch_per_replica"]),
+        tensor_parallel=int(setting["op_parallel"]),
+        data_parallel=int(setting["data_parallel"]),
+        placement=Placement(pipeline),
+        pipeline_before_data=True,
+        family="gpipe",
+        segments=slices,
+        software=_SOFTWARE,
+    )
+
+
+def latencies() -> Iterator[Row]:
+    machine = read_machine("v100-p3")
+    settings = {row["setting"]: row for row in read("terapipe_settings")}
+    for row in read("terapipe_latency_main"):
+        setting = settings[row["setting"]]
+        scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
+        slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
+        # The slices of setting 1 with TeraPipe are not in the source; two of a half each stand for them.
+        if not scheme and row["algorithm"] == "w/ TeraPipe":
+            slices = (slices[0] // 2, slices[0] // 2)
+        setup = setup_of(setting, slices)
+        yield Row(
+            "TeraPipe latencies",
+            f"setting {row['setting']}, {row['model']}, {row['algorithm']}",
+            "s",
+            float(row["latency_s"]),
+            predict(setup, machine).seconds,
+            group=f"setting {row['setting']}",
+            setup=setup,
+            machine=machine,
+        )

@@ -1,0 +1,46 @@
+"""Runs of Megatron measured for vTrain (arXiv 2312.12391) on 1 to 64 nodes of eight A100."""
+
+from collections.abc import Iterator
+
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.simulator import predict
+
+from .row import Row, gpt, read
+
+_SOFTWARE = Software(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
+_VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded
+
+
+def _rows(name: str, table: str, recompute: str) -> Iterator[Row]:
+    machine = read_machine("a100-vtrain")
+    for row in read(name):
+        sizes = {key: int(value) for key, value in row.items() if key not in ("parameters_billion", "iteration_ms")}
+        setup = TrainingSetup(
+            model=gpt(sizes["num_layers"], sizes["hidden_size"], sizes["num_heads"], _VOCABULARY),
+            sequence_length=sizes["seq_length"],
+            num_microbatches=sizes["global_batch"] // sizes["dp"] // sizes["micro_batch"],
+            micro_batch_size=sizes["micro_batch"],
+            tensor_parallel=sizes["tp"],
+            data_parallel=sizes["dp"],
+            placement=Placement(sizes["pp"]),
+            recompute=recompute,
+            tied_embeddings=True,
+            software=_SOFTWARE,
+        )
+        label = (
+            f"{sizes['num_layers']} x {sizes['hidden_size']}, batch {sizes['global_batch']}, micro-batch "
+            f"{sizes['micro_batch']}, TP {sizes['tp']} DP {sizes['dp']} PP {sizes['pp']}"
+        )
+        seconds = float(row["iteration_ms"]) / 1e3
+        yield Row(table, label, "s", seconds, predict(setup, machine).seconds, setup=setup, machine=machine)
+
+
+def multi_node() -> Iterator[Row]:
+    return _rows("vtrain_a100_multi_node", "vTrain multi-node", "full")
+
+
+def single_node() -> Iterator[Row]:
+    """The source does not give recomputation here; without any the times fit."""
+    return _rows("vtrain_a100_single_node", "vTrain single node", "none")

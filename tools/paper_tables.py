@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Published, predicted and measured figures side by side, with errors, as Markdown and a picture.
+
+    python tools/paper_tables.py --output docs/paper_tables.md --picture docs/images/paper_tables.png
+
+--logs names a folder of training logs that the launchers of scripts/paper left; what they measured joins the table.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from megatron.seq1f1b.report.training_log import read_training_log
+from paper import megatron_tables, seq1f1b_tables, terapipe_tables, vtrain, zero_bubble
+from paper.row import Errors, Row
+
+SOURCES: tuple[Callable[[], Iterable[Row]], ...] = (
+    vtrain.multi_node,
+    vtrain.single_node,
+    megatron_tables.recomputation,
+    megatron_tables.sc21,
+    seq1f1b_tables.throughput,
+    seq1f1b_tables.memory,
+    seq1f1b_tables.third_party,
+    terapipe_tables.latencies,
+    zero_bubble.bubble_rates,
+)
+# What issue and papers ask for: mean error of a table, largest error of a row. None: not asked.
+GOALS: dict[str, tuple[float | None, float | None]] = {
+    "vTrain multi-node": (0.08, 0.20),
+    "vTrain single node": (0.08, None),
+    "Megatron recomputation table 5": (None, 0.06),
+    "Megatron SC21 table 1": (None, 0.08),
+    "Seq1F1B 7B throughput": (None, 0.08),
+    "Seq1F1B memory": (None, 0.10),
+    "Seq1F1B third-party runs": (None, 0.08),
+    "Seq1F1B third-party memory": (None, 0.10),
+    "TeraPipe latencies": (None, 0.15),
+    "Zero Bubble bubble rates": (None, 0.01),
+    "Zero Bubble, ZB-2p against auto": (None, 0.01),
+}
+
+
+def all_rows(progress: Callable[[str], None] = lambda text: None) -> list[Row]:
+    rows: list[Row] = []
+    for number, source in enumerate(SOURCES, start=1):
+        progress(f"\r{number} of {len(SOURCES)} tables")
+        rows += source()
+    progress("\r" + " " * 30 + "\r")
+    return sorted(rows, key=lambda row: list(GOALS).index(row.table))
+
+
+def with_logs(rows: Iterable[Row], folder: Path) -> list[Row]:
+    """A log belongs to a row if its name, without `.log`, is the label of the row in words joined by `-`."""
+    from dataclasses import replace
+
+    logs = {path.stem: path for path in folder.glob("*.log")}
+    found = []
+    for row in rows:
+        path = logs.get(slug(row.label))
+        if path is None or row.unit not in ("s", "tokens/s"):
+            found.append(row)
+            continue
+        log = read_training_log(path)
+        value = log.seconds_per_iteration if row.unit == "s" else log.tokens_per_second
+        found.append(replace(row, measured=value))
+    return found
+
+
+def slug(label: str) -> str:
+    return "-".join("".join(c if c.isalnum() or c == "." else " " for c in label.lower()).split())
+
+
+def wrong_orders(rows: Iterable[Row]) -> list[str]:
+    """Groups of methods whose order by prediction is not the published one."""
+    wrong = []
+    for group, members in groupby((row for row in rows if row.group), key=lambda row: (row.table, row.group)):
+        ran = [row for row in members if row.published is not None and row.predicted is not None]
+        if sorted(ran, key=lambda row: row.published) != sorted(ran, key=lambda row: row.predicted):
+            wrong.append(group[1])
+    return wrong
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    lines = [
+        "# Published tables, predicted",
+        "",
+        "Written by `python tools/paper_tables.py --output docs/paper_tables.md`. Machine files in",
+        "`megatron/seq1f1b/costs/machines/` hold every constant with its source and which were fitted, on what.",
+        "",
+        "| table | rows | mean error | bias | worst | goal |",
+        "|---|---|---|---|---|---|",
+    ]
+    tables = {name: list(members) for name, members in groupby(rows, key=lambda row: row.table)}
+    for name, members in tables.items():
+        errors, (mean, worst) = Errors.of(members), GOALS[name]
+        goals = [f"mean {_percent(mean, members[0])}"] if mean else []
+        goals += [f"worst {_percent(worst, members[0])}"] if worst else []
+        met = (mean is None or errors.mean <= mean) and (worst is None or errors.worst <= worst)
+        lines.append(
+            f"| {name} | {errors.count} | {_percent(errors.mean, members[0])} | {_percent(errors.bias, members[0])} | "
+            f"{_percent(errors.worst, members[0])} | {', '.join(goals)}: {'met' if met else 'missed'} |"
+        )
+    missed = [row for row in rows if (row.published is None) != (row.predicted is None)]
+    lines += ["", f"Out of memory where it was: {'everywhere' if not missed else 'not for ' + _labels(missed)}."]
+    wrong = wrong_orders(tables.get("Seq1F1B 7B throughput", []))
+    lines += [f"Order of the methods: {'right in every group' if not wrong else 'not right for ' + '; '.join(wrong)}."]
+    for name, members in tables.items():
+        measured = any(row.measured is not None for row in members)
+        lines += ["", f"## {name}", "", f"| run | published | predicted | error |{' measured |' if measured else ''}"]
+        lines.append("|---|---|---|---|" + ("---|" if measured else ""))
+        for row in members:
+            error = "" if row.error is None else _percent(row.error, row)
+            line = f"| {row.label} | {_value(row.published, row)} | {_value(row.predicted, row)} | {error} |"
+            lines.append(line + (f" {_value(row.measured, row)} |" if measured else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _labels(rows: Iterable[Row]) -> str:
+    return "; ".join(row.label for row in rows)
+
+
+def _percent(value: float, row: Row) -> str:
+    return f"{value:.3f}" if row.unit == "bubble" else f"{100 * value:.1f} %"
+
+
+def _value(value: float | None, row: Row) -> str:
+    if value is None:
+        return "out of memory"
+    return (
+        f"{value:.0f}" if row.unit == "tokens/s" else f"{value:.4g} {'' if row.unit == 'bubble' else row.unit}".strip()
+    )
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Predicted over published, every row a point, one colour a table."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(row.table for row in rows if row.unit != "bubble"))
+    for number, name in enumerate(names):
+        errors = sorted(100 * row.error for row in rows if row.table == name and row.error is not None)
+        spread = [number + 0.6 * (i / max(1, len(errors) - 1) - 0.5) for i in range(len(errors))]
+        axes.plot(errors, spread, "o", markersize=3.5, alpha=0.8)
+    axes.axvline(0, color="black", linewidth=0.6)
+    axes.axvspan(-8, 8, color="#e8eef5", zorder=0)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("predicted over published, % (shaded: within 8 %)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="Markdown to write; default: standard output")
+    parser.add_argument("--picture", type=Path, help="a .png, .svg or .pdf to write (needs matplotlib)")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="training logs to read measured figures from")
+    args = parser.parse_args(argv)
+
+    def progress(text: str) -> None:
+        if sys.stderr.isatty():
+            print(text, end="", file=sys.stderr, flush=True)
+
+    rows = all_rows(progress)
+    if args.logs is not None:
+        rows = with_logs(rows, args.logs)
+    if args.output is None:
+        print(markdown(rows), end="")
+    else:
+        args.output.write_text(markdown(rows), encoding="utf-8")
+    if args.picture is not None:
+        picture(rows, args.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
