@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
-    "cpu": {"ranks", "patches"},
+    "cpu": {"ranks", "patches", "model"},
     "model": {"ranks", "patches"},
     "runtime": {"ranks", "patches", "schedule", "model"},
     "rehearsal": {"ranks", "patches", "schedule", "model", "runtime"},

@@ -1,4 +1,6 @@
-"""What of Megatron our schedules support: one table, checked at start-up, shown in the README.
+"""What of Megatron our schedules support: one table, checked at start-up.
+
+tools/compatibility.py writes it into docs/compatibility.md and, in short, into the README.
 
 Conditions look at the settings of a run, by the names of Megatron's arguments; what is missing there is off.
 """
@@ -25,10 +27,15 @@ class Scope(Enum):
 
 
 class Supported(NamedTuple):
-    """A feature of Megatron that works as without our flags, and what is to be known about it."""
+    """A feature of Megatron that works as without our flags, the test that shows it, and what is to be known about it.
+
+    The README has the rows of `is_in_readme`, docs/compatibility.md all of them.
+    """
 
     feature: str
+    shown_by: str
     remark: str = ""
+    is_in_readme: bool = False
 
 
 class Unsupported(NamedTuple):
@@ -41,6 +48,8 @@ class Unsupported(NamedTuple):
     is_on: Condition
     because: str
     way_out: str
+    shown_by: str = "tests/unit_tests/arguments/test_supported.py::test_an_unsupported_feature_is_one_sentence"
+    is_in_readme: bool = False
 
 
 def _given(name: str) -> Condition:
@@ -107,63 +116,110 @@ _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
 
-SUPPORTED = (
-    Supported("`--tensor-model-parallel-size`, `--sequence-parallel`", "segments are multiples of the size"),
+_EQUALITY = "tests/functional_tests/test_equality.py::test_a_step"
+
+SUPPORTED: tuple[Supported, ...] = (
+    Supported(
+        "`--tensor-model-parallel-size`, `--sequence-parallel`",
+        "tests/functional_tests/test_seq1f1b_training.py::test_beside_other_parallelism",
+        "segments are multiples of the size",
+        is_in_readme=True,
+    ),
     Supported(
         "`--num-layers-per-virtual-pipeline-stage` and its kin",
+        "tests/functional_tests/test_seq1f1b_training.py::test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile",
         "looped chunks; V-shaped ones in programs that build their own",
+        is_in_readme=True,
     ),
     Supported(
         "`--microbatch-group-size-per-virtual-pipeline-stage`",
+        "tests/unit_tests/schedule/test_families.py::test_every_family_is_valid_for_every_size",
         "not looked at: chunks take turns as early as they can, with the fewest activations",
     ),
     Supported(
         "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
+        "tests/functional_tests/test_seq1f1b_training.py::test_a_chunk_reduces_while_the_other_goes_backward",
         "aligned over pipeline ranks as Megatron aligns them; shown by --pipeline-trace",
+        is_in_readme=True,
     ),
-    Supported("`--calculate-per-token-loss`, any loss mask", "the loss of a micro-batch, not a mean of segments"),
-    Supported("`--recompute-granularity` `selective`, `full`"),
+    Supported(
+        "`--calculate-per-token-loss`, any loss mask", _EQUALITY, "the loss of a micro-batch, not a mean of segments"
+    ),
+    Supported("`--recompute-granularity` `selective`, `full`", _EQUALITY),
     Supported(
         "`--group-query-attention`",
+        "tests/unit_tests/model/test_kernels.py::test_segments_equal_dense_attention",
         "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
     ),
-    Supported("`--multi-latent-attention`", "keys and values are kept as they come out of the up-projection"),
+    Supported(
+        "`--multi-latent-attention`",
+        "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
+        "keys and values are kept as they come out of the up-projection",
+    ),
     Supported(
         "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",
+        _EQUALITY,
         "recurrent layers pass their state from segment to segment; packed documents reset it",
+        is_in_readme=True,
     ),
     Supported(
         "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
+        "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
         "balance losses, z-loss and expert bias are those of the micro-batch, not of segments",
+        is_in_readme=True,
     ),
     Supported(
         "`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`",
+        _EQUALITY,
         "with `--rotary-percent`, `--rotary-interleaved`, `--use-rope-scaling`, `--no-rope-freq` and their kin",
     ),
-    Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`"),
-    Supported("`--untie-embeddings-and-output-weights`, tied embeddings"),
+    Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`", _EQUALITY),
+    Supported("`--untie-embeddings-and-output-weights`, tied embeddings", _EQUALITY),
     Supported(
         "`--window-size`, `--window-attn-skip-freq`",
+        _EQUALITY,
         "of the prefix a segment reads a window; not with the kernels of flash-attn-4",
     ),
-    Supported("`--softmax-type` `off-by-one`, `learnable`"),
-    Supported("`--reset-position-ids`, `--eod-mask-loss`"),
+    Supported("`--softmax-type` `off-by-one`, `learnable`", _EQUALITY),
+    Supported(
+        "`--reset-position-ids`, `--eod-mask-loss`",
+        "tests/functional_tests/test_documents.py::test_losses_are_those_of_megatrons_own_mask",
+    ),
     Supported(
         "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
+        "tests/functional_tests/test_documents.py::test_losses_are_those_of_megatrons_own_mask",
         "attention is computed document by document; `balanced` cuts each micro-batch by its own",
+        is_in_readme=True,
     ),
-    Supported("`--hidden-dropout`"),
+    Supported(
+        "`--hidden-dropout`",
+        "tests/functional_tests/test_training_features.py::test_the_seed_decides_what_is_dropped_out",
+    ),
     Supported(
         "`--attention-dropout`",
+        "tests/unit_tests/model/test_kernel_dropout.py::test_gradients_are_those_of_autograd_through_the_same_masks",
         "masks follow from the seed and the split; fused on GPUs in 16 bits, plain matrix products, slower, elsewhere",
     ),
     Supported(
         "`--attention-backend` `auto`, `flash`, `unfused`, `local`",
+        "tests/unit_tests/model/test_cuda_kernel.py::test_choice",
         "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",
     ),
-    Supported("`--flash-attention-version` 2, 4", "the kernels of the packages flash-attn and flash-attn-4 instead"),
-    Supported("`--bf16`, `--fp16`, fp32", "fp32 attention on GPUs is not fused, so slower"),
-    Supported("evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`"),
+    Supported(
+        "`--flash-attention-version` 2, 4",
+        "tests/unit_tests/model/test_cuda_kernel.py::test_segments_equal_unfused_attention",
+        "the kernels of the packages flash-attn and flash-attn-4 instead",
+    ),
+    Supported(
+        "`--bf16`, `--fp16`, fp32",
+        "tests/functional_tests/test_seq1f1b_training.py::test_bf16_falls_like_megatrons_own",
+        "fp32 attention on GPUs is not fused, so slower",
+        is_in_readme=True,
+    ),
+    Supported(
+        "evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`",
+        "tests/functional_tests/test_seq1f1b_training.py::test_training_goes_on_from_a_checkpoint_with_another_number_of_segments",
+    ),
 )
 
 UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
@@ -208,6 +264,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             _above(1, "context_parallel_size"),
             "spreads the keys of a segment over ranks",
             "use --context-parallel-size 1",
+            is_in_readme=True,
         ),
         Unsupported("--moe-expert-capacity-factor", _given("moe_expert_capacity_factor"), _CROWD, "drop it"),
         Unsupported(
@@ -228,7 +285,13 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "sizes its buffers for whole sequences, which the layers of a segment do not fill",
             "drop it",
         ),
-        Unsupported("--mtp-num-layers", _given("mtp_num_layers"), "predicts tokens of the next segment", _WHOLE),
+        Unsupported(
+            "--mtp-num-layers",
+            _given("mtp_num_layers"),
+            "predicts tokens of the next segment",
+            _WHOLE,
+            is_in_readme=True,
+        ),
         Unsupported("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
         Unsupported(
             "--hybrid-layer-pattern with D (sparse attention)",
@@ -289,6 +352,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             _is("transformer_engine", "transformer_impl"),
             "computes weight gradients together with input gradients",
             "use --transformer-impl local, or a schedule without W such as 1f1b",
+            is_in_readme=True,
         ),
         Unsupported(
             "--moe-shared-expert-overlap",
@@ -316,13 +380,18 @@ def packs_documents(settings: Mapping[str, Any]) -> bool:
     return any(settings.get(name) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
 
 
-def as_markdown() -> str:
-    """The whole table, for the README."""
-    lines = ["| feature of Megatron | | |", "|---|---|---|"]
-    lines += [f"| {row.feature} | supported | {row.remark} |" for row in SUPPORTED]
-    lines += [
-        f"| `{row.feature}` | unsupported {scope.value} | {row.because}; {row.way_out} |"
-        for scope, rows in UNSUPPORTED.items()
-        for row in rows
+def as_markdown(is_for_readme: bool = False) -> str:
+    """The whole table, with the test that shows each row; for the README, fewer rows and no tests."""
+    rows: list[tuple[Any, str, str, str]] = [
+        (row, row.feature.replace("|", r"\|"), "supported", row.remark) for row in SUPPORTED
     ]
-    return "\n".join(lines)
+    rows += [
+        (row, f"`{row.feature}`", f"unsupported {scope.value}", f"{row.because}; {row.way_out}")
+        for scope, unsupported in UNSUPPORTED.items()
+        for row in unsupported
+    ]
+    if is_for_readme:
+        lines = ["| feature of Megatron | | |", "|---|---|---|"]
+        return "\n".join(lines + [f"| {' | '.join(words)} |" for row, *words in rows if row.is_in_readme])
+    lines = ["| feature of Megatron | | | shown by |", "|---|---|---|---|"]
+    return "\n".join(lines + [f"| {' | '.join(words)} | `{row.shown_by}` |" for row, *words in rows])

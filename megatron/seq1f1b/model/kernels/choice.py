@@ -1,11 +1,11 @@
 """Which kernel serves a layer, by Megatron's own flags for attention."""
 
-import os
-import sys
+import logging
 
 import torch
 from torch import Tensor
 
+from ...ranks import warn_on_rank_0
 from .cpu import CpuFlash
 from .cpu_window import CpuWindow
 from .cuda import CudaFlash
@@ -19,9 +19,11 @@ from .unfused import Unfused
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 
+_log = logging.getLogger(__name__)
+
 
 class KernelChoice:
-    """Made once for the attention layers of a model; says once, on rank 0, where no fused kernel serves.
+    """Made once for the attention layers of a model; warns once, on rank 0, where no fused kernel serves.
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` ask for plain matrix products, anything else for
     the fastest kernel. `flash_attention_version` is its --flash-attention-version: None for PyTorch's own operators,
@@ -33,7 +35,7 @@ class KernelChoice:
         self._is_unfused = backend in ("unfused", "local")
         self._version = flash_attention_version
         self._chosen: dict[tuple, Kernel] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
         """The kernel by which `rule` is computed for queries like [n, b, h, d] and values like [m, b, g, e].
@@ -69,14 +71,14 @@ class KernelChoice:
             if not rule.dropout and rule.window is None:
                 return FlashAttention4(rule)
             what = "attention dropout" if rule.dropout else "sliding windows"
-            self._say(f"flash-attn-4 is not used for {what}: PyTorch's own flash attention takes its place.")
+            self._warn_once(f"flash-attn-4 is not used for {what}: PyTorch's own flash attention takes its place.")
         return CudaFlash(rule)
 
     def _unfused(self, rule: AttentionRule, what: str) -> Kernel:
-        self._say(f"{what} has no fused kernel: plain matrix products take its place, several times slower.")
+        self._warn_once(f"{what} has no fused kernel: plain matrix products take its place, several times slower.")
         return Unfused(rule)
 
-    def _say(self, warning: str) -> None:
-        if warning not in self._said and int(os.environ.get("RANK", "0")) == 0:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
-        self._said.add(warning)
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warned:
+            warn_on_rank_0(_log, warning)
+        self._warned.add(warning)

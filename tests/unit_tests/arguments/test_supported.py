@@ -1,0 +1,73 @@
+"""The table of what is supported: every row is shown by a test, every refusal is a sentence."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b.arguments import run_of_arguments, validate
+from megatron.seq1f1b.arguments.supported import SUPPORTED, UNSUPPORTED, Scope, first_unsupported
+from unit_tests.arguments.parsed import parsed
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# What turns each unsupported feature on, by the row's feature, where the setting is not `name=True` of a flag `--name`.
+SETTINGS = {
+    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
+    "multi-token prediction on a pipeline stage of its own": {"mtp_standalone": True},
+    "--context-parallel-size above 1": {"context_parallel_size": 2},
+    "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
+    "--moe-router-load-balancing-type sinkhorn, quantile_balancing": {"moe_router_load_balancing_type": ["sinkhorn"]},
+    "--mtp-num-layers": {"mtp_num_layers": 1},
+    "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
+    "--hybrid-layer-pattern with D (sparse attention)": {"hybrid_layer_pattern": "*D"},
+    "--recompute-modules gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
+    "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
+    "--window-size with tokens after the query": {"window_size": (128, 1)},
+    "--position-embedding-type mrope": {"position_embedding_type": "mrope"},
+    "--allow-ambiguous-pad-tokens with --reset-attention-mask": {
+        "allow_ambiguous_pad_tokens": True,
+        "reset_attention_mask": True,
+    },
+    "--fp8-format": {"fp8": "hybrid"},
+    "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
+    "--flash-attention-version 3": {"flash_attention_version": 3},
+    "--flash-attention-version without its package": {"flash_attention_version": 2, "distributed_backend": "nccl"},
+    "--transformer-impl transformer_engine": {"transformer_impl": "transformer_engine"},
+}
+FLAGS = {
+    Scope.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
+    Scope.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
+    Scope.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
+}
+ROWS = [(scope, row) for scope, rows in UNSUPPORTED.items() for row in rows]
+
+
+def settings_of(row):
+    return SETTINGS.get(row.feature, {row.feature.removeprefix("--").replace("-", "_"): True})
+
+
+@pytest.mark.parametrize("scope, row", ROWS, ids=[row.feature for _, row in ROWS])
+def test_an_unsupported_feature_is_one_sentence(capsys, monkeypatch, scope, row):
+    if "without its package" in row.feature:
+        monkeypatch.setattr("megatron.seq1f1b.arguments.supported.find_spec", lambda module: None)
+    args = parsed(*FLAGS[scope], **settings_of(row))
+    with pytest.raises(SystemExit) as exit:
+        validate(args)
+    assert exit.value.code not in (0, None)
+    assert capsys.readouterr().err == f"error: {row.feature} {row.because}; {row.way_out}.\n"
+    # By itself, too: another row does not stand in for it, nor does any scope but its own.
+    settings = run_of_arguments(parsed(**settings_of(row))).settings
+    assert first_unsupported(settings, {*Scope} - {scope}) is None
+    validate(parsed(**settings_of(row)))
+
+
+@pytest.mark.parametrize("row", [*SUPPORTED, *(row for _, row in ROWS)], ids=lambda row: row.feature)
+def test_the_test_that_shows_a_row_exists(row):
+    path, _, name = row.shown_by.partition("::")
+    assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), row.shown_by
+
+
+def test_the_readme_has_the_rows_that_people_ask_for():
+    assert len([row for row in (*SUPPORTED, *(row for _, row in ROWS)) if row.is_in_readme]) == 10
