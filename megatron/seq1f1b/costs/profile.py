@@ -14,11 +14,13 @@ after prefixes. `head` is the final norm, the projection to the vocabulary and t
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
 from ..partition import PartitionError
+from ..schedule import UNUSABLE, read_json, reason
 from .measured_time import MeasuredTime, Point, fit, relative_errors
 from .model_shape import ModelShape
 from .stage_costs import StageCost
@@ -108,7 +110,7 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 def read_profile(path: str | Path) -> Profile:
     """Raises PartitionError if the file cannot be read, or its measurements do not suffice for a fit."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path)
         model = data["model"]
         if model.get("latent") or model.get("experts"):
             raise ValueError("layers with experts or latent attention are measured by a trace of a run instead")
@@ -120,12 +122,15 @@ def read_profile(path: str | Path) -> Profile:
             {name: tuple(Measurement(**row) for row in data["parts"][name]) for name in PARTS},
         )
         rows = [row for part in profile.parts.values() for row in part]
-        if any(min(row.forward, row.backward, row.length) <= 0 or not 0 <= row.weight < row.backward for row in rows):
-            raise ValueError("a length or a time is not positive, or a weight not part of its backward")
+        for row in rows:
+            if not (0 < row.length < inf and 0 <= row.prefix < inf and 0 < row.forward < inf):
+                raise ValueError(f"{row.length} tokens after {row.prefix} in {row.forward} s are not measured")
+            if not 0 <= row.weight < row.backward < inf:
+                raise ValueError(f"of a backward of {row.backward} s, weight gradients cannot take {row.weight} s")
         profile.costs([1])
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except UNUSABLE as error:
         raise PartitionError(
-            f"--sequence-split-profile {path} is no usable profile ({type(error).__name__}: {error}); measure one with "
+            f"--sequence-split-profile {path} is no usable profile ({reason(error)}); measure one with "
             "tools/profile_segments.py"
         ) from error
     return profile

@@ -4,7 +4,6 @@ It is the user's own run: tensor parallelism, experts, any kind of attention and
 of a segment is taken for a constant, a part per token, and a part per pair of a query and a key that it sees.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, combinations
@@ -12,7 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from ..partition import PartitionError
-from ..schedule import Kind, Timeline, read_timeline
+from ..schedule import UNUSABLE, Kind, Timeline, read_json, read_timeline, reason
 from .measured_time import Point, least_squares, relative_errors
 from .profile import FitError
 from .stage_costs import AnalyticTime, StageCost
@@ -21,8 +20,8 @@ from .stage_costs import AnalyticTime, StageCost
 def is_trace(path: str | Path) -> bool:
     """Whether the file is JSON in the form of a trace; what cannot be read is none."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(path)
+    except ValueError:
         return False
     return isinstance(data, dict) and {"meta", "ranks"} <= data.keys()
 
@@ -37,9 +36,9 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
         if timeline.shape.num_stages != num_stages:
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except UNUSABLE as error:
         raise PartitionError(
-            f"--sequence-split-profile {path} is no usable trace ({type(error).__name__}: {error}); write one with "
+            f"--sequence-split-profile {path} is no usable trace ({reason(error)}); write one with "
             "--pipeline-trace in a run with --sequence-splits, 4 say"
         ) from error
 

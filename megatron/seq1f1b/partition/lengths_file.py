@@ -21,9 +21,9 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
         ) from error
     try:
         lengths = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         words = re.split(r"[\s,]+", re.sub(r"#.*", "", text).strip(" \t\r\n,[]"))
-        lengths = [int(word) if word.isascii() and word.isdigit() else word for word in words]
+        lengths = [int(word) if word.isascii() and word.isdigit() and len(word) < 12 else word for word in words]
     if isinstance(lengths, int):
         lengths = [lengths]
     if not isinstance(lengths, list) or not all(type(x) is int and x > 0 for x in lengths) or not lengths:

@@ -1,5 +1,6 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -54,7 +55,7 @@ class PipelineExecutor:
         packing: Packing | None = None,
         costs: CostsOfLengths | None = None,
     ) -> None:
-        self._plan = Plan(schedule, costs)
+        self._plan = Plan(schedule, costs, one_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
         self._segmentation = Segmentation(num_segments, cut, packing)
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout

@@ -22,13 +22,15 @@ class Plan:
     """The lowered actions of this rank, built when a step has a new shape.
 
     A planned schedule is planned for `costs(lengths)` of segments of certain lengths, equal ones if `costs` is None.
+    `one_queue`: all that a rank does passes through one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
     """
 
-    def __init__(self, schedule: ScheduleChoice, costs: CostsOfLengths | None = None) -> None:
+    def __init__(self, schedule: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = False) -> None:
         self.name = schedule.name
         self.placement = schedule.placement
         self._schedule = schedule
         self._costs = costs
+        self._one_queue = one_queue
         self._programs: dict[tuple[Shape, tuple[int, ...], int, bool], Program] = {}
 
     def program(self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool) -> Program:
@@ -39,7 +41,7 @@ class Plan:
         key = shape, tuple(lengths), rank, forward_only
         if key not in self._programs:
             schedule = self._schedule.forwards() if forward_only else self._schedule
-            actions = schedule.program(shape, rank, lengths, self._costs)
+            actions = schedule.program(shape, rank, lengths, self._costs, self._one_queue)
             if forward_only:
                 actions = [action for action in actions if action.kind in _FORWARD_KINDS]
             self._programs[key] = Program(actions)

@@ -5,13 +5,14 @@ Pure Python: nothing of torch, Megatron or the rest of this package is imported 
 
 from .action import Action, Kind, parse_action
 from .auto import auto
-from .build import FAMILY_NAMES, build, program
+from .build import FAMILY_NAMES, build, program, program_of
 from .choice import CostsOfLengths, Given, Named, Planned, ScheduleChoice, choose, splitting_families
 from .costs import Costs
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
-from .lowering import Channel, channel_of, lower, lower_rank
+from .files import UNUSABLE, read_json, reason
+from .lowering import Channel, channel_of, lower
 from .memory import peak_memory, peak_units
 from .placement import Placement
 from .schedule import Schedule, Shape
@@ -22,6 +23,7 @@ from .validate import ScheduleError, validate
 __all__ = [
     "FAMILIES",
     "FAMILY_NAMES",
+    "UNUSABLE",
     "Action",
     "Channel",
     "Costs",
@@ -43,13 +45,15 @@ __all__ = [
     "choose",
     "dependencies",
     "lower",
-    "lower_rank",
     "parse_action",
     "peak_memory",
     "peak_units",
     "program",
+    "program_of",
     "read_csv",
+    "read_json",
     "read_timeline",
+    "reason",
     "simulate",
     "splitting_families",
     "validate",

@@ -48,14 +48,16 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{self.microbatch}.{self.segment}"
 
 
-_TEXT = re.compile(r"(\d+)([A-Z][A-Z_]*)(?:(\d+)(?:\.(\d+))?)?")
+_TEXT = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*)(?:([0-9]{1,9})(?:\.([0-9]{1,9}))?)?")
+_SHOWN = 40  # characters of a text that is none
 
 
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`. `2F3` is read as `2F3.0`. Raises ValueError otherwise."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or match[2] not in Kind._value2member_map_:
-        raise ValueError(f"not an action: {text!r}; expected a form like 2F3.1 or 2REDUCE")
+        shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+        raise ValueError(f"not an action: {shown!r}; expected a form like 2F3.1 or 2REDUCE")
     kind, stage = Kind(match[2]), int(match[1])
     if (kind in CHUNK_KINDS) != (match[3] is None):
         raise ValueError(

@@ -10,10 +10,9 @@ from functools import cached_property
 
 from .action import Action, Kind
 from .auto import auto
-from .build import FAMILY_NAMES, build, program
+from .build import FAMILY_NAMES, build, program, program_of
 from .costs import Costs
 from .families import FAMILIES
-from .lowering import lower_rank
 from .placement import Placement
 from .schedule import Schedule, Shape
 
@@ -37,9 +36,16 @@ class Named:
         shape = Shape(Placement(2), num_microbatches=2)
         return any(has_weight_gradients(FAMILIES[self.name](shape, rank)) for rank in range(2))
 
-    def program(self, shape: Shape, rank: int, lengths: Sequence[int], costs: CostsOfLengths | None) -> list[Action]:
-        """The lowered actions of a rank in a training step with segments of `lengths` tokens."""
-        return program(self.name, shape, rank)
+    def program(
+        self,
+        shape: Shape,
+        rank: int,
+        lengths: Sequence[int],
+        costs: CostsOfLengths | None,
+        one_queue: bool = False,
+    ) -> list[Action]:
+        """The lowered actions of a rank in a training step with segments of `lengths` tokens; `one_queue` as in `lower`."""
+        return program(self.name, shape, rank, one_queue=one_queue)
 
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
         """The same step as one schedule, not lowered."""
@@ -63,10 +69,16 @@ class Planned:
         """Whether it may have W."""
         return self.split
 
-    def program(self, shape: Shape, rank: int, lengths: Sequence[int], costs: CostsOfLengths | None) -> list[Action]:
+    def program(
+        self,
+        shape: Shape,
+        rank: int,
+        lengths: Sequence[int],
+        costs: CostsOfLengths | None,
+        one_queue: bool = False,
+    ) -> list[Action]:
         """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
-        schedule = self.of_all_ranks(shape, lengths, costs)
-        return lower_rank(shape, dict(enumerate(schedule.ranks)), rank)
+        return program_of(self.of_all_ranks(shape, lengths, costs), rank, one_queue)
 
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
         """As of a `Named`."""
@@ -98,9 +110,16 @@ class Given:
         """Whether it has W."""
         return any(map(has_weight_gradients, self.schedule.ranks))
 
-    def program(self, shape: Shape, rank: int, lengths: Sequence[int], costs: CostsOfLengths | None) -> list[Action]:
+    def program(
+        self,
+        shape: Shape,
+        rank: int,
+        lengths: Sequence[int],
+        costs: CostsOfLengths | None,
+        one_queue: bool = False,
+    ) -> list[Action]:
         """As of a `Named`; raises ValueError if the schedule has another shape."""
-        return lower_rank(shape, dict(enumerate(self.of_all_ranks(shape, lengths, costs).ranks)), rank)
+        return program_of(self.of_all_ranks(shape, lengths, costs), rank, one_queue)
 
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
         """As of a `Named`; raises ValueError if the schedule has another shape."""

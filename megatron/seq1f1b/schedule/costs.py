@@ -1,7 +1,8 @@
 """What the actions of a schedule cost, in time and in activation memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from .action import Action, Kind
@@ -48,6 +49,8 @@ class Costs:
         each stage. `message` stands for `message_f` and `message_b`; what is not given is as in
         `uniform`, and `kept` as `activation`. Raises ValueError for other names and sizes.
         """
+        if not isinstance(values, Mapping):
+            raise ValueError('costs are a table of names and numbers, such as {"f": 1, "message": [0.1, 0.2]}')
         values = dict(values)
         if "message" in values:
             message = values.pop("message")
@@ -58,20 +61,20 @@ class Costs:
         if unknown:
             names = ", ".join([*cls.__dataclass_fields__, "message"])
             raise ValueError(f"unknown cost {min(unknown)!r}; there are {names}")
-        costs = replace(cls.uniform(shape), **{name: _table(shape, value) for name, value in values.items()})
+        costs = replace(cls.uniform(shape), **{name: _table(shape, name, value) for name, value in values.items()})
         costs.check(shape)
         return costs
 
     def check(self, shape: Shape) -> None:
-        """Raises ValueError if a table does not fit the shape or holds a negative number."""
+        """Raises ValueError if a table does not fit the shape, or holds a number that is negative or not finite."""
         for name, table in vars(self).items():
             sizes = len(table), {len(row) for row in table}
             if sizes != (shape.num_stages, {shape.num_segments}):
                 raise ValueError(
                     f"cost table {name!r} must have {shape.num_stages} stages of {shape.num_segments} segments"
                 )
-            if any(value < 0 for row in table for value in row):
-                raise ValueError(f"cost table {name!r} holds a negative number")
+            if not all(0 <= value < inf for row in table for value in row):
+                raise ValueError(f"cost table {name!r} holds a number that is negative or not finite")
         for some, all_of_it in zip(self.kept, self.activation, strict=True):
             if any(part > whole for part, whole in zip(some, all_of_it, strict=True)):
                 raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
@@ -93,9 +96,14 @@ class Costs:
         return table[needed.stage][needed.segment]
 
 
-def _table(shape: Shape, value: Any) -> Table:
-    if not isinstance(value, Sequence):
-        value = [value] * shape.num_segments
-    if not isinstance(value[0], Sequence):
-        value = [value] * shape.num_stages
-    return tuple(tuple(map(float, row)) for row in value)
+def _table(shape: Shape, name: str, value: Any) -> Table:
+    try:
+        if not isinstance(value, list | tuple):
+            value = [float(value)] * shape.num_segments
+        if not isinstance(value[0], list | tuple):
+            value = [value] * shape.num_stages
+        return tuple(tuple(map(float, row)) for row in value)
+    except (IndexError, OverflowError, TypeError, ValueError):
+        raise ValueError(
+            f"cost table {name!r} must be a number, a list of one for each segment, or such a list for each stage"
+        ) from None

@@ -1,12 +1,14 @@
 """Schedules as CSV: one row for each rank, one action in each cell, such as `2F3.1`."""
 
 import csv
+from io import StringIO
 from pathlib import Path
 
 from .action import COMPUTE_KINDS, Action, parse_action
+from .files import read_text
 from .placement import Placement
 from .schedule import Schedule, Shape
-from .validate import validate
+from .validate import ScheduleError, validate
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
@@ -20,18 +22,24 @@ def read_csv(path: str | Path) -> Schedule:
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The
     placement is looped or V-shaped, whichever puts the stages on the ranks that run them. Raises
     ValueError, with row and cell, for text that is no action, and ScheduleError for a schedule
-    that cannot be run.
+    that cannot be run; the message begins with the name of the file.
     """
     ranks = []
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        for row_number, row in enumerate(csv.reader(file), start=1):
+    reader = csv.reader(StringIO(read_text(path), newline=""))
+    try:
+        for row_number, row in enumerate(reader, start=1):
             cells = [(number, cell) for number, cell in enumerate(row, start=1) if cell.strip()]
             if cells:
                 ranks.append(tuple(_parse(path, row_number, number, cell) for number, cell in cells))
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num}: {error}; a cell holds one action such as 2F3.1") from error
     if not ranks:
-        raise ValueError(f"{path}: no actions found")
+        raise ValueError(f"{path} holds no actions: write one row for each rank, one action such as 2F3.1 in each cell")
     schedule = Schedule(_shape_of(path, ranks), tuple(ranks))
-    validate(schedule)
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
     return schedule
 
 
@@ -52,8 +60,15 @@ def _shape_of(path: str | Path, ranks: list[tuple[Action, ...]]) -> Shape:
     # The first stage of the second chunk says which way that chunk runs.
     turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
     placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
-    return Shape(
+    shape = Shape(
         placement,
         1 + max(action.microbatch for rank in ranks for action in rank),
         1 + max(action.segment for rank in ranks for action in rank),
     )
+    count = sum(map(len, ranks))
+    if stages * shape.num_units > count:  # not even a forward for each; checked first, since sizes cost memory
+        raise ValueError(
+            f"{path}: the largest numbers in it stand for {shape}, more than its {count} actions can be; "
+            "number stages, micro-batches and segments from 0"
+        )
+    return shape

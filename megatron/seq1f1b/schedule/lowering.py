@@ -26,6 +26,10 @@ share it on a rank are one channel. It is not enough to give each direction a co
 ranks: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
 rank 2 would queue behind it, and rank 0 may be waiting for something that rank 2 makes from F0
 before it computes F1. `Channel.communicator` gives a number that keeps them apart.
+
+With one hardware queue for all of a rank (CUDA_DEVICE_MAX_CONNECTIONS=1) step 2 does not hold: a
+second send or receive on a channel waits for the first, and holds up what is issued behind it.
+There `one_queue.py` says when messages are issued.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,10 +37,12 @@ from typing import NamedTuple
 
 from .action import Action, Kind
 from .dependencies import message_needed
+from .one_queue import Transfer, issue_order, nominal_starts
 from .placement import Placement
 from .schedule import Schedule, Shape
 
 _RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
+_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
 _PAYLOAD = {Kind.RECV_F: Kind.F, Kind.SEND_F: Kind.F, Kind.RECV_B: Kind.B, Kind.SEND_B: Kind.B}
 _STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
 
@@ -66,25 +72,44 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     return Channel(_PAYLOAD[action.kind], source, destination)
 
 
-def lower(schedule: Schedule) -> Schedule:
-    """The whole schedule with messages, gathering and reduction added."""
+def lower(schedule: Schedule, one_queue: bool = False) -> Schedule:
+    """The whole schedule with messages, gathering and reduction added.
+
+    With `one_queue` it does not hang where each rank has one hardware queue; that may delay messages.
+    """
     orders = dict(enumerate(schedule.ranks))
-    ranks = (tuple(lower_rank(schedule.shape, orders, rank)) for rank in orders)
+    starts = dict(enumerate(nominal_starts(schedule))) if one_queue else None
+    ranks = (tuple(lower_rank(schedule.shape, orders, rank, starts)) for rank in orders)
     return Schedule(schedule.shape, tuple(ranks))
 
 
-def lower_rank(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) -> list[Action]:
-    """The same for one rank; `orders` holds the compute actions of it and of its neighbours."""
+def lower_rank(
+    shape: Shape,
+    orders: Mapping[int, Sequence[Action]],
+    rank: int,
+    starts: Mapping[int, Sequence[float]] | None = None,
+) -> list[Action]:
+    """The same for one rank; `orders` holds the compute actions of it and of its neighbours.
+
+    `starts` holds the nominal starts of these actions, where each rank has one hardware queue.
+    """
     order = orders[rank]
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
 
     for index, action in _gathers(shape, order):
         before[index].append(action)
-    for index, action in _receives(shape, orders, rank):
-        before[index].append(action)
-    for index, action in _sends(shape, order):
-        after[index].append(action)
+    neighbours = shape.placement.neighbours_of(rank)
+    incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
+    outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
+    if starts is None:
+        for transfer in (each for transfers in incoming for each in transfers):
+            before[transfer.posted].append(transfer.receive)
+        for transfer in (each for transfers in outgoing for each in transfers):
+            after[transfer.sent].append(transfer.send)
+    else:
+        for index, action in issue_order(incoming, outgoing, rank, starts):
+            (after[index - 1] if index else before[0]).append(action)
     for index, action in _reductions(shape, order):
         after[index].append(action)
 
@@ -96,51 +121,37 @@ def lower_rank(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) 
     return lowered
 
 
-def _receives(shape: Shape, orders: Mapping[int, Sequence[Action]], rank: int) -> list[tuple[int, Action]]:
-    """Receives of a rank, each with the index of the compute action to post it before."""
-    order = orders[rank]
-    senders = {}  # (kind, stage) of an action that waits for a message -> its payload and sender
-    for stage in shape.placement.stages_of(rank):
+def _transfers(
+    shape: Shape, orders: Mapping[int, Sequence[Action]], source: int, destination: int
+) -> list[list[Transfer]]:
+    """The messages from one rank to another: for each channel between them, in the order of its sends."""
+    order, placement = orders[destination], shape.placement
+    payloads = {}  # (kind, stage) of an action that waits for such a message -> its payload and stage
+    for stage in placement.stages_of(destination):
         for kind in (Kind.F, Kind.B, Kind.I):
             needed = message_needed(Action(kind, stage, 0, 0), shape)
-            if needed is not None:
-                senders[kind, stage] = needed.kind, needed.stage
+            if needed is not None and placement.rank_of(needed.stage) == source:
+                payloads[kind, stage] = needed.kind, needed.stage
     consumers = {}  # what arrives -> index of the action that waits for it
     for index, (kind, stage, microbatch, segment) in enumerate(order):
-        if (kind, stage) in senders:
-            consumers[*senders[kind, stage], microbatch, segment] = index
+        if (kind, stage) in payloads:
+            consumers[*payloads[kind, stage], microbatch, segment] = index
 
-    receives = []
-    for source in shape.placement.neighbours_of(rank):
-        # From the last message back: a receive is posted no later than those that follow it.
-        post = {Kind.F: len(order), Kind.B: len(order)}
-        for kind, stage, microbatch, segment in reversed(orders[source]):
-            payload = Kind.B if kind is Kind.I else kind
-            index = consumers.get((payload, stage, microbatch, segment))
-            if index is not None:
-                post[payload] = min(post[payload], max(index - 1, 0))
-                _, here, *unit = order[index]
-                receives.append((post[payload], Action(_RECEIVE[payload], here, *unit)))
-    if len(receives) < len(consumers):
-        raise ValueError(f"rank {rank} needs messages that no neighbour sends; is this valid?")
-    receives.reverse()
-    # Stable: what is posted at the same place stays in the order of its channel.
-    receives.sort(key=lambda receive: receive[0])
-    return receives
-
-
-def _sends(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """Sends of a rank, each with the index of the compute action that it follows."""
-    rank_of, last_stage = shape.placement.rank_of, shape.num_stages - 1
-    leaves = {}  # (kind, stage) of an action whose result another rank needs -> kind of its send
-    for stage in {action.stage for action in order}:
-        for kind, send in ((Kind.F, Kind.SEND_F), (Kind.B, Kind.SEND_B), (Kind.I, Kind.SEND_B)):
-            receiver = stage + _STEP[send]
-            if 0 <= receiver <= last_stage and rank_of(receiver) != rank_of(stage):
-                leaves[kind, stage] = send
-    for index, (kind, stage, microbatch, segment) in enumerate(order):
-        if (kind, stage) in leaves:
-            yield index, Action(leaves[kind, stage], stage, microbatch, segment)
+    channels: dict[Kind, list[Transfer]] = {Kind.F: [], Kind.B: []}
+    # From the last message back: a receive is posted no later than those that follow it.
+    post = {Kind.F: len(order), Kind.B: len(order)}
+    for sent in reversed(range(len(orders[source]))):
+        kind, stage, microbatch, segment = orders[source][sent]
+        payload = Kind.B if kind is Kind.I else kind
+        consumer = consumers.pop((payload, stage, microbatch, segment), None)
+        if consumer is not None:
+            post[payload] = min(post[payload], max(consumer - 1, 0))
+            send = Action(_SEND[payload], stage, microbatch, segment)
+            receive = Action(_RECEIVE[payload], order[consumer].stage, microbatch, segment)
+            channels[payload].append(Transfer(send, receive, source, sent, destination, post[payload]))
+    if consumers:
+        raise ValueError(f"rank {destination} needs messages that rank {source} does not send; is this valid?")
+    return [transfers[::-1] for transfers in channels.values() if transfers]
 
 
 def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:

@@ -18,7 +18,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1 or self.num_chunks < 1:
-            raise ValueError(f"a placement needs at least one rank and one model chunk: {self}")
+            raise ValueError(
+                f"a placement needs at least one rank and one model chunk, not {self.num_ranks} and {self.num_chunks}"
+            )
         if self.style not in ("looped", "v"):
             raise ValueError(f"unknown placement {self.style!r}; it is 'looped' or 'v'")
 

@@ -20,7 +20,14 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1 or self.num_segments < 1:
-            raise ValueError(f"a schedule needs at least one micro-batch and one segment: {self}")
+            raise ValueError(
+                "a schedule needs at least one micro-batch and one segment, "
+                f"not {self.num_microbatches} and {self.num_segments}"
+            )
+
+    def __str__(self) -> str:
+        chunks = f" with {self.num_chunks} model chunks ({self.placement.style})" if self.num_chunks > 1 else ""
+        return f"{self.num_ranks} ranks{chunks}, {self.num_microbatches} micro-batches, {self.num_segments} segments"
 
     @property
     def num_units(self) -> int:

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .action import COMPUTE_KINDS, Action, Kind
+from .files import UNUSABLE, read_json, reason
 from .placement import Placement
 from .schedule import Shape
 
@@ -88,10 +90,17 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any]) -> Timeline:
-    """The inverse of `to_json`."""
+    """The inverse of `to_json`. Raises one of UNUSABLE if `data` is no timeline."""
     meta = dict(data["meta"])
-    placement = Placement(meta.pop("num_ranks"), meta.pop("num_chunks"), meta.pop("placement"))
-    shape = Shape(placement, meta.pop("num_microbatches"), meta.pop("num_segments"))
+    sizes = {name: meta.pop(f"num_{name}") for name in ("ranks", "chunks", "microbatches", "segments")}
+    count = sum(map(len, data["ranks"]))
+    for name, size in sizes.items():
+        if type(size) is not int or not 1 <= size <= count:
+            raise ValueError(f"num_{name} is {size}, which its {count} actions cannot have")
+    placement = Placement(sizes["ranks"], sizes["chunks"], meta.pop("placement"))
+    shape = Shape(placement, sizes["microbatches"], sizes["segments"])
+    if len(data["ranks"]) != shape.num_ranks:
+        raise ValueError(f"num_ranks is {shape.num_ranks}, but there are {len(data['ranks'])}")
     ranks = tuple(
         tuple(
             Span(
@@ -103,6 +112,11 @@ def from_json(data: Mapping[str, Any]) -> Timeline:
         )
         for rows in data["ranks"]
     )
+    for action, start, end in (span for spans in ranks for span in spans):
+        if not 0 <= action.stage < shape.num_stages or action.microbatch >= shape.num_microbatches:
+            raise ValueError(f"{action} is not of {shape}")
+        if not -inf < start <= end < inf:
+            raise ValueError(f"{action} lasts from {start} to {end}")
     return Timeline(shape, ranks, meta.pop("time_unit", ""), meta)
 
 
@@ -111,4 +125,9 @@ def write_timeline(timeline: Timeline, path: str | Path) -> None:
 
 
 def read_timeline(path: str | Path) -> Timeline:
-    return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    """Raises ValueError, with the name of the file, if it is no timeline."""
+    data = read_json(path)
+    try:
+        return from_json(data)
+    except UNUSABLE as error:
+        raise ValueError(f"{path} is no timeline: {reason(error)}; --pipeline-trace writes them") from error

@@ -74,9 +74,13 @@ def test_a_profile_of_another_model_is_refused():
         lambda data: data["parts"]["layer"].clear(),
         lambda data: data["parts"]["head"].pop(),
         lambda data: data["parts"]["layer"][0].update(forward=0),
+        lambda data: data["parts"]["layer"][0].update(forward=float("nan")),
+        lambda data: data["parts"]["layer"][0].update(backward=float("inf")),
+        lambda data: data["parts"]["layer"][0].update(length="512"),
+        lambda data: data.update(model=[]),
         lambda data: data["parts"].update(layer=[row for row in data["parts"]["layer"] if row["prefix"] in (0, 1024)]),
     ],
-    ids=["no head", "no layer", "other lengths", "no time", "one prefix"],
+    ids=["no head", "no layer", "other lengths", "no time", "nan", "infinite", "text", "no model", "one prefix"],
 )
 def test_a_profile_that_does_not_suffice_is_refused(tmp_path, spoil):
     path = tmp_path / "profile.json"

@@ -2,7 +2,12 @@
 
 A channel is a FIFO without tags. A transfer starts when both its send and its receive are posted
 and at the front of their communicators: on a rank, the operations of one communicator run one after
-the other, in the order in which they were posted. Nothing is buffered. Compute goes on meanwhile.
+the other, in the order in which they were posted. A channel buffers `buffered` messages, none if
+not given. Compute goes on meanwhile.
+
+With `one_queue` all operations of a rank pass through one hardware queue, as on a GPU with
+CUDA_DEVICE_MAX_CONNECTIONS=1: an operation leaves the queue when it starts, so one that has to wait
+for the operation before it on its communicator, or for a message, holds up all behind it.
 """
 
 from collections import deque
@@ -36,20 +41,24 @@ def execute(
     lowered: Schedule,
     costs: Costs | None = None,
     communicator_of: Callable[[Channel], Hashable] = lambda channel: channel.communicator,
+    one_queue: bool = False,
+    buffered: int = 0,
 ) -> Timeline:
     """The timeline of the compute actions of a lowered schedule.
 
     Channels for which `communicator_of` gives the same value share a communicator of all ranks.
     Raises HangError, with what every rank and queue waits for.
     """
-    return _Machine(lowered, costs or Costs.uniform(lowered.shape), communicator_of).run()
+    return _Machine(lowered, costs or Costs.uniform(lowered.shape), communicator_of, one_queue, buffered).run()
 
 
 class _Machine:
-    def __init__(self, lowered, costs, communicator_of):
+    def __init__(self, lowered, costs, communicator_of, one_queue, buffered):
         costs.check(lowered.shape)
         self.lowered, self.shape, self.costs = lowered, lowered.shape, costs
         self.communicator_of = communicator_of
+        self.one_queue, self.room = one_queue, buffered
+        self.buffers: dict[Channel, deque[tuple[Action, float]]] = {}
         self.queues: dict[tuple[int, Hashable], _Queue] = {}
         self.arrived: list[dict[Action, float]] = [{} for _ in lowered.ranks]
         self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
@@ -70,7 +79,7 @@ class _Machine:
         return Timeline(self.shape, tuple(map(tuple, self.spans)))
 
     def _advance(self, rank: int) -> None:
-        """Runs the rank up to the first compute action whose message has not arrived."""
+        """Runs the rank up to the first action that has to wait."""
         actions = self.lowered.ranks[rank]
         while self.index[rank] < len(actions):
             action = actions[self.index[rank]]
@@ -87,37 +96,49 @@ class _Machine:
                 channel = channel_of(action, self.shape.placement)
                 key = rank, self.communicator_of(channel)
                 queue = self.queues.setdefault(key, _Queue())
+                if self.one_queue:
+                    if queue.posted:
+                        return
+                    self.now[rank] = max(self.now[rank], queue.free)
                 queue.posted.append((channel, action, self.now[rank]))
                 self.touched.append(key)
             self.index[rank] += 1
 
     def _transfer(self) -> list[int]:
-        """Runs all transfers whose two sides are in front; returns the ranks that got a message."""
-        receivers = set()
+        """Runs all transfers that can run; returns the ranks for which something has changed."""
+        changed = set()
         while self.touched:
             key = self.touched.pop()
-            queue = self.queues[key]
-            if not queue.posted:
+            if not self.queues[key].posted:
                 continue
-            channel = queue.posted[0][0]
+            channel = self.queues[key].posted[0][0]
             shared = self.communicator_of(channel)
             source = self.queues.get((channel.source, shared))
             destination = self.queues.get((channel.destination, shared))
-            if not self._in_front(source, channel, _SENDS) or not self._in_front(destination, channel, _RECEIVES):
+            buffer = self.buffers.setdefault(channel, deque())
+            receiving = self._in_front(destination, channel, _RECEIVES)
+            if self._in_front(source, channel, _SENDS) and (len(buffer) < self.room or (receiving and not buffer)):
+                _, send, start = source.posted.popleft()
+                start = max(start, source.free)
+                if len(buffer) == self.room:
+                    start = max(start, destination.posted[0][2], destination.free)
+                table = self.costs.message_f if channel.payload is Kind.F else self.costs.message_b
+                source.free = start + table[send.stage][send.segment]
+                buffer.append((send, source.free))
+                changed.add(channel.source)
+            if not (buffer and receiving):
                 continue
-            _, send, sent = source.posted.popleft()
+            send, sent = buffer.popleft()
             _, receive, posted = destination.posted.popleft()
             value = Action(channel.payload, send.stage, send.microbatch, send.segment)
             consumer = Action(channel.payload, receive.stage, receive.microbatch, receive.segment)
             if message_needed(consumer, self.shape) != value:
                 raise HangError(f"{receive} meets {send} on {channel}\n{self._where()}")
-            table = self.costs.message_f if channel.payload is Kind.F else self.costs.message_b
-            end = max(sent, posted, source.free, destination.free) + table[value.stage][value.segment]
-            source.free = destination.free = end
-            self.arrived[channel.destination][outcome(value)] = end
-            receivers.add(channel.destination)
+            destination.free = max(sent, posted, destination.free)
+            self.arrived[channel.destination][outcome(value)] = destination.free
+            changed.add(channel.destination)
             self.touched += [(channel.source, shared), (channel.destination, shared)]
-        return sorted(receivers)
+        return sorted(changed)
 
     @staticmethod
     def _in_front(queue: _Queue | None, channel: Channel, kinds: tuple[Kind, ...]) -> bool:

@@ -112,7 +112,7 @@ def test_cost_tables_are_checked():
     ones = Costs.uniform(shape)
     for wrong, message in (
         (replace(ones, f=((1.0,),)), "cost table 'f' must have 2 stages of 2 segments"),
-        (replace(ones, w=((-1.0, 1.0),) * 2), "cost table 'w' holds a negative number"),
+        (replace(ones, w=((-1.0, 1.0),) * 2), "cost table 'w' holds a number that is negative or not finite"),
         (replace(ones, kept=((2.0, 2.0),) * 2), "'kept' is part of 'activation'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,3 +1,5 @@
+"""Lowered schedules on channels as strict as those of NCCL, and on GPUs with one hardware queue."""
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +68,42 @@ def test_no_valid_order_hangs(random, ranks, chunks, style):
     schedule = Schedule(shape, tuple(map(tuple, orders)))
     validate(schedule)
     assert execute(lower(schedule)).makespan == simulate(schedule).makespan
+    costs = [[[random.uniform(0.1, 3) for _ in range(2)] for _ in range(shape.num_stages)] for _ in range(4)]
+    costs = Costs.from_mapping(shape, dict(zip(("f", "i", "w", "message"), costs, strict=True)))
+    for buffered in (0, 1):
+        execute(lower(schedule, one_queue=True), costs, one_queue=True, buffered=buffered)
+
+
+def small_shapes():
+    placements = st.builds(Placement, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["looped", "v"]))
+    return st.builds(Shape, placements, st.integers(1, 5), st.integers(1, 4))
+
+
+HANGS = [("1f1b", 2, 4, 4), ("1f1b", 4, 6, 3), ("zb-h1", 2, 4, 4), ("zb-h1", 4, 6, 3), ("auto", 2, 4, 4)]
+
+
+@pytest.mark.parametrize("family, ranks, microbatches, segments", [*HANGS, ("breadth-first", 2, 4, 4)])
+def test_one_hardware_queue_needs_an_order_of_its_own_and_loses_next_to_nothing(family, ranks, microbatches, segments):
+    schedule = build(family, Shape(Placement(ranks, 2), microbatches, segments))
+    with pytest.raises(HangError):
+        execute(lower(schedule), one_queue=True)
+    ordered = lower(schedule, one_queue=True)
+    for buffered in (0, 1):
+        assert execute(ordered, one_queue=True, buffered=buffered) == simulate(schedule)
+    costs = Costs.uniform(schedule.shape, message=0.1)
+    many_queues = execute(lower(schedule), costs).makespan
+    assert execute(ordered, costs, one_queue=True).makespan < 1.02 * many_queues
+    assert execute(ordered, costs).makespan < 1.001 * many_queues
+
+
+@few
+@given(st.sampled_from(list(FAMILIES)), small_shapes(), st.sampled_from([0, 1]), st.floats(0, 3))
+def test_no_family_hangs_on_one_hardware_queue(family, shape, buffered, message):
+    schedule, costs = build(family, shape), Costs.uniform(shape, message=message)
+    ordered = lower(schedule, one_queue=True)
+    timeline = execute(ordered, costs, one_queue=True, buffered=buffered)
+    assert timeline.makespan >= simulate(schedule, costs).makespan - 1e-9
+    assert all(set(one) == set(many) for one, many in zip(ordered.ranks, lower(schedule).ranks, strict=True))
 
 
 def schedule_that_needs_separate_communicators():

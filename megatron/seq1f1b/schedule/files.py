@@ -1,0 +1,45 @@
+"""Reading what people bring: files of any content, and sentences for what is wrong with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file. Raises ValueError, with the name of the file, if it has none."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def read_json(path: str | Path) -> Any:
+    """What a JSON file holds. Raises ValueError, with the name of the file, if it is none."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+# What reading a file of unknown content may raise.
+UNUSABLE = (OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong with a file, in words; `error` is one of UNUSABLE."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8 text"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON (line {error.lineno}: {error.msg})"
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    if isinstance(error, (TypeError, AttributeError)):
+        return "a value in it is of the wrong type"
+    if isinstance(error, ArithmeticError):
+        return "a number in it is zero or too large"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error)

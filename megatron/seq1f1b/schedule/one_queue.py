@@ -1,0 +1,91 @@
+"""When messages are issued where all that a rank does passes through one hardware queue.
+
+With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell,
+what a rank issues starts in the order in which it was issued. A send or receive cannot start before
+the last one of its channel has ended, nor compute before its message is there, and whatever cannot
+start holds up everything behind it.
+
+All ranks agree on one order of everything, in which each of them issues its part. Compute actions
+stand in it by their nominal starts, so after all that they depend on. On every channel
+
+- a send comes after the compute action that makes the message, and after the receive of the message
+  before;
+- a receive comes one compute action ahead of the action that needs it, or where the receive of a
+  later message does, but after the send of the message before.
+
+Why all of it starts: assume that something does not, and take the first in the common order. All
+that comes before it has started, on all ranks, so its own queue is free, compute has ended, and each
+message whose send and receive come before it is there. For a send or receive that is the message
+before; for a compute action it is the message that it needs, as follows. Follow the rules back from
+the send or receive of a message until one of them sets the point alone: to after the making of this
+message or an earlier one, which is before its use; or to where the receive of this message or an
+earlier one is wanted, which is at most one action ahead of its use. Both are before the compute
+action. So it starts, whatever the real durations are, and however many messages a channel buffers.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .action import Action
+from .costs import Costs
+from .schedule import Schedule
+from .timing import run
+
+# A point of the common order: nominal start, rank and index of a compute action, and where from it.
+_Point = tuple[float, int, int, int]
+_BEFORE, _ITSELF, _AFTER = 0, 1, 2
+
+
+class Transfer(NamedTuple):
+    """A message from the compute action number `sent` of `source`.
+
+    The receive is wanted ahead of the compute action number `posted` of `destination`.
+    """
+
+    send: Action
+    receive: Action
+    source: int
+    sent: int
+    destination: int
+    posted: int
+
+
+def nominal_starts(schedule: Schedule) -> list[list[float]]:
+    """For each rank, when its compute actions start if all take equally long."""
+    return run(schedule, Costs.uniform(schedule.shape)).starts
+
+
+def issue_order(
+    incoming: Sequence[Sequence[Transfer]],
+    outgoing: Sequence[Sequence[Transfer]],
+    rank: int,
+    starts: Mapping[int, Sequence[float]],
+) -> Iterator[tuple[int, Action]]:
+    """Sends and receives of a rank in order, each with the number of its compute actions that come before.
+
+    The channels into and out of the rank are given by their messages in order.
+    """
+    events: list[tuple[_Point, int, Action]] = []
+    for transfers in incoming:
+        events += ((point, n, each.receive) for n, (each, _, point) in enumerate(_points(transfers, starts)))
+    for transfers in outgoing:
+        events += ((point, n, each.send) for n, (each, point, _) in enumerate(_points(transfers, starts)))
+    compute = [(start, rank, index, _ITSELF) for index, start in enumerate(starts[rank])]
+    for point, _, action in sorted(events):
+        yield bisect_left(compute, point), action
+
+
+def _points(
+    transfers: Sequence[Transfer], starts: Mapping[int, Sequence[float]]
+) -> Iterator[tuple[Transfer, _Point, _Point]]:
+    """The messages of a channel, each with the points of its send and of its receive.
+
+    Of equal points that of the earlier message comes first.
+    """
+    last_send = last_receive = (0.0, -1, -1, _BEFORE)
+    for each in transfers:
+        send = max((starts[each.source][each.sent], each.source, each.sent, _AFTER), last_receive)
+        posted = (starts[each.destination][each.posted], each.destination, each.posted, _BEFORE)
+        last_send, last_receive = send, max(posted, last_send)
+        yield each, send, last_receive
