@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "cpu": {"ranks", "patches", "model"},
     "model": {"ranks", "patches"},
     "runtime": {"ranks", "patches", "schedule", "model"},
-    "rehearsal": {"ranks", "patches", "schedule", "model", "runtime"},
+    "rehearsal": {"ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
 }
 PURE = {"schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}, "planner": {"numpy"}}
 
