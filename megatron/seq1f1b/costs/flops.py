@@ -25,9 +25,9 @@ def layer_flops(model: ModelShape, layer: int) -> Flops:
     if model.pattern is not None:
         return _hybrid_layer(model, model.pattern[layer])
     projections, per_pair = _latent_attention(model, model.latent) if model.latent else _attention(model)
-    has_experts = model.experts is not None and layer in model.expert_layers
-    feed_forward = _experts(model, model.experts) if has_experts else _feed_forward(model)
-    return Flops(projections + feed_forward, per_pair)
+    if model.experts is not None and layer in model.expert_layers:
+        return Flops(projections + _experts(model, model.experts), per_pair)
+    return Flops(projections + _feed_forward(model), per_pair)
 
 
 def head_flops(model: ModelShape) -> int:

@@ -36,7 +36,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        return float(sum(vars(self).values()))
 
 
 def layer_activation(setup: TrainingSetup, start: int, end: int) -> float:

@@ -131,12 +131,12 @@ def _pairs_in_window(start: int, end: int, window: int) -> float:
 def _layer(model: ModelShape, layer: int, device: DeviceThroughput) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
     """Forward, backward, and of the latter the weight gradients."""
     per_token, per_pair = layer_flops(model, layer)
-    has_window = model.window is not None and layer in model.window_layers
+    window = model.window if layer in model.window_layers else None
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
         common = AnalyticTime(device.overhead, per_token, slowdown=device.slowdown)
-        if has_window:
-            return replace(common, per_pair_in_window=per_pair, window=model.window)
+        if window is not None:
+            return replace(common, per_pair_in_window=per_pair, window=window)
         return replace(common, per_pair=per_pair)
 
     forward = time(per_token / device.matmul, per_pair / device.attention)

@@ -44,7 +44,10 @@ class Named:
         costs: CostsOfLengths | None,
         one_queue: bool = False,
     ) -> list[Action]:
-        """The lowered actions of a rank in a training step with segments of `lengths` tokens; `one_queue` as in `lower`."""
+        """The lowered actions of a rank in a training step with segments of `lengths` tokens.
+
+        `one_queue` is that of `lower`.
+        """
         return program(self.name, shape, rank, one_queue=one_queue)
 
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
