@@ -143,6 +143,7 @@ def seen(launches) -> dict[tuple[str, str, int], dict]:
     return dict(zip(launches, found, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("installed", INSTALLED)
 @pytest.mark.parametrize("size", PRESETS)
 def test_megatron_and_we_accept_the_flags(launches, seen, size, installed):
@@ -164,6 +165,7 @@ def test_megatron_and_we_accept_the_flags(launches, seen, size, installed):
         assert (args["cut"] is None) == ("PIPELINE_SCHEDULE" in SCHEDULES[index])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [size for size in PRESETS if size != "tiny"])
 def test_presets_are_the_authors_models(seen, size):
     args, (parameters, _) = seen[size, "te", 0], PRESETS[size]
