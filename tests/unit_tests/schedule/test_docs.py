@@ -5,7 +5,18 @@ from pathlib import Path
 
 from hypothesis import given
 
-from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, Shape, build, families, simulate, validate
+from megatron.seq1f1b.schedule import (
+    Costs,
+    Kind,
+    Placement,
+    Schedule,
+    Shape,
+    build,
+    families,
+    peak_units,
+    simulate,
+    validate,
+)
 
 from .strategies import fixed, shapes
 
@@ -36,6 +47,12 @@ def test_the_example_is_valid_and_warms_up_as_it_says(shape):
         first = next(index for index, action in enumerate(actions) if action.kind is not Kind.F)
         warm_up = 2 * (shape.num_ranks - rank - 1) + shape.num_segments - 1
         assert first == min(warm_up + 1, shape.num_units)
+
+
+def test_zb_h1_holds_on_all_ranks_what_1f1b_holds_on_the_first():
+    shape = Shape(Placement(8), 16, 4)
+    assert [peak_units(actions) for actions in build("1f1b", shape).ranks] == [11, 10, 9, 8, 7, 6, 5, 4]
+    assert [peak_units(actions) for actions in build("zb-h1", shape).ranks] == [11] * 8
 
 
 def test_the_example_hides_messages():
