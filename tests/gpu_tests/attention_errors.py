@@ -84,7 +84,8 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     torch.manual_seed(0)
     tensors = random(case, length, device)
     _, _, value, grad = tensors
-    layer = attention_layer(KernelChoice(flash_attention_version=version), case[4], dropout=0.2)
+    torch.nn.attention.restore_flash_attention_impl()  # versions 3 and 4 have none
+    layer = attention_layer(KernelChoice(flash_attention_version=version, has_dropout=True), case[4], dropout=0.2)
     lengths = [length // 4] * 4
 
     def run(seed: int) -> list[torch.Tensor]:

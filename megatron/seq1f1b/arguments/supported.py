@@ -92,7 +92,7 @@ def _fused_attention(settings: Mapping[str, Any]) -> bool:
 
 
 def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
-    modules = {2: "flash_attn.flash_attn_interface", 4: "flash_attn.cute"}
+    modules = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
     module = modules.get(settings.get("flash_attention_version"))
     if module is None or settings.get("distributed_backend") != "nccl":
         return False
@@ -206,9 +206,9 @@ SUPPORTED: tuple[Supported, ...] = (
         "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",
     ),
     Supported(
-        "`--flash-attention-version` 2, 4",
+        "`--flash-attention-version` 2, 3, 4",
         "tests/unit_tests/model/test_cuda_kernel.py::test_segments_equal_unfused_attention",
-        "the kernels of the packages flash-attn and flash-attn-4 instead",
+        "without it, the fastest that is installed for the GPU",
     ),
     Supported(
         "`--bf16`, `--fp16`, fp32",
@@ -334,16 +334,10 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "use --attention-backend flash",
         ),
         Unsupported(
-            "--flash-attention-version 3",
-            _is(3, "flash_attention_version"),
-            "names kernels that segments do not use",
-            "use 2 or 4, or drop it for PyTorch's own",
-        ),
-        Unsupported(
             "--flash-attention-version without its package",
             _flash_attention_is_missing,
             "needs it",
-            "install flash-attn (for 2) or flash-attn-4 (for 4), or drop it for PyTorch's own",
+            "install flash-attn (for 2), FlashAttention-3 or flash-attn-4, or drop it for the fastest one installed",
         ),
     ),
     Scope.SPLIT_BACKWARDS: (

@@ -25,7 +25,9 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
             if not _is_causal(layer) or isinstance(layer.core_attention, SegmentAttention):
                 continue
             config = layer.config
-            kernels = kernels or KernelChoice(config.attention_backend.name, config.flash_attention_version)
+            kernels = kernels or KernelChoice(
+                config.attention_backend.name, config.flash_attention_version, config.attention_dropout > 0
+            )
             # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
             scale = getattr(layer, "softmax_scale", None)
             replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer))

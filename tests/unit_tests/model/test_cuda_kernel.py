@@ -19,7 +19,9 @@ from megatron.seq1f1b.model.kernels import (
     DocumentsPacked,
     KernelChoice,
     Saved,
+    choice,
     cuda,
+    flash_version,
     keep_documents_apart,
 )
 from megatron.seq1f1b.model.kernels.cuda import CudaFlash
@@ -387,7 +389,8 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
         ({"backend": "local"}, 64, 64, torch.float32, False, 0.0, "Unfused"),
         ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, True, 0.1, "FlashAttention2"),
         ({"flash_attention_version": 4}, 192, 128, torch.bfloat16, True, 0.0, "FlashAttention4"),
-        ({"flash_attention_version": 4}, 100, 100, torch.bfloat16, True, 0.0, "Padded FlashAttention4"),
+        ({"flash_attention_version": 4}, 100, 100, torch.bfloat16, True, 0.0, "Padded CudaFlash"),
+        ({"flash_attention_version": 3}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
         ({"flash_attention_version": 4}, 64, 64, torch.bfloat16, True, 0.1, "CudaFlash"),
         ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, False, 0.0, "CpuFlash"),
     ],
@@ -395,7 +398,8 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
 def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, expected):
     flash_attention_2(monkeypatch)
     flash_attention_4(monkeypatch) if flags.get("flash_attention_version") == 4 else None
-    rule, kernels = AttentionRule(0.125, dropout), KernelChoice(**flags)
+    monkeypatch.setattr(choice, "activate_flash_attention", lambda version: 2)
+    rule, kernels = AttentionRule(0.125, dropout), KernelChoice(**flags, has_dropout=dropout > 0)
     kernel = kernels.kernel(rule, tensor(size, dtype, is_cuda), tensor(value_size, dtype, is_cuda))
     kinds = [type(kernel).__name__]
     if isinstance(kernel, Padded):
@@ -416,8 +420,53 @@ def test_what_is_not_fused_is_warned_of_once_on_rank_0(monkeypatch, caplog):
     assert not caplog.messages
 
 
-def test_a_kernel_is_chosen_once():
+@pytest.mark.parametrize(
+    "version, major, installed, used, hint",
+    [
+        (None, 8, (), 2, None),
+        (None, 9, (3, 4), 3, None),
+        (None, 9, (4,), 4, "instead of 3: install FlashAttention-3"),
+        (None, 9, (), 2, "instead of 3: install FlashAttention-3"),
+        (None, 10, (3, 4), 4, None),
+        (None, 10, (3,), 2, "instead of 4: install the package flash-attn-4"),
+        (3, 9, (3, 4), 3, None),
+        (4, 9, (3, 4), 4, None),
+        (3, 10, (3, 4), 2, "instead of 3: it is made for other GPUs"),
+    ],
+)
+def test_the_fastest_flash_attention_for_the_gpu_is_activated(
+    monkeypatch, caplog, version, major, installed, used, hint
+):
+    caplog.set_level("INFO")
+    activated = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(flash_version, "is_installed", lambda each: each in installed)
+    monkeypatch.setattr(flash_version, "activate_flash_attention_impl", activated.append)
+    assert flash_version.activate_flash_attention(version) == used
+    assert activated == ([f"FA{used}"] if used > 2 else [])
+    assert caplog.messages[0].endswith(f"FlashAttention-{used}")
+    assert len(caplog.messages) == (2 if hint else 1) and (hint or "") in caplog.messages[-1]
+
+
+def test_a_process_whose_model_has_dropout_keeps_the_built_in_version(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "activate_flash_attention", lambda version: pytest.fail("activated"))
+    kernels = KernelChoice(flash_attention_version=3, has_dropout=True)
+    for dropout in (0.0, 0.1):  # evaluation and training
+        assert isinstance(kernels.kernel(AttentionRule(0.125, dropout), tensor(64), tensor(64)), CudaFlash)
+    assert caplog.messages == ["FlashAttention-3 has no attention dropout: PyTorch's own version 2 takes its place."]
+
+
+def test_pytorch_has_the_implementations_by_these_names():
+    assert {each.implementation for each in flash_version._VERSIONS.values()} <= set(
+        torch.nn.attention.list_flash_attention_impls()
+    )
+
+
+def test_a_kernel_is_chosen_once(monkeypatch):
+    activated = []
+    monkeypatch.setattr(choice, "activate_flash_attention", activated.append)
     kernels = KernelChoice()
     first = kernels.kernel(RULE, tensor(64), tensor(64))
     assert kernels.kernel(AttentionRule(0.125), tensor(64), tensor(64)) is first
     assert kernels.kernel(AttentionRule(0.25), tensor(64), tensor(64)) is not first
+    assert activated == [None]

@@ -179,7 +179,7 @@ def test_layers_that_evaluate_get_attention_that_drops_nothing():
         layer = SelfAttention.__new__(SelfAttention)
         torch.nn.Module.__init__(layer)
         layer.core_attention = torch.nn.Identity()
-        layer.attn_mask_type = AttnMaskType.causal
+        layer.attn_mask_type, layer.layer_number = AttnMaskType.causal, 1
         layer.config = SimpleNamespace(
             kv_channels=SIZE,
             softmax_scale=None,
@@ -187,6 +187,9 @@ def test_layers_that_evaluate_get_attention_that_drops_nothing():
             sequence_parallel=True,
             attention_backend=AttnBackend.auto,
             flash_attention_version=None,
+            window_size=None,
+            window_attn_skip_freq=None,
+            softmax_type="vanilla",
         )
         layers.append(layer)
     layers[0].eval()

@@ -16,7 +16,7 @@ def attention_layer(kind, mask_type):
     layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
     layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
-    layer.attn_mask_type = mask_type
+    layer.attn_mask_type, layer.layer_number = mask_type, 1
     layer.config = SimpleNamespace(
         kv_channels=8,
         softmax_scale=None,
@@ -24,6 +24,9 @@ def attention_layer(kind, mask_type):
         sequence_parallel=False,
         attention_backend=AttnBackend.auto,
         flash_attention_version=None,
+        window_size=None,
+        window_attn_skip_freq=None,
+        softmax_type="vanilla",
     )
     return layer
 

@@ -11,29 +11,35 @@ from .cpu_window import CpuWindow
 from .cuda import CudaFlash
 from .flash_attn_2 import FlashAttention2
 from .flash_attn_4 import FlashAttention4
+from .flash_version import activate_flash_attention
 from .interface import AttentionRule, Kernel
 from .padded import Padded
 from .unfused import Unfused
 
+_log = logging.getLogger(__name__)
+
 # The largest head of each kernel, and what the sizes of heads have to be multiples of.
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
-
-_log = logging.getLogger(__name__)
 
 
 class KernelChoice:
     """Made once for the attention layers of a model; warns once, on rank 0, where no fused kernel serves.
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` ask for plain matrix products, anything else for
-    the fastest kernel. `flash_attention_version` is its --flash-attention-version: None for PyTorch's own operators,
-    which need no other package, 2 for the package flash-attn, 4 for flash-attn-4. Transformer Engine's attention is not
-    among them, since it keeps to itself the log-sum-exp that the backward of a segment starts from.
+    the fastest kernel. `flash_attention_version` is its --flash-attention-version: None for PyTorch's own operators on
+    the fastest FlashAttention that is installed, 3 and 4 for those operators on that version, 2 for the package
+    flash-attn. Versions 3 and 4 have no dropout, and a process has one of them: where a model `has_dropout`, PyTorch's
+    built-in version 2 stays.
     """
 
-    def __init__(self, backend: str = "auto", flash_attention_version: int | None = None) -> None:
+    def __init__(
+        self, backend: str = "auto", flash_attention_version: int | None = None, has_dropout: bool = False
+    ) -> None:
         self._is_unfused = backend in ("unfused", "local")
         self._version = flash_attention_version
+        self._has_dropout = has_dropout
+        self._is_activated = False
         self._chosen: dict[tuple, Kernel] = {}
         self._warned: set[str] = set()
 
@@ -59,19 +65,24 @@ class KernelChoice:
             return self._unfused(rule, f"attention in {dtype} on a GPU")
         if max(size, value_size) > _LARGEST_HEAD:
             return self._unfused(rule, f"attention heads of more than {_LARGEST_HEAD}")
-        kernel = self._flash(rule)
+        kernel = self._flash(rule, size == value_size)
         sizes_fit = size == value_size or isinstance(kernel, FlashAttention4)
         fits = sizes_fit and not size % _HEAD_MULTIPLE and not value_size % _HEAD_MULTIPLE
         return kernel if fits else Padded(kernel, _HEAD_MULTIPLE)
 
-    def _flash(self, rule: AttentionRule) -> Kernel:
+    def _flash(self, rule: AttentionRule, is_one_size: bool) -> Kernel:
         if self._version == 2:
             return FlashAttention2(rule)
-        if self._version == 4:
-            if not rule.dropout and rule.window is None:
-                return FlashAttention4(rule)
-            what = "attention dropout" if rule.dropout else "sliding windows"
-            self._warn_once(f"flash-attn-4 is not used for {what}: PyTorch's own flash attention takes its place.")
+        if self._version == 4 and not is_one_size and not self._has_dropout and rule.window is None:
+            return FlashAttention4(rule)
+        if self._has_dropout:
+            if self._version in (3, 4):
+                self._warn_once(
+                    f"FlashAttention-{self._version} has no attention dropout: PyTorch's own version 2 takes its place."
+                )
+        elif not self._is_activated:
+            activate_flash_attention(self._version)
+            self._is_activated = True
         return CudaFlash(rule)
 
     def _unfused(self, rule: AttentionRule, what: str) -> Kernel:

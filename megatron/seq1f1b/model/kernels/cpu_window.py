@@ -35,8 +35,7 @@ class CpuWindow:
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         (logsumexp,) = saved.statistics
         q, k, v, o, grad = (
-            heads_first(x)
-            for x in (*saved[:3], *(x.reshape(saved.query.shape) for x in (saved.output, grad_output)))
+            heads_first(x) for x in (*saved[:3], *(x.reshape(saved.query.shape) for x in (saved.output, grad_output)))
         )
         sums = torch.promote_types(k.dtype, torch.float32)
         grad_query, grad_key, grad_value = torch.empty_like(q), *(torch.zeros_like(x, dtype=sums) for x in (k, v))

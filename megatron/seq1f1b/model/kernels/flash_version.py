@@ -1,0 +1,59 @@
+"""Which FlashAttention PyTorch's own operators run on: 2 is built in, 3 and 4 come with packages of their own."""
+
+import logging
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import activate_flash_attention_impl
+
+from ...ranks import is_rank_0, warn_on_rank_0
+
+_log = logging.getLogger(__name__)
+
+
+class _Version(NamedTuple):
+    """PyTorch's name of an implementation, the module it needs, how to get that, and GPUs by major capability."""
+
+    implementation: str
+    module: str
+    package: str
+    majors: tuple[int, ...]
+
+
+_VERSIONS = {
+    3: _Version("FA3", "flash_attn_interface", "FlashAttention-3 (the folder hopper of flash-attention)", (9,)),
+    4: _Version("FA4", "flash_attn.cute", "the package flash-attn-4", (9, 10)),
+}
+
+# The fastest first, by the major compute capability: 9 is Hopper, 10 Blackwell. All others have 2 only.
+_BEST = {9: (3, 4), 10: (4,)}
+
+
+def activate_flash_attention(version: int | None) -> int:
+    """Let PyTorch's operators run on FlashAttention 3 or 4 in the whole process; returns the version in use.
+
+    `version` is Megatron's --flash-attention-version; None takes the fastest that is installed and made for the GPU.
+    Reports on rank 0 which it is, and what to install for a faster one.
+    """
+    major, _ = torch.cuda.get_device_capability()
+    candidates = _BEST.get(major, ()) if version is None else (version,)
+    usable = [each for each in candidates if major in _VERSIONS[each].majors and is_installed(each)]
+    if usable:
+        activate_flash_attention_impl(_VERSIONS[usable[0]].implementation)
+    used = usable[0] if usable else 2
+    if is_rank_0():
+        _log.info("attention of segments runs on FlashAttention-%d", used)
+    if candidates and used != candidates[0]:
+        better = _VERSIONS[candidates[0]]
+        why = f"install {better.package}" if major in better.majors else "it is made for other GPUs"
+        warn_on_rank_0(_log, f"attention runs on FlashAttention-{used} instead of {candidates[0]}: {why}")
+    return used
+
+
+def is_installed(version: int) -> bool:
+    """Whether the module of FlashAttention 3 or 4 can be imported."""
+    try:
+        return find_spec(_VERSIONS[version].module) is not None
+    except ImportError:  # of the package around it
+        return False
