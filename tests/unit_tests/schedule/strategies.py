@@ -1,5 +1,7 @@
 """Random sizes and costs for the property tests, the same in every run."""
 
+from math import ceil
+
 from hypothesis import settings
 from hypothesis import strategies as st
 
@@ -13,6 +15,15 @@ few = settings(derandomize=True, deadline=None, max_examples=20)
 def shapes(draw, ranks=8, microbatches=12, segments=8, chunks=4, styles=("looped", "v")):
     placement = Placement(draw(st.integers(1, ranks)), draw(st.integers(1, chunks)), draw(st.sampled_from(styles)))
     return Shape(placement, draw(st.integers(1, microbatches)), draw(st.integers(1, segments)))
+
+
+@st.composite
+def full_groups(draw, least_chunks=1, least_groups=1):
+    """Looped shapes whose micro-batches fill groups of k * ceil(P / k) units."""
+    placement = Placement(draw(st.integers(1, 8)), draw(st.integers(least_chunks, 4)))
+    segments = draw(st.integers(1, 8))
+    groups = draw(st.integers(least_groups, least_groups + 2))
+    return Shape(placement, groups * ceil(placement.num_ranks / segments), segments)
 
 
 @st.composite

@@ -1,12 +1,12 @@
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.schedule import FAMILIES, Costs, Kind, Placement, Shape, build, peak_units, simulate, validate
 
-from .strategies import fixed, shapes
+from .strategies import fixed, full_groups, shapes
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 
@@ -50,11 +50,9 @@ def test_warm_up_of_1f1b(shape):
 
 
 @fixed
-@given(shapes(styles=["looped"]))
+@given(full_groups(least_chunks=2))
 def test_warm_up_of_interleaved_1f1b(shape):
     ranks, chunks, k, group = shape.num_ranks, shape.num_chunks, shape.num_segments, group_of(shape)
-    if chunks == 1 or shape.num_units % group:
-        return
     for rank, actions in enumerate(build("1f1b", shape).ranks):
         warm_up = (chunks - 1) * group + 2 * (ranks - rank - 1) + k - 1
         assert forwards_before_first_backward(actions) == min(warm_up + 1, chunks * shape.num_units)
@@ -97,11 +95,9 @@ def test_bubble_of_1f1b(shape, f, i):
 
 
 @fixed
-@given(shapes(styles=["looped"]), st.integers(1, 5), st.integers(1, 5))
+@given(full_groups(), st.integers(1, 5), st.integers(1, 5))
 def test_bubble_of_interleaved_1f1b(shape, f, i):
     # (P-1)(F+B) in the time of one chunk, so C times less than with one chunk for equal work.
-    if shape.num_units % group_of(shape):
-        return
     bubble = idle(build("1f1b", shape), Costs.uniform(shape, f, i, 0))
     assert bubble == (shape.num_ranks - 1) * (f + i)
 
@@ -109,20 +105,15 @@ def test_bubble_of_interleaved_1f1b(shape, f, i):
 @fixed
 @given(shapes(styles=["looped"]), st.integers(1, 5), st.integers(1, 5))
 def test_bubble_of_breadth_first(shape, f, i):
-    if shape.num_units < shape.num_ranks:
-        return
+    assume(shape.num_units >= shape.num_ranks)
     schedule = build("breadth-first", shape)
     assert idle(schedule, Costs.uniform(shape, f, i, 0)) == (shape.num_ranks - 1) * (f + i)
 
 
 @fixed
-@given(shapes(styles=["looped"]), st.integers(1, 3))
+@given(full_groups(least_groups=2), st.integers(1, 3))
 def test_bubble_of_zb_h1(shape, unit):
     # (P-1)(F+I-W), as soon as there are as many units as fit in flight; full groups for several chunks.
-    if shape.num_units < shape.num_ranks + shape.num_segments - 1:
-        return
-    if shape.num_chunks > 1 and shape.num_units % group_of(shape):
-        return
     bubble = idle(build("zb-h1", shape), Costs.uniform(shape, unit, unit, unit))
     assert bubble == (shape.num_ranks - 1) * unit
 
