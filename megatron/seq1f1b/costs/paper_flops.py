@@ -25,8 +25,11 @@ def megatron_flops(model: ModelShape, sequence_length: int, batch: int, recomput
 
 
 def terapipe_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
-    """Of `batch` sequences by the code of the authors of TeraPipe (flop_model.py): attention is not causal."""
+    """Of `batch` sequences by the code of the authors of TeraPipe (flop_model.py).
+
+    It counts one of the two products of attention, not causal.
+    """
     tokens = batch * sequence_length * model.hidden_size
     scores = batch * model.num_heads * sequence_length**2
-    layer = tokens * (12 * model.hidden_size + 12) + scores * (2 * model.head_dim + 1)
+    layer = tokens * (12 * model.hidden_size + 7) + scores * (model.head_dim + 1)
     return 6.0 * model.num_layers * layer

@@ -5,6 +5,8 @@ import pytest
 from paper.row import Errors
 from paper_tables import GOALS, all_rows, markdown, with_logs, wrong_orders
 
+pytestmark = pytest.mark.exhaustive  # half a minute of one core
+
 # Mean and largest error of each table.
 REACHED = {
     "vTrain multi-node": (0.065, 0.38),
