@@ -63,6 +63,10 @@ esac
 : "${CHECKPOINT_PATH:=}" # empty: save nothing
 : "${SAVE_INTERVAL:=1000}"
 
+# ---------------------------------------------------------------------------------- the rehearsal
+: "${DRY_RUN:=0}" # 1: rehearse the launch here, without GPUs, queue or torchrun; docs/rehearsal.md
+: "${WORLD_SIZE:=}" # of the rehearsed launch; empty: one model, TP x PP
+
 # --------------------------------------------------------------------------- where it is to run
 # Hardware queues of a GPU. Tensor parallelism overlaps its messages by the order of launches, which one queue keeps
 # (Megatron requires it below Blackwell); without it, several queues keep messages from holding up kernels.
@@ -111,6 +115,13 @@ check_numbers() {
 check_world() {
     check_numbers TP PP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
         SEQUENCE_SPLITS TRAIN_ITERS SAVE_INTERVAL
+    if [ "$DRY_RUN" = 1 ]; then
+        : "${WORLD_SIZE:=$((TP * PP))}"
+        DP=$((WORLD_SIZE / (TP * PP)))
+        ((DP * TP * PP == WORLD_SIZE && DP > 0)) ||
+            die "WORLD_SIZE=$WORLD_SIZE is not a multiple of TP=$TP x PP=$PP: change one of them."
+        return
+    fi
     if [ -z "${GPUS_PER_NODE:-}" ]; then
         GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | grep -c ^GPU || true)}
     fi
@@ -126,7 +137,7 @@ check_data() {
     local word
     [ -n "$DATA_PATH" ] || return 0
     for word in $DATA_PATH; do
-        [[ $word =~ ^[0-9.]+$ || -f $word.idx ]] ||
+        [[ $word =~ ^[0-9.]+$ || -f $word.idx || $DRY_RUN == 1 ]] ||
             die "DATA_PATH: there is no $word.idx; tools/preprocess_data.py makes it."
     done
     [ -n "$TOKENIZER_MODEL" ] ||
@@ -225,6 +236,12 @@ add_hybrid_flags() {
     )
 }
 
+# rehearse [ARGUMENTS]: run the training script once, which then plays every pipeline stage.
+rehearse() {
+    export WORLD_SIZE
+    exec "$PYTHON" "$SCRIPT" "${flags[@]}" --dry-run "$@"
+}
+
 has() {
     [[ $installed == *" $1 "* ]]
 }
@@ -233,7 +250,8 @@ has() {
 # Without it they come from the extensions of NVIDIA apex; Megatron looks for those that are missing unless a flag says
 # otherwise. (On a CPU the training script sees to that itself.)
 add_kernel_flags() {
-    if has transformer_engine; then
+    # A rehearsal takes it that the cluster has Transformer Engine.
+    if has transformer_engine || [ "$DRY_RUN" = 1 ]; then
         return
     fi
     flags+=(--transformer-impl local --no-rope-fusion)

@@ -4,6 +4,7 @@
 #
 #   bash scripts/pretrain_gpt.sh                                  # tiny, two processes, no GPU
 #   MODEL_SIZE=2.7b SEQ_LENGTH=32768 bash scripts/pretrain_gpt.sh  # 8 GPUs
+#   DRY_RUN=1 MODEL_SIZE=30b bash scripts/pretrain_gpt.sh          # rehearsed here, as if on 64 GPUs
 #   MODEL_SIZE=2.7b DATA_PATH=data/corpus TOKENIZER_MODEL=data/tokenizer bash scripts/pretrain_gpt.sh
 #
 # scripts/models.sh lists the sizes and all variables. Arguments go to the training script:
@@ -17,6 +18,7 @@ check_python
 check_world 1
 check_data
 make_flags
+[ "$DRY_RUN" != 1 ] || rehearse "$@"
 
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" \
     "$SCRIPT" "${flags[@]}" "$@"

@@ -75,6 +75,14 @@ def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Calla
     return function if tracer is None else partial(_traced, function, tracer)
 
 
+def watched(function: Callable, tracer: Any) -> Callable:
+    """What `get_forward_backward_func` gave, with every action of every step told to `tracer` alone."""
+    if isinstance(function, PipelineExecutor):
+        function.trace_with(tracer)
+        return function
+    return partial(_traced, function, tracer)
+
+
 def _executor(config: PipelineConfig, iteration_now: Callable[[], int], **options: Any) -> PipelineExecutor:
     return PipelineExecutor(
         schedule=config.schedule,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
@@ -9,7 +10,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from . import arguments, cpu
+from . import arguments, cpu, rehearsal
 from .arguments import PipelineConfig, add_arguments, has_our_flags, parse_options
 from .patches import Patch, PatchTable, Scope, patched
 
@@ -30,11 +31,15 @@ def install(add_flags: bool = False, placement: str = "looped", **flags: Any) ->
     `placement="v"` says that rank r of P holds the stages r and 2P-1-r as its chunks. Raises ValueError for what is no
     flag.
 
-    On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. Calling it again does nothing.
+    On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. With `--dry-run` a script
+    rehearses its launch instead of training. Calling it again does nothing.
     """
     is_library = bool(flags) or placement != "looped"
     options = parse_options(flags) if is_library else None
-    if cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
+    is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
+    if is_rehearsal:
+        rehearsal.check_environment(os.environ)
+    if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
         cpu.activate()
     if _installed() is not None:
         return
@@ -46,6 +51,10 @@ def install(add_flags: bool = False, placement: str = "looped", **flags: Any) ->
 
         overlay.executor = ProgramExecutor(options, placement)
     overlay.patches = patched(_patches(overlay, is_library, add_flags))
+    if is_rehearsal:
+        from .executors import watched
+
+        overlay.patches.enter_context(patched(rehearsal.patches(watched)))
 
 
 def uninstall() -> None:

@@ -58,7 +58,10 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP
 
 def environment(**settings: str) -> dict[str, str]:
     """The environment of a launcher: none of the variables that it would obey but those given."""
-    obeyed = r"MODEL_SIZE|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|SEQUENCE_.*|TRAIN_ITERS|CUDA_.*|SLURM_.*|SBATCH_.*"
+    obeyed = (
+        r"DRY_RUN|WORLD_SIZE|MODEL_SIZE|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|SEQUENCE_.*|TRAIN_ITERS|"
+        r"CUDA_.*|SLURM_.*|SBATCH_.*"
+    )
     clean = {name: value for name, value in os.environ.items() if not re.fullmatch(obeyed, name)}
     return clean | {"PATH": SBIN_PATH} | settings
 

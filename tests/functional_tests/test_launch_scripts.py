@@ -73,6 +73,27 @@ def test_what_cannot_work_is_refused_with_one_sentence(settings, sentence):
     assert sentence in run.stderr and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
 
 
+# A Python that has torch and Megatron, and shows what it is asked to run.
+SHOWING_PYTHON = """#!/usr/bin/env bash
+if [ "$1" = - ]; then echo "torch megatron.core "; else echo "WORLD_SIZE=$WORLD_SIZE $*"; fi
+"""
+
+
+@pytest.mark.parametrize("script", [TORCHRUN, "scripts/slurm/pretrain_gpt.sbatch"])
+@pytest.mark.parametrize("given, world_size, global_batch_size", [({}, 64, 16), ({"WORLD_SIZE": "512"}, 512, 128)])
+def test_dry_run_starts_one_process_that_rehearses(script, given, world_size, global_batch_size, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(SHOWING_PYTHON)
+    python.chmod(0o755)
+    settings = environment(DRY_RUN="1", MODEL_SIZE="30b", PYTHON=str(python), **given)
+    run = subprocess.run(
+        ["bash", script, "--seed", "7"], cwd=ROOT, env=settings, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.startswith(f"WORLD_SIZE={world_size} pretrain_gpt.py --device cuda")
+    assert f"--global-batch-size {global_batch_size} " in run.stdout
+    assert run.stdout.endswith(" --dry-run --seed 7\n") and "--transformer-impl" not in run.stdout
+
+
 def test_shellcheck():
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:

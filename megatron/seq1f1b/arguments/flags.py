@@ -7,6 +7,7 @@ from typing import Any
 
 from ..partition import STRATEGIES
 from ..schedule import FAMILY_NAMES, splitting_families
+from .rehearsal_flags import add_rehearsal_flags
 
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Iterations to trace, counted from 1. Default: 3.",
     )
+    add_rehearsal_flags(group)
     _mend_help(parser)
     return parser
 

@@ -7,8 +7,11 @@ from .megatron_run import MegatronRun, megatron_run
 
 
 def run_of_arguments(args: Namespace) -> MegatronRun:
-    """What Megatron's parsed and validated arguments ask for."""
-    return megatron_run(MappingProxyType(dict(vars(args))), _num_microbatches(args))
+    """What Megatron's parsed and validated arguments ask for; of a rehearsal, what the real launch would ask for."""
+    features = dict(vars(args))
+    if features.get("dry_run") and args.device != "cpu":
+        features |= args.replaced_on_cpu
+    return megatron_run(MappingProxyType(features), _num_microbatches(args))
 
 
 def _num_microbatches(args: Namespace) -> int:

@@ -13,11 +13,16 @@ def without_cuda(initialize_megatron):
 
 
 def with_cpu_defaults(parse_args):
-    """``parse_args``, whose result says about kernels and backends what is true on a CPU."""
+    """``parse_args``, whose result says about kernels and backends what is true on a CPU.
+
+    What it said for a GPU stays in its ``replaced_on_cpu`` where the launch on GPUs is rehearsed.
+    """
 
     @functools.wraps(parse_args)
     def parse(*args, **kwargs):
         namespace = parse_args(*args, **kwargs)
+        if getattr(namespace, "dry_run", False):
+            namespace.replaced_on_cpu = {flag: getattr(namespace, flag) for flag, _, _ in FLAGS}
         for flag, value, _reason in FLAGS:
             setattr(namespace, flag, value)
         return namespace

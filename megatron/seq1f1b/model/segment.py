@@ -77,6 +77,10 @@ class SegmentContext:
         """Forget what `layer` keeps of `microbatch`."""
         del self._caches[layer, microbatch]
 
+    def kept(self) -> list[Any]:
+        """All that layers keep now, of all micro-batches in flight."""
+        return list(self._caches.values())
+
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
         self._caches.clear()

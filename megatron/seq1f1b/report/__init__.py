@@ -1,6 +1,7 @@
-"""Pictures and traces of simulated and measured timelines."""
+"""Pictures and traces of simulated and measured timelines, and of rehearsed memory."""
 
 from .figure import plot_timelines
+from .memory_figure import plot_memory
 from .trace import to_trace, write_trace
 
-__all__ = ["plot_timelines", "to_trace", "write_trace"]
+__all__ = ["plot_memory", "plot_timelines", "to_trace", "write_trace"]

@@ -65,6 +65,10 @@ class PipelineExecutor:
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._agreed: set[str] = set()
 
+    def trace_with(self, tracer: Tracer) -> None:
+        """Let `tracer` record the steps from now on."""
+        self._tracer = tracer
+
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
 

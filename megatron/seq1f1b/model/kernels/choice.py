@@ -48,10 +48,15 @@ class KernelChoice:
 
         Chosen at the first tensors of a device, type and head sizes; later ones get the same kernel.
         """
-        key = rule, query.is_cuda, query.dtype, query.shape[3], value.shape[3]
+        key = rule, self.is_on_gpu(query), query.dtype, query.shape[3], value.shape[3]
         if key not in self._chosen:
             self._chosen[key] = self._choose(*key)
         return self._chosen[key]
+
+    @staticmethod
+    def is_on_gpu(tensor: Tensor) -> bool:
+        """Whether kernels of the GPU serve a tensor; a rehearsal answers for the GPU that is not there."""
+        return tensor.is_cuda
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
         if self._is_unfused:

@@ -1,0 +1,123 @@
+"""What `--dry-run` does to a training script: Megatron's `pretrain` rehearses instead of training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..patches import Patch, PatchTable, Scope
+
+if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
+    from .report import RehearsalReport
+
+
+def is_asked_for(argv: Sequence[str]) -> bool:
+    """Whether `argv` asks for a rehearsal."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_known_args(argv)[0].dry_run
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """End the program where it was not started as a rehearsal is."""
+    command = "WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
+    if "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0":
+        raise SystemExit(f"error: --dry-run plays all ranks in one program, so start it without torchrun: {command}")
+    if not environment.get("WORLD_SIZE", "").isdigit():
+        raise SystemExit(f"error: --dry-run needs the number of GPUs of the real launch: {command}")
+
+
+def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
+    """What `install` binds for a rehearsal.
+
+    `watched(function, tracer)` has the steps of a forward-backward function told to `tracer`.
+    """
+    return PatchTable(
+        Scope.INSTALLED,
+        (
+            Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
+            *(
+                Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
+                for module in ("megatron.training.training", "megatron.training")
+            ),
+        ),
+    )
+
+
+def _for_the_real_device(parse_args: Callable) -> Callable:
+    """The launch is for GPUs unless it asks for the CPU; it is not traced."""
+
+    def parse(*args: Any, **kwargs: Any) -> Namespace:
+        namespace = parse_args(*args, **kwargs)
+        if getattr(namespace, "device", None) == "auto":  # Megatron also parses for itself, without our flags
+            namespace.device = "cuda"
+        namespace.pipeline_trace = None
+        return namespace
+
+    return parse
+
+
+def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:
+    """Megatron's `pretrain` that rehearses the launch, prints what was found and ends the program."""
+
+    def rehearse_and_exit(*args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        from .launch import Failure, rehearse
+        from .launch_facts import check, in_words, stood_for
+        from .report import GIB, RehearsalReport
+        from .stage import run_stage
+        from .table import as_text
+
+        launch = get_args()
+        check(launch)
+        run = partial(run_stage, partial(pretrain, *args, **kwargs), launch, watched)
+        result = rehearse(run, launch, ranks_of_first_pipeline(launch))
+        if isinstance(result, Failure):
+            print(result.details[-6000:], file=sys.stderr)
+            print(f"error: rank {result.rank}: {result.sentence.rstrip('.')}.", file=sys.stderr)
+            raise SystemExit(result.exit_code)
+        report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), tuple(result), stood_for(launch))
+        print(as_text(report), flush=True)
+        if launch.dry_run_output is not None:
+            write(report, launch.dry_run_output)
+        for problem in report.problems:
+            print(f"error: {problem}.", file=sys.stderr)
+        raise SystemExit(1 if report.problems else 0)
+
+    return rehearse_and_exit
+
+
+def write(report: RehearsalReport, directory: Path) -> None:
+    """`rehearsal.json`, and `memory.png` where there is matplotlib."""
+    from ..report import plot_memory
+
+    directory.mkdir(parents=True, exist_ok=True)
+    data = report.as_json()
+    (directory / "rehearsal.json").write_text(json.dumps(data) + "\n")
+    if find_spec("matplotlib") is None:
+        print(f"No picture in {directory}: matplotlib is not installed.")
+    else:
+        plot_memory(data, directory / "memory.png")
+
+
+def ranks_of_first_pipeline(args: Namespace) -> list[int]:
+    """The global ranks of one pipeline, from its first stage to its last."""
+    from megatron.core.parallel_state import RankGenerator
+
+    groups = RankGenerator(
+        tp=args.tensor_model_parallel_size,
+        ep=1,
+        dp=args.data_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        cp=args.context_parallel_size,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+    return groups.get_ranks("pp")[0]

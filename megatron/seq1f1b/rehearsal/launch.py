@@ -1,0 +1,127 @@
+"""The whole launch: one process per pipeline stage, at most as many at once as there are cores."""
+
+import multiprocessing
+import os
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from tqdm import tqdm
+
+from .report import StageReport
+
+
+class Failure(NamedTuple):
+    """How a stage failed: the sentence that it would fail with on the cluster, and all that it printed."""
+
+    rank: int
+    sentence: str
+    details: str
+    exit_code: int
+
+
+def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list[StageReport] | Failure:
+    """The reports of the stages, in the order of `ranks`, their global ranks; or the first failure.
+
+    `run_stage(progress)` runs the stage of a process, whose rank is that of `args`. Each stage has a fork of this
+    process, which has imported and parsed everything already.
+    """
+    context = multiprocessing.get_context("fork")
+    num_at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting, running, reports = list(ranks), {}, {}
+    looks = {"bar_format": "{desc} {bar}| {n:.1f} of {total} [{elapsed}<{remaining}]", "disable": None, "leave": False}
+    with tqdm(total=len(ranks), desc="Rehearsing pipeline stages", **looks) as bar:
+        shares: dict[int, float] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_at_once:
+                    rank = waiting.pop(0)
+                    here, there = context.Pipe(duplex=False)
+                    process = context.Process(target=_child, args=(run_stage, args, rank, there), daemon=True)
+                    process.start()
+                    there.close()
+                    running[here] = rank, process
+                for connection in wait(list(running)):
+                    rank, process = running[connection]
+                    try:
+                        said = connection.recv()
+                    except EOFError:
+                        process.join()
+                        said = Failure(rank, f"its process ended with exit code {process.exitcode}", "", 1)
+                    if isinstance(said, float):
+                        shares[rank] = said
+                    elif isinstance(said, Failure):
+                        return said
+                    else:
+                        shares[rank] = 1.0
+                        reports[rank] = said
+                        del running[connection]
+                        process.join()
+                    bar.n = sum(shares.values())
+                    bar.refresh()
+        finally:
+            for _, process in running.values():
+                process.kill()
+    return [reports[rank] for rank in ranks]
+
+
+def _child(run_stage: Callable, args: Namespace, rank: int, parent: Connection) -> None:
+    """What the process of one stage does; tells `parent` how far it is, and how it ended."""
+    log = os.memfd_create("log")
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ["RANK"] = str(rank)
+    args.rank = rank
+    _without_side_effects(args)
+    try:
+        parent.send(run_stage(parent.send))
+    except SystemExit as error:
+        printed = _printed(log)
+        if isinstance(error.code, str):
+            parent.send(Failure(rank, error.code, printed, 1))
+        else:
+            last = printed.strip().splitlines()[-1:] or [f"exit code {error.code}"]
+            parent.send(Failure(rank, last[0], printed, int(error.code or 0)))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        details = _printed(log) + "".join(traceback.format_exception(error))
+        sentence = f"what runs here depends on values, which tensors of a rehearsal do not have ({error})"
+        parent.send(Failure(rank, sentence, details, 1))
+    except BaseException as error:
+        sentence = str(error) or type(error).__name__
+        details = _printed(log) + "".join(traceback.format_exception(error))
+        parent.send(Failure(rank, sentence, details, 1))
+
+
+def _printed(log: int) -> str:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.lseek(log, 0, os.SEEK_SET)
+    with os.fdopen(os.dup(log), errors="replace") as file:
+        return file.read()
+
+
+def _without_side_effects(args: Namespace) -> None:
+    """A rehearsal reads no checkpoint and writes no file; it needs no other process."""
+    args.fake_process_group = True
+    args.rerun_mode = "disabled"
+    for name, value in _NOT_REHEARSED.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+
+
+_NOT_REHEARSED: dict[str, Any] = {
+    "load": None,
+    "pretrained_checkpoint": None,
+    "save": None,
+    "log_progress": False,
+    "profile": False,
+    "tp_comm_overlap": False,
+    "log_straggler": False,
+    "run_workload_inspector_server": False,
+    "gpu_sniff_test_interval": None,
+}

@@ -1,0 +1,177 @@
+"""One pipeline stage of the launch, in a process of its own: built, and run for one step, on fake tensors."""
+
+import gc
+import inspect
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from ..patches import Patch, PatchTable, Scope, patched
+from .batches import fake_batches
+from .counter import StorageCounter
+from .fakes import fake_mode, run_without_values, spared
+from .ledger import Category, Ledger
+from .recorder import StepRecorder
+from .report import StageReport
+
+
+class _Ended(BaseException):
+    """Leaves Megatron's `pretrain` after the step that was rehearsed."""
+
+
+def run_stage(
+    pretrain: Callable,
+    args: Namespace,
+    watched: Callable[[Callable, StepRecorder], Callable],
+    progress: Callable[[float], None] = lambda _: None,
+    is_fake: bool = True,
+) -> StageReport:
+    """Run `pretrain()`, Megatron's own with all its arguments, up to the end of its first step.
+
+    `watched(function, recorder)` has a forward-backward function tell the recorder of its actions. With
+    `is_fake=False` all tensors are real, and the other ranks have to run too: so a real step is counted alike.
+    """
+    stage = _Stage(args, watched, progress, is_fake)
+    with stage.takes_part():
+        try:
+            pretrain()
+        except _Ended:
+            return stage.report()
+    raise ValueError("the launch ends without a training step")
+
+
+class _Stage:
+    """Stands around the model, the data and the training step of Megatron's `training` module."""
+
+    def __init__(self, args: Namespace, watched: Callable, progress: Callable[[float], None], is_fake: bool) -> None:
+        self._args = args
+        self._watched = watched
+        self._is_fake = is_fake
+        self._fake_mode = fake_mode() if is_fake else None
+        self._counter = StorageCounter(Ledger(), args.device, *([run_without_values] if is_fake else []))
+        self._recorder = StepRecorder(self._counter, progress)
+        self._counter.on_message = self._recorder.message
+        self._num_parameters = self._num_layers = 0
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def takes_part(self) -> Iterator[None]:
+        """Inside, Megatron's `pretrain` calls this object around its model, its data and its step."""
+        around = (
+            ("setup_model_and_optimizer", self._set_up, "is counted"),
+            ("build_train_valid_test_data_iterators", self._data, "its batches come from the host, so are not counted"),
+            ("train_step", self._step, "is counted, and the last"),
+        )
+        table = PatchTable(
+            Scope.STEP,
+            tuple(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
+        )
+        with patched(table), patched(spared(self._args.device)) if self._is_fake else nullcontext():
+            yield
+
+    def report(self) -> StageReport:
+        return StageReport(
+            rank=self._args.rank,
+            stages=tuple(sorted(self._recorder.stages)),
+            num_layers=self._num_layers,
+            num_parameters=self._num_parameters,
+            moments=list(self._counter.ledger.moments()),
+            traffic=self._recorder.traffic,
+            num_communicators=self._counter.num_communicators,
+            num_operators=self._counter.num_operators,
+            seconds=time.perf_counter() - self._start,
+            is_on_gpu=self._args.device != "cpu",
+        )
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        with ExitStack() as modes:
+            if self._is_fake:
+                modes.enter_context(self._fake_mode)
+            yield modes.enter_context(self._counter)
+
+    def _set_up(self, set_up: Callable) -> Callable:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            ledger = self._counter.ledger
+            ledger.begin("build")
+            ledger.default = Category.TEMPORARY
+            with self._counting():
+                chunks, optimizer, scheduler = set_up(*args, **kwargs)
+            gc.collect()
+            self._label(chunks, optimizer)
+            self._recorder.watch(chunks)
+            modules = [module for chunk in chunks for module in chunk.modules()]
+            self._num_layers = sum(isinstance(module, TransformerLayer) for module in modules)
+            self._num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+            return chunks, optimizer, scheduler
+
+        return counted
+
+    def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
+        """Say what is alive after the model and its optimizer are built."""
+        counter = self._counter
+        main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        counter.label(main, Category.OPTIMIZER)
+        for chunk in chunks:
+            counter.label((*chunk.parameters(), *chunk.module.buffers()), Category.WEIGHTS)
+            # Megatron's DistributedDataParallel keeps parameters and gradients in buffers, those of experts apart.
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                counter.label([buffer.grad_data], Category.GRADIENTS)
+                if buffer.param_data is not None:
+                    counter.label([buffer.param_data], Category.WEIGHTS)
+
+    def _step(self, train_step: Callable) -> Callable:
+        signature = inspect.signature(train_step)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            step, ledger = signature.bind(*args, **kwargs), self._counter.ledger
+            optimizer = step.arguments["optimizer"]
+            run = step.arguments["forward_backward_func"]
+            step.arguments["forward_backward_func"] = self._watched(run, self._recorder)
+            with self._counting():
+                # Adam makes its moments in its first step, so a step as all later ones comes after it.
+                ledger.begin("first optimizer step")
+                ledger.default = Category.TEMPORARY
+                optimizer.step()
+                self._counter.label(_states(optimizer), Category.OPTIMIZER)
+                ledger.begin("step begins")
+                ledger.default = Category.ACTIVATIONS
+                train_step(*step.args, **step.kwargs)
+            raise _Ended
+
+        return counted
+
+    def _data(self, build: Callable) -> Callable:
+        def uncounted(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+            if self._is_fake:
+                self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+                return RerunDataIterator(_Uncounted(fake_batches(self._args), self._counter)), None, None
+            train, valid, test = build(*args, **kwargs)
+            if train is not None:
+                train.iterable = _Uncounted(train.iterable, self._counter)
+            return train, valid, test
+
+        return uncounted
+
+
+class _Uncounted:
+    def __init__(self, batches: Iterator[Any], counter: StorageCounter) -> None:
+        self._batches = batches
+        self._counter = counter
+
+    def __next__(self) -> Any:
+        with self._counter.paused():
+            return next(self._batches)
+
+
+def _states(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What the optimizer keeps from step to step beside the parameters that it steps."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))

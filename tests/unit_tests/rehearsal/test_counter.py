@@ -1,0 +1,88 @@
+"""Storages are counted once, from birth to death, on real tensors as on fake ones."""
+
+import pytest
+import torch
+
+from megatron.seq1f1b.rehearsal.counter import StorageCounter
+from megatron.seq1f1b.rehearsal.fakes import fake_mode, run_without_values
+from megatron.seq1f1b.rehearsal.ledger import Category, Ledger
+from megatron.seq1f1b.rehearsal.operators import workspace_bytes
+
+
+def one_moment(counter):
+    (moment,) = counter.ledger.moments()
+    return moment
+
+
+def counter_in_a_moment(device="cpu", **options):
+    counter = StorageCounter(Ledger(), device, **options)
+    counter.ledger.begin("F")
+    return counter
+
+
+def test_a_storage_counts_once_however_many_views_it_has():
+    with counter_in_a_moment() as counter:
+        x = torch.ones(10, 100)
+        kept = [x.view(-1), x[3:], x.t(), x.add_(1)]
+    assert one_moment(counter).end == 4000
+    del x, kept
+    assert one_moment(counter).end == 0
+
+
+def test_what_is_made_while_paused_does_not_count_nor_do_its_views():
+    with counter_in_a_moment() as counter:
+        with counter.paused():
+            batch = torch.ones(1000)
+        part = batch[:10]
+        copy = part.clone()
+    assert one_moment(counter).end == 40
+    del copy
+
+
+def test_a_label_finds_the_storage_of_a_view():
+    with counter_in_a_moment() as counter:
+        x = torch.ones(1000)
+        counter.label([x[5:]], Category.STATE)
+    assert one_moment(counter).peak == {Category.STATE: 4000}
+
+
+def step_of_a_small_network():
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 8))
+    layers(torch.ones(32, 64)).sum().backward()
+    return layers
+
+
+def test_fake_tensors_count_as_real_ones():
+    with counter_in_a_moment() as real:
+        step_of_a_small_network()
+    with fake_mode(), counter_in_a_moment(run=run_without_values) as fake:
+        step_of_a_small_network()
+    assert one_moment(fake).peak == one_moment(real).peak
+    assert sum(one_moment(real).peak.values()) > 4 * (64 * 128 + 128 * 8) * 2  # weights and their gradients
+
+
+def test_a_number_read_from_a_fake_tensor_is_none_that_anything_follows_from():
+    with fake_mode(), counter_in_a_moment(run=run_without_values):
+        number = torch.ones(4).sum() + torch.ones(())
+        assert not number.item() > 0 and not number.item() < 1
+        assert not bool(number > 0)
+        with pytest.raises(Exception, match="_local_scalar_dense"):
+            torch.ones(4).sum().long().item()
+
+
+@pytest.mark.parametrize("kv_heads, expanded", [(4, 0), (2, 2 * 1 * 300 * 4 * 96 * 2)])
+def test_the_backward_of_flash_attention_has_a_workspace(kv_heads, expanded):
+    with fake_mode(), counter_in_a_moment("cuda", run=run_without_values) as counter:
+        query = torch.empty(1, 200, 4, 96, dtype=torch.bfloat16)
+        key = torch.empty(1, 300, kv_heads, 96, dtype=torch.bfloat16)
+        operator = torch.ops.aten._flash_attention_backward.default
+        in_fp32 = 4 * 4 * 256 * (96 + 1)  # bytes, heads, queries rounded up to 128s, head and one more
+        assert workspace_bytes(operator, (query, query, key)) == in_fp32 + expanded
+        assert workspace_bytes(torch.ops.aten.add.Tensor, (query, query)) == 0
+        output, logsumexp, *state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, key, None, None, 200, 300, 0.0, True, False
+        )
+        torch.ops.aten._flash_attention_backward(
+            query, query, key, key, output, logsumexp, None, None, 200, 300, 0.0, True, *state
+        )
+    assert one_moment(counter).peak[Category.TEMPORARY] >= in_fp32 + expanded

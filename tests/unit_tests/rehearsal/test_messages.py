@@ -1,0 +1,37 @@
+"""Both ends of a channel mean the same messages, or a sentence says which not."""
+
+from megatron.seq1f1b.rehearsal.messages import Message, Traffic, mismatches
+
+
+def message(source=0, destination=1, shape=(4, 1, 8), dtype="bfloat16", moment="0F0.0"):
+    return Message(source, destination, "forward", shape, dtype, 64, moment)
+
+
+def test_ends_that_agree():
+    both = [message(), message(shape=(2, 1, 8))]
+    assert mismatches({0: Traffic(both, []), 1: Traffic([], both)}) == []
+
+
+def test_another_order_is_found():
+    short = message(shape=(2, 1, 8))
+    (sentence,) = mismatches({0: Traffic([message(), short], []), 1: Traffic([], [short, message()])})
+    assert "message 0 from rank 0 to rank 1 (forward) leaves as bfloat16 [4, 1, 8] at 0F0.0" in sentence
+    assert "is received as bfloat16 [2, 1, 8]" in sentence
+
+
+def test_another_type_is_found():
+    (sentence,) = mismatches({0: Traffic([message()], []), 1: Traffic([], [message(dtype="float32")])})
+    assert "float32" in sentence
+
+
+def test_a_message_that_nobody_receives_is_found():
+    (sentence,) = mismatches({0: Traffic([message(), message(moment="0F1.0")], []), 1: Traffic([], [message()])})
+    assert sentence == (
+        "from rank 0 to rank 1 (forward) 2 messages leave, but 1 are received; the first without a partner is bfloat16 "
+        "[4, 1, 8] at 0F1.0"
+    )
+
+
+def test_a_receive_that_nobody_serves_is_found():
+    (sentence,) = mismatches({1: Traffic([], [message()])})
+    assert "0 messages leave, but 1 are received" in sentence

@@ -1,0 +1,62 @@
+"""What a rehearsal prints and writes."""
+
+import json
+
+import pytest
+
+from megatron.seq1f1b.rehearsal.ledger import Category, Moment
+from megatron.seq1f1b.rehearsal.messages import Message, Traffic
+from megatron.seq1f1b.rehearsal.outside import bytes_outside
+from megatron.seq1f1b.rehearsal.report import GIB, RehearsalReport, StageReport
+from megatron.seq1f1b.rehearsal.table import as_text
+from megatron.seq1f1b.report import plot_memory
+
+
+def stage(rank, gib, traffic):
+    moments = [
+        Moment("step begins", {Category.WEIGHTS: GIB}, GIB),
+        Moment(f"{rank}F0.0", {Category.WEIGHTS: GIB, Category.ACTIVATIONS: gib * GIB}, GIB),
+        Moment(f"{rank}B0.0", {Category.WEIGHTS: GIB, Category.TEMPORARY: GIB // 2}, GIB),
+    ]
+    return StageReport(rank, (rank,), 8, 3 * 10**9, moments, traffic, 3, 1000, 1.0)
+
+
+def report(gib=10, received_shape=(4, 1, 8)):
+    sent = Message(0, 1, "forward", (4, 1, 8), "bfloat16", 64, "0F0.0")
+    traffic = Traffic([sent], []), Traffic([], [sent._replace(shape=received_shape)])
+    return RehearsalReport("a launch", 80 * GIB, (stage(0, gib, traffic[0]), stage(1, 5, traffic[1])), ("one thing",))
+
+
+def test_what_fits():
+    text = as_text(report())
+    needed = 11 + bytes_outside(3) / GIB
+    assert f"Memory: fits. Pipeline rank 0 is the fullest: {needed:.1f} of 80 GiB" in text
+    assert "Messages: 1 on 1 channels, the largest of 0.0 MiB; both ends of each agree" in text
+    assert "0F0.0" in text and "one thing." in text and "keys and values" not in text
+    assert report().problems == []
+
+
+def test_the_columns_are_aligned():
+    lines = as_text(report()).splitlines()
+    rule = next(index for index, line in enumerate(lines) if line.startswith("──"))
+    assert {len(line) for line in lines[rule - 1 : rule + 3]} == {len(lines[rule])}
+
+
+def test_what_does_not_fit_is_a_problem():
+    too_much = report(gib=90)
+    assert "Memory: does not fit. Over 80 GiB: pipeline rank 0; the fullest is 0 with 91.9" in as_text(too_much)
+    (problem,) = too_much.problems
+    assert problem.startswith("pipeline rank 0 needs 91.9 GiB at 0F0.0, more than the 80 GiB of --device-memory")
+
+
+def test_ends_that_disagree_are_a_problem():
+    wrong = report(received_shape=(2, 1, 8))
+    assert "is received as" in as_text(wrong) and len(wrong.problems) == 1
+
+
+def test_json_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    data = json.loads(json.dumps(report().as_json()))
+    assert data["fits"] and data["pipeline_ranks"][0]["fullest"]["peak"] == {"weights": GIB, "activations": 10 * GIB}
+    plot_memory(data, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 1000
