@@ -6,6 +6,7 @@ Every data-parallel replica of the reference sees all micro-batches.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isclose
@@ -23,9 +24,6 @@ from megatron.seq1f1b.costs import AnalyticTime
 from megatron.seq1f1b.partition import balanced_by_documents
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor
 from megatron.seq1f1b.schedule import choose
-
-# Megatron computes some parts of any model in fp32, whose rounding would hide what an exact model is to show.
-torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else tensor.to(torch.float32)
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -72,6 +70,19 @@ class Verdict:
     gradients: int
     worst: float
     wrong: list[tuple[float, str]]
+
+
+@contextmanager
+def exact_throughout(model: Model) -> Iterator[None]:
+    """Inside, what Megatron's recurrent layers compute in fp32 stays in fp64 where the model is in fp64: such rounding
+    would hide what an exact model is to show."""
+    to_fp32 = torch.Tensor.float
+    if model.has_recurrent_layers:
+        torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else to_fp32(tensor)
+    try:
+        yield
+    finally:
+        torch.Tensor.float = to_fp32
 
 
 def compare(

@@ -54,6 +54,10 @@ class Model:
         return "-".join(filter(None, words))
 
     @property
+    def has_recurrent_layers(self) -> bool:
+        return not {"G", "M"}.isdisjoint(self.pattern or "")
+
+    @property
     def auxiliary(self) -> tuple[str, ...]:
         """The losses of its experts."""
         config = dict(self.config)

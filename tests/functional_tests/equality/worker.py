@@ -12,7 +12,7 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from functional_tests.equality.comparison import References, Verdict, compare  # noqa: E402
+from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
 
 
@@ -36,10 +36,11 @@ def main() -> None:
         cases = {name: case for name, case in group.cases.items() if name in selected}
         if not cases or group.ranks != dist.get_world_size():
             continue
-        for name, verdict in compare(references, group.model, group.layout, cases):
-            line = agreed(name, verdict)
-            if dist.get_rank() == 0:
-                print(line, flush=True)
+        with exact_throughout(group.model):
+            for name, verdict in compare(references, group.model, group.layout, cases):
+                line = agreed(name, verdict)
+                if dist.get_rank() == 0:
+                    print(line, flush=True)
 
 
 if __name__ == "__main__":
