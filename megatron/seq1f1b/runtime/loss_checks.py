@@ -34,10 +34,10 @@ class LossChecks:
 
         Raises what that raises for the sum over the segments, with the segments that were rejected.
         """
-        machine = get_rerun_state_machine()
-        if machine is None or segment.is_whole_sequence:
+        if segment.is_whole_sequence:
             yield
             return
+        machine = get_rerun_state_machine()
 
         def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
             if isinstance(result, Tensor):
