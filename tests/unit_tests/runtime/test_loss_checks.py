@@ -12,6 +12,7 @@ from megatron.core.rerun_state_machine import (
 )
 
 from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.schedule import Named
 from one_rank import Stage, run
 
 
@@ -43,7 +44,7 @@ def step(seen, losses, data_iterator, model):
 
 
 def executor(k):
-    return PipelineExecutor("1f1b", k, lambda length: [length // k] * k)
+    return PipelineExecutor(Named("1f1b"), k, lambda length: [length // k] * k)
 
 
 @pytest.mark.parametrize("k, expected", [(1, [1.0, 2.0]), (2, [3.0, 7.0])])
