@@ -61,6 +61,8 @@ from megatron.training.utils import (
     is_first_or_last_pipeline_stage,
 )
 
+from megatron.seq1f1b.startup import end, explained, failures_recorded
+
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
 SPIKE = 10
 
@@ -246,6 +248,7 @@ def with_our_arguments(parser):
     return add_arguments(parser)
 
 
+@failures_recorded()
 def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]) -> None:
     """Pretrain the model of Megatron's configuration; `unsupported` says why flags cannot be given, by name."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
@@ -255,9 +258,9 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
     config = validate(args)
     for name, why in (UNSUPPORTED | unsupported).items():
         if getattr(args, name, False):
-            raise SystemExit(f"--{name.replace('_', '-')} {why}.")
+            end(f"--{name.replace('_', '-')} {why}")
     if in_packed_format(args) and args.transformer_impl == "local":
-        raise SystemExit(
+        end(
             "Megatron's own local layers do not take packed documents; add --sequence-splits or "
             "--pipeline-schedule, or use --transformer-impl transformer_engine."
         )
@@ -266,7 +269,8 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
     masks_documents = args.reset_attention_mask and not config.follows_documents
     args.create_attention_mask_in_dataloader &= masks_documents
 
-    model_config = model_config_from_args(args)
+    with explained("Megatron does not take these flags", None, args):
+        model_config = model_config_from_args(args)
     if config.wants_segment_attention:
         model_config.pre_wrap_hooks.append(use_segment_attention)
 

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from .arguments import PipelineConfig, pipeline_config
+from .arguments.config import warn_of_short_segments
 from .arguments.from_program import run_of_program
 from .patches import Patch, PatchTable, Scope, patched
 from .runtime import Packing, PipelineExecutor, Tracer, UpstreamSteps, trace_collectives
@@ -58,6 +59,7 @@ class ProgramExecutor:
         if self._run is None:
             run = run_of_program(model, num_microbatches, seq_length)
             config = pipeline_config(self._options, run, self._placement)
+            warn_of_short_segments(config)
             self._run = _executor(config, lambda: self._training_steps)
         self._training_steps += not forward_only
         return self._run(

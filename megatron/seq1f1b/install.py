@@ -10,12 +10,14 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from . import arguments, cpu, rehearsal
+from . import arguments, cpu, rehearsal, startup
 from .arguments import PipelineConfig, add_arguments, has_our_flags, parse_options
 from .patches import Patch, PatchTable, Scope, patched
 
 if TYPE_CHECKING:
     import torch
+
+    from .model import Segment
 
 
 def install(add_flags: bool = False, placement: str = "looped", **flags: Any) -> None:
@@ -69,7 +71,7 @@ def validate(args: Namespace) -> PipelineConfig:
 
     What is not supported ends the program: one sentence on rank 0, a non-zero exit on all ranks.
     """
-    config = arguments.validate(args)
+    config = startup.validate(args)
     overlay = _installed()
     if overlay is not None:
         overlay.config = config
@@ -123,6 +125,16 @@ class Overlay:
             self.config = arguments.pipeline_config(get_args(), arguments.run_of_arguments(get_args()))
         return self.config
 
+    def megatron_args(self) -> Namespace:
+        """The arguments of Megatron's training loop, once they are parsed."""
+        from megatron.training import get_args
+
+        return get_args()
+
+    def running(self) -> Segment | None:
+        """The segment that our executor runs at this moment."""
+        return getattr(self.executor, "running", None)
+
     def with_our_flags(self, parse_and_validate: Callable) -> Callable:
         """Megatron's `parse_and_validate_args` for a script that does not have our flags."""
 
@@ -132,7 +144,7 @@ class Overlay:
                 return parser if has_our_flags(parser) else add_arguments(parser)
 
             parsed = parse_and_validate(provider, *args, **kwargs)
-            self.config = arguments.validate(parsed)
+            self.config = startup.validate(parsed)
             return parsed
 
         return parse
@@ -169,6 +181,8 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
                 wraps=True,
             )
         )
+        rows += startup.CommandLine().patches()
+        rows += startup.TrainingLoop(overlay.megatron_args, overlay.running).patches()
     if add_flags:
         rows.append(
             Patch(

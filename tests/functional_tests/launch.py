@@ -40,11 +40,7 @@ class Job:
 
     def losses(self, kind: str = "lm loss") -> list[float]:
         """The training losses (or ``kind="lm loss value"``: the validation losses), in order."""
-        losses = [float(value) for value in re.findall(rf"\b{kind}: (\S+) \|", self.log)]
-        # Of the second iteration of a run, upstream prints the mean with the first.
-        if kind == "lm loss" and len(losses) > 1:
-            losses[1] = 2 * losses[1] - losses[0]
-        return losses
+        return [float(value) for value in re.findall(rf"\b{kind}: (\S+) \|", self.log)]
 
     def check(self) -> "Job":
         """This job, if it ended well."""

@@ -7,7 +7,6 @@ from .config import PipelineConfig, pipeline_config
 from .flags import add_arguments, has_our_flags, parse_options
 from .from_arguments import run_of_arguments
 from .megatron_run import MegatronRun
-from .validation import validate
 
 __all__ = [
     "MegatronRun",
@@ -17,5 +16,4 @@ __all__ = [
     "parse_options",
     "pipeline_config",
     "run_of_arguments",
-    "validate",
 ]

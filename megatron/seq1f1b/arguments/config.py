@@ -93,8 +93,6 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str 
     )
     if schedule is not None:
         _check(config, placement)
-        if is_on_cpu:
-            _warn_of_short_segments(config.lengths)
     return config
 
 
@@ -156,8 +154,11 @@ def _words(shape: Shape) -> str:
     )
 
 
-def _warn_of_short_segments(lengths: tuple[int, ...]) -> None:
-    if len(lengths) > 1 and min(lengths) < CPU_CORE.full_speed_rows:
+def warn_of_short_segments(config: PipelineConfig) -> None:
+    """To be called once in a process; only CPUs are slower for them."""
+    lengths = config.lengths
+    is_on_cpu = config.partition.throughput is CPU_CORE
+    if is_on_cpu and len(lengths) > 1 and min(lengths) < CPU_CORE.full_speed_rows:
         warn_on_rank_0(
             _log,
             f"the shortest segment has {min(lengths)} tokens; on a CPU attention is up to 2.3 times slower for "

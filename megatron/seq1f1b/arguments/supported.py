@@ -94,12 +94,17 @@ def _fused_attention(settings: Mapping[str, Any]) -> bool:
 def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
     modules = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
     module = modules.get(settings.get("flash_attention_version"))
-    if module is None or settings.get("distributed_backend") != "nccl":
+    if module is None or not _is_on_gpu(settings):
         return False
     try:
         return find_spec(module) is None
     except ImportError:  # of the package around it
         return True
+
+
+def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
+    """gloo serves GPUs, too."""
+    return settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
 
 
 def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:
@@ -243,7 +248,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         ),
         Unsupported("--moe-paged-stash", _given("moe_paged_stash"), _ORDER, _OWN_SCHEDULE),
         Unsupported(
-            "--variable-seq-lengths",
+            "variable_seq_lengths of a program's configuration",
             _given("variable_seq_lengths"),
             "negotiates the shape of every message, which our schedules know in advance",
             "drop it",

@@ -1,6 +1,12 @@
 """Replacements of what ``megatron.core`` and ``megatron.training`` do only for a GPU."""
 
 import functools
+import logging
+import sys
+
+from ..ranks import warn_on_rank_0
+
+_log = logging.getLogger(__name__)
 
 
 def not_compiled(function=None, **options):
@@ -21,13 +27,25 @@ def with_cpu_defaults(parse_args):
     @functools.wraps(parse_args)
     def parse(*args, **kwargs):
         namespace = parse_args(*args, **kwargs)
-        if getattr(namespace, "dry_run", False):
+        is_rehearsed = getattr(namespace, "dry_run", False)
+        if is_rehearsed:
             namespace.replaced_on_cpu = {flag: getattr(namespace, flag) for flag, _, _ in FLAGS}
-        for flag, value, _reason in FLAGS:
-            setattr(namespace, flag, value)
+        for name, value, reason in FLAGS:
+            asked = getattr(namespace, name)
+            flag = f"--{name.replace('_', '-')}"
+            if asked != value and was_given(flag) and not is_rehearsed:
+                warn_on_rank_0(_log, f"{flag} {asked} becomes {value} on the CPU: {reason}")
+            setattr(namespace, name, value)
+        if namespace.flash_attention_version is not None and not is_rehearsed:
+            warn_on_rank_0(_log, "--flash-attention-version has no effect on the CPU: it names CUDA kernels")
         return namespace
 
     return parse
+
+
+def was_given(flag):
+    """Whether the command line names a flag, other than a default."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in sys.argv[1:])
 
 
 # (attribute of the parsed arguments, value on a CPU, reason). They are defaults that upstream

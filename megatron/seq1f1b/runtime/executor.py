@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..model import (
     Documents,
+    Segment,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -68,6 +69,11 @@ class PipelineExecutor:
     def trace_with(self, tracer: Tracer) -> None:
         """Let `tracer` record the steps from now on."""
         self._tracer = tracer
+
+    @property
+    def running(self) -> Segment | None:
+        """The segment whose forward or backward runs at this moment."""
+        return self._context.segment
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.

@@ -4,9 +4,10 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 import megatron.seq1f1b
-from megatron.seq1f1b.arguments import sequence_partition, validation
+from megatron.seq1f1b.arguments import sequence_partition
 from megatron.seq1f1b.install import Overlay
 from megatron.seq1f1b.partition import cut
+from megatron.seq1f1b.startup import validation
 from unit_tests.arguments.parsed import parsed
 
 

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from megatron.seq1f1b import arguments
-from megatron.seq1f1b.arguments import run_of_arguments, validate
+from megatron.seq1f1b import arguments, validate
+from megatron.seq1f1b.arguments import run_of_arguments
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from megatron.seq1f1b.schedule import (
     FAMILIES,

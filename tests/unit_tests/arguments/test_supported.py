@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.arguments import run_of_arguments, validate
+from megatron.seq1f1b import validate
+from megatron.seq1f1b.arguments import run_of_arguments
 from megatron.seq1f1b.arguments.supported import SUPPORTED, UNSUPPORTED, Scope, first_unsupported
 from unit_tests.arguments.parsed import parsed
 

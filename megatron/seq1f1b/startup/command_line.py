@@ -1,0 +1,136 @@
+"""Megatron's parsing of the command line with our checks in between.
+
+The table of what is unsupported is looked at before Megatron's own checks, whose assertions would otherwise end the
+program first; the rest before Megatron prints its arguments, several hundred lines that would bury a sentence.
+"""
+
+import copy
+import difflib
+import os
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+from ..arguments import pipeline_config, run_of_arguments
+from ..arguments.supported import Scope, first_unsupported
+from ..patches import Patch
+from .checkpoint import check_checkpoint
+from .data_files import check_data, data_prefixes
+from .ending import end
+from .explaining import explained
+from .places import check_space, check_writable, checkpoint_bytes, num_checkpoints, num_parameters, places
+from .tokenizer import check_tokenizer
+
+# For checks only, where the vocabulary is not known before the tokenizer is loaded.
+_USUAL_VOCABULARY = 32768
+
+
+class CommandLine:
+    """The steps from the command line to checked arguments, around Megatron's own; it keeps the parser in between."""
+
+    def __init__(self) -> None:
+        self._parser: ArgumentParser | None = None
+
+    def patches(self) -> tuple[Patch, ...]:
+        """What puts these steps into `megatron.training.arguments`."""
+        module = "megatron.training.arguments"
+        steps = (
+            ("parse_args", self.parse_args, "our refusals come first, and mistyped flags do not print the usage"),
+            ("validate_args", self.validate_args, "an assertion of Megatron's becomes a sentence with its flags"),
+            ("_print_args", self.print_args, "what we check is checked before several hundred lines are printed"),
+            ("set_global_variables", self.set_global_variables, "a tokenizer that does not load is a sentence"),
+        )
+        return tuple(Patch(f"{module}.{name}", partial(partial, step), why, wraps=True) for name, step, why in steps)
+
+    def parse_args(
+        self, upstream: Callable, extra_args_provider: Callable | None = None, *rest: Any, **more: Any
+    ) -> Namespace:
+        """Parse, and look at the table of what is unsupported."""
+
+        def provider(parser: ArgumentParser) -> ArgumentParser:
+            self._parser = extra_args_provider(parser) if extra_args_provider else parser
+            self._parser.error = partial(_mistyped, self._parser)
+            return self._parser
+
+        args = upstream(provider, *rest, **more)
+        message = first_unsupported(vars(args), _scopes(args))
+        if message is not None:
+            end(message)
+        return args
+
+    def validate_args(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> Any:
+        """Megatron's own checks."""
+        with explained("Megatron does not take these flags", self._parser, args):
+            return upstream(args, *rest, **more)
+
+    def print_args(self, upstream: Callable, title: str, args: Namespace) -> None:
+        """All that can be checked before a tokenizer is loaded and processes meet."""
+        try:
+            check(args)
+        except ValueError as error:
+            end(str(error), error)
+        upstream(title, args)
+
+    def set_global_variables(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
+        """Megatron loads the tokenizer here."""
+        what = f"the tokenizer cannot be loaded (--tokenizer-type {args.tokenizer_type}"
+        model = f" --tokenizer-model {args.tokenizer_model})" if args.tokenizer_model else ")"
+        with explained(what + model, None, args):
+            upstream(args, *rest, **more)
+
+
+def check(args: Namespace) -> None:
+    """Raise ValueError for flags that do not fit, places that cannot be written, and files that cannot be read."""
+    probe = copy.copy(args)
+    if probe.padded_vocab_size is None:
+        probe.padded_vocab_size = args.vocab_size or _USUAL_VOCABULARY
+    run = run_of_arguments(probe)
+    if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
+        pipeline_config(probe, run)
+        _check_traced_iterations(args)
+    check_tokenizer(args)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank == 0:
+        for flag, prefix in data_prefixes(args):
+            check_data(flag, prefix)
+    if args.load and args.rank == 0:
+        check_checkpoint(args)
+    for place in places(args, args.rank, local_rank, args.world_size):
+        check_writable(place)
+        if place.flag == "--save" and run.model is not None:
+            check_space(place, checkpoint_bytes(args, num_parameters(run.model)), num_checkpoints(args))
+
+
+def _check_traced_iterations(args: Namespace) -> None:
+    iterations = args.pipeline_trace_iterations
+    if args.pipeline_trace is None:
+        return
+    if min(iterations) < 1:
+        raise ValueError(f"--pipeline-trace-iterations {min(iterations)}: iterations are counted from 1")
+    if args.train_iters is not None and min(iterations) > args.train_iters:
+        raise ValueError(
+            f"--pipeline-trace-iterations {min(iterations)} is beyond --train-iters {args.train_iters}; "
+            "choose earlier ones"
+        )
+
+
+def _scopes(args: Namespace) -> set[Scope]:
+    """What our flags ask for, as far as the flags alone show it."""
+    schedule, file = getattr(args, "pipeline_schedule", None), getattr(args, "pipeline_schedule_file", None)
+    splits = getattr(args, "sequence_splits", None)
+    has_segments = (splits or 1) > 1 or getattr(args, "sequence_split_file", None) is not None
+    scopes = {Scope.ANY_SCHEDULE} if schedule or file or has_segments or splits else set()
+    if has_segments:
+        scopes.add(Scope.SEGMENTS)
+    if schedule in ("zb-h1", "auto"):
+        scopes.add(Scope.SPLIT_BACKWARDS)
+    return scopes
+
+
+def _mistyped(parser: ArgumentParser, message: str) -> NoReturn:
+    """In place of `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
+    unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+    known = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
+    hint = f"did you mean {known[0]}?" if known else "--help lists the flags"
+    end(f"{message}; {hint}" if not hint.endswith("?") else f"{message} ({hint})")

@@ -1,0 +1,77 @@
+"""Whether the data sets that a run reads are whole, looked at before any work is done."""
+
+import os
+import struct
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+# Megatron's index: a magic word, the version, the type of the tokens, the number of sequences, that of documents.
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+_MAKE = "make it again with tools/preprocess_data.py"
+
+
+def data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
+    """(flag, prefix) of every data set on a file system; weights of a blend and object storage are left out."""
+    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words = getattr(args, flag, None) or ()
+        for word in (words,) if isinstance(words, str) else words:
+            if not _is_number(word) and "://" not in word:
+                yield f"--{flag.replace('_', '-')}", word
+
+
+def check_data(flag: str, prefix: str) -> None:
+    """Raise ValueError if the `.bin`/`.idx` pair is missing, cut short, or not a pair."""
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    if prefix.endswith((".bin", ".idx")) and not index.exists():
+        raise ValueError(f"{flag} {prefix}: give the name without {prefix[-4:]}; it stands for both files of the pair")
+    for path in (index, data):
+        if not path.is_file():
+            raise ValueError(f"{flag} {prefix}: there is no file {path}; tools/preprocess_data.py makes it")
+    try:
+        with open(index, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header = file.read(_HEADER.size)
+            if header[: len(_MAGIC)] != _MAGIC:
+                raise ValueError(f"{flag} {prefix}: {index} is not an index of Megatron's; {_MAKE}")
+            if len(header) < _HEADER.size:
+                raise ValueError(f"{flag} {prefix}: {index} is cut short; {_MAKE}")
+            _, version, token, num_sequences, num_documents = _HEADER.unpack(header)
+            if version != 1 or token not in _TOKEN_BYTES:
+                raise ValueError(f"{flag} {prefix}: {index} has version {version}, token type {token}; {_MAKE}")
+            if num_sequences == 0:
+                raise ValueError(f"{flag} {prefix}: {index} holds no documents; {_MAKE}")
+            # Lengths (4 bytes), positions (8 bytes), and where documents start (8 bytes).
+            lengths, positions = _HEADER.size, _HEADER.size + 4 * num_sequences
+            if size < positions + 8 * num_sequences + 8 * num_documents:
+                raise ValueError(
+                    f"{flag} {prefix}: {index} has {size} bytes, but its {num_sequences} sequences and "
+                    f"{num_documents} documents take {positions + 8 * num_sequences + 8 * num_documents}; {_MAKE}"
+                )
+            last_length, last_position = _read(file, lengths, "<i", num_sequences), _read(
+                file, positions, "<q", num_sequences
+            )
+    except OSError as error:
+        raise ValueError(f"{flag} {prefix}: {index} cannot be read ({error.strerror})") from None
+    expected = last_position + last_length * _TOKEN_BYTES[token]
+    if data.stat().st_size != expected:
+        raise ValueError(
+            f"{flag} {prefix}: {data} has {data.stat().st_size} bytes, but its index stands for {expected}; {_MAKE}"
+        )
+
+
+def _read(file, start: int, form: str, count: int) -> int:
+    """The last of `count` numbers that start at a position of the file."""
+    size = struct.calcsize(form)
+    file.seek(start + (count - 1) * size)
+    return struct.unpack(form, file.read(size))[0]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,44 @@
+"""Starts pretrain_gpt.py once for each list of flags, in one process, up to the point where training would begin.
+
+The first argument is a JSON file of numbers of ranks and flags; exit codes and what was printed are written beside it.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron.training import global_vars
+
+import pretrain_gpt
+
+
+def start(num_ranks: int, flags: list[str]) -> tuple[int, str]:
+    """The exit code and what was printed by rank 0 of `num_ranks`; 0 if training would begin."""
+    os.environ["WORLD_SIZE"] = str(num_ranks)
+    sys.argv = ["pretrain_gpt.py", *flags]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
+        except SystemExit as end:
+            return end.code, printed.getvalue()
+        finally:
+            global_vars.unset_global_variables()
+    return 0, printed.getvalue()
+
+
+def without_tokenizer(args: argparse.Namespace) -> None:
+    args.padded_vocab_size = 128
+
+
+if __name__ == "__main__":
+    pretrain_gpt.pretrain = lambda *args, **kwargs: None
+    global_vars._build_tokenizer = without_tokenizer  # their libraries take seconds to import
+    path = Path(sys.argv[1])
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(path.with_name("error.json"))
+    starts = json.loads(path.read_text())
+    path.with_name("ended.json").write_text(json.dumps([start(*each) for each in starts]))

@@ -1,0 +1,177 @@
+"""Bad input of a training: for each fault one sentence, exit code 2, no traceback, and nothing but the sentence after
+Megatron's few lines on sizes. All starts share a process."""
+
+import argparse
+import json
+import struct
+
+import pytest
+
+from functional_tests.launch import ROOT, TINY_GPT
+from megatron.seq1f1b.arguments.supported import UNSUPPORTED
+
+SPLIT = "--sequence-splits 2 "
+MOCK = "--mock-data "
+
+# Flags after those of a tiny GPT; {} is a folder of files, the world has one rank unless a case starts with "ranks=2 ".
+BAD = [
+    # ours
+    (MOCK + "--sequence-splits 0", "--sequence-splits 0 must be at least 1"),
+    (MOCK + "--sequence-splits -3", "--sequence-splits -3 must be at least 1"),
+    (MOCK + "--sequence-splits 65", "use at most 64 segments"),
+    (MOCK + "--sequence-splits x", "argument --sequence-splits/--pipe-sp-splits: invalid int value: 'x'"),
+    (MOCK + "--sequence-splitz 4", "did you mean --sequence-splits?"),
+    (MOCK + "--pipeline-schedule 2f2b", "invalid choice: '2f2b'"),
+    (MOCK + SPLIT + "--sequence-split-strategy odd", "invalid choice: 'odd'"),
+    (MOCK + SPLIT + "--sequence-split-strategy profile", "needs --sequence-split-profile"),
+    (MOCK + SPLIT + "--sequence-split-file none", "none"),
+    (MOCK + SPLIT + "--sequence-split-file {}", "{}"),
+    (MOCK + SPLIT + "--sequence-split-file {}/three", "holds 3 segments, not --sequence-splits 2"),
+    (MOCK + "--sequence-split-file {}/sixty", "add up to 60, not to --seq-length 64"),
+    (MOCK + "--sequence-split-file {}/words", "words"),
+    (MOCK + "--sequence-split-strategy profile --sequence-split-profile none.json " + SPLIT, "none.json"),
+    (MOCK + "--sequence-split-strategy profile --sequence-split-profile {}/words " + SPLIT, "words"),
+    (MOCK + "--pipeline-schedule-file none.csv", "none.csv"),
+    (MOCK + "--pipeline-schedule-file {}", "{}"),
+    (MOCK + "--pipeline-schedule-file {}/words", "words"),
+    (MOCK + "--device tpu", "invalid choice: 'tpu'"),
+    (MOCK + SPLIT + "--pipeline-trace-iterations 0 --pipeline-trace {}/t", "--pipeline-trace-iterations 0"),
+    (MOCK + SPLIT + "--pipeline-trace-iterations -3 --pipeline-trace {}/t", "--pipeline-trace-iterations -3"),
+    (MOCK + SPLIT + "--pipeline-trace-iterations 9 --pipeline-trace {}/t", "beyond --train-iters 5"),
+    # what is unsupported, whatever else Megatron would find
+    (MOCK + SPLIT + "--qk-clip", "--qk-clip needs attention logits"),
+    (MOCK + SPLIT + "--log-max-attention-logit", "--log-max-attention-logit needs attention logits"),
+    (MOCK + SPLIT + "--use-megatron-fsdp", "--use-megatron-fsdp is not tested"),
+    (MOCK + SPLIT + "--use-torch-fsdp2", "--use-torch-fsdp2 is not tested"),
+    (MOCK + SPLIT + "--hybrid-context-parallel", "--hybrid-context-parallel follows"),
+    (MOCK + SPLIT + "--delay-wgrad-compute", "--delay-wgrad-compute follows"),
+    (MOCK + SPLIT + "--fine-grained-activation-offloading", "--fine-grained-activation-offloading follows"),
+    (MOCK + SPLIT + "--mtp-num-layers 1", "--mtp-num-layers predicts tokens of the next segment"),
+    (MOCK + SPLIT + "--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor makes"),
+    (MOCK + SPLIT + "--flash-attention-version 3", "use 2 or 4"),
+    (MOCK + SPLIT + "--attention-backend fused", "use --attention-backend flash"),
+    # Megatron's own checks
+    (MOCK + "--num-layers 5 --num-layers-per-virtual-pipeline-stage 2", "--num-layers"),
+    ("ranks=2 " + MOCK + "--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers 5"),
+    ("ranks=2 " + MOCK + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "virtual"),
+    ("ranks=2 " + MOCK + "--pipeline-model-parallel-size 3", "world size (2) is not divisible"),
+    (MOCK + "--tensor-model-parallel-size 2", "world size (1) is not divisible"),
+    (MOCK + "--global-batch-size 0", "--global-batch-size 0"),
+    (MOCK + "--global-batch-size 3", "must be divisible"),
+    (MOCK + "--micro-batch-size 0", "--micro-batch-size 0"),
+    (MOCK + "--seq-length 128", "max_position_embeddings (64)"),
+    (MOCK + "--hidden-size 65", "--hidden-size 65, --num-attention-heads 4"),
+    (MOCK + "--lr -1", "--lr -1"),
+    (MOCK + "--bf16 --fp16", "--bf16"),
+    (MOCK + "--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    (MOCK + "--num-layers many", "argument --num-layers: invalid int value: 'many'"),
+    # data, tokenizers
+    ("--data-path {}/none", "there is no file {}/none.idx"),
+    ("--data-path 0.5 {}/data 0.5 {}/none", "there is no file {}/none.idx"),
+    ("--train-data-path {}/none --valid-data-path {}/data --test-data-path {}/data", "--train-data-path {}/none"),
+    ("--data-path {}/data.bin", "give the name without .bin"),
+    ("--data-path {}/text", "is not an index of Megatron's"),
+    ("--data-path {}/short_index", "has 60 bytes, but its 2 sequences"),
+    ("--data-path {}/short_data", "has 10 bytes, but its index stands for 16"),
+    (MOCK + "--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
+    (MOCK + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
+    (MOCK + "--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
+    (MOCK + "--tokenizer-type GPT2BPETokenizer --vocab-file {}/none", "--vocab-file {}/none does not exist"),
+    # checkpoints
+    (MOCK + "--load {}/none --exit-on-missing-checkpoint", "holds no checkpoint"),
+    (MOCK + "--load {}/words_for_a_number", "holds 'three', not the number of an iteration"),
+    (MOCK + "--load {}/gone", "there is no iter_0000007"),
+    (MOCK + "--load {}/half", "iter_0000004 has no file metadata.json; for an earlier one put 2 into"),
+    (MOCK + "--load {}/garbage", "cannot be read"),
+    # places
+    (MOCK + "--save {}/words/below --save-interval 2", "--save {}/words/below cannot be written"),
+    (MOCK + "--save /proc/none --save-interval 2", "--save /proc/none cannot be written"),
+    (MOCK + "--tensorboard-dir /proc/none", "--tensorboard-dir /proc/none cannot be written"),
+    (MOCK + "--data-cache-path /proc/none", "--data-cache-path /proc/none cannot be written"),
+    (MOCK + SPLIT + "--pipeline-trace /proc/none", "--pipeline-trace /proc/none cannot be written"),
+]
+GOOD = [MOCK + SPLIT, MOCK + "--load {}/none", "--data-path {}/data", MOCK + SPLIT + "--save {}/new --save-interval 2"]
+CHANGED = {
+    MOCK + "--distributed-backend nccl": "--distributed-backend nccl becomes gloo on the CPU",
+    MOCK + "--pipeline-schedule zb-h1 --transformer-impl transformer_engine": "transformer_engine becomes local on",
+    MOCK + SPLIT + "--flash-attention-version 4": "--flash-attention-version has no effect on the CPU",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Files of every kind."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "three").write_text("20 20 24")
+    (folder / "sixty").write_text("30 30")
+    (folder / "words").write_text("many small words")
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
+    for name, idx, data in (
+        ("data", index, bytes(16)),
+        ("text", b"text " * 20, bytes(16)),
+        ("short_index", index[:60], bytes(16)),
+        ("short_data", index, bytes(10)),
+    ):
+        (folder / f"{name}.idx").write_bytes(idx)
+        (folder / f"{name}.bin").write_bytes(data)
+    for name, number in (("words_for_a_number", "three"), ("gone", "7"), ("half", "4"), ("garbage", "4")):
+        (folder / name / "iter_0000002").mkdir(parents=True)
+        (folder / name / "latest_checkpointed_iteration.txt").write_text(number)
+    for name in ("half", "garbage"):
+        (folder / name / "iter_0000004").mkdir()
+        (folder / name / "iter_0000004" / ".metadata").write_text("garbage")
+    for name in ("metadata.json", "common.pt"):
+        (folder / "garbage" / "iter_0000004" / name).write_text("garbage")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(launch, folder):
+    """(exit code, what was printed) of every start, by its flags."""
+    chosen = [flags for flags, _ in BAD] + GOOD + [*CHANGED]
+    starts = []
+    for flags in chosen:
+        words = [*TINY_GPT, *flags.removeprefix("ranks=2 ").replace("{}", str(folder)).split()]
+        starts.append((2 if flags.startswith("ranks=2 ") else 1, words))
+    (folder / "starts.json").write_text(json.dumps(starts))
+    script = ROOT / "tests" / "functional_tests" / "start_worker.py"
+    job = launch(1, [folder / "starts.json"], script, timeout=400, env={"PYTHONPATH": str(ROOT)}).check()
+    assert (folder / "ended.json").exists(), job.log[-4000:]
+    return dict(zip(chosen, json.loads((folder / "ended.json").read_text()), strict=True))
+
+
+@pytest.mark.parametrize("flags, sentence", BAD, ids=lambda value: value[:70])
+def test_one_sentence(ended, folder, flags, sentence):
+    code, printed = ended[flags]
+    lines = printed.splitlines()
+    assert code == 2, printed[-2000:]
+    assert lines[-1].startswith("error: ") and lines[-1].endswith(".")
+    assert sentence.replace("{}", str(folder)) in lines[-1]
+    assert "Traceback" not in printed and len(lines) < 20
+
+
+@pytest.mark.parametrize("flags", GOOD)
+def test_what_is_right_is_not_refused(ended, flags):
+    assert ended[flags][0] == 0, ended[flags][1][-2000:]
+
+
+@pytest.mark.parametrize("flags, sentence", CHANGED.items(), ids=[*CHANGED])
+def test_what_is_changed_is_told(ended, flags, sentence):
+    code, printed = ended[flags]
+    assert code == 0 and printed.count(sentence) == 1, printed[-2000:]
+
+
+def test_torchrun_is_given_the_sentence(ended, folder):
+    """The last refused start left it where torchrun's report finds it."""
+    report = json.loads((folder / "error.json").read_text())["message"]
+    assert ended[BAD[-1][0]][1].endswith(f"error: {report['message']}\n") and int(report["extraInfo"]["timestamp"]) > 0
+
+
+def test_every_flag_of_the_table_is_one_of_megatrons():
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
+    for rows in UNSUPPORTED.values():
+        for row in rows:
+            for word in row.feature.split():
+                assert not word.startswith("--") or word in known, row.feature

@@ -1,0 +1,140 @@
+"""Data, tokenizers and folders that a run names are looked at before it starts: each fault has its sentence."""
+
+import shutil
+import struct
+from argparse import Namespace
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b.costs import ModelShape
+from megatron.seq1f1b.startup import places
+from megatron.seq1f1b.startup.data_files import check_data, data_prefixes
+from megatron.seq1f1b.startup.places import Place, check_space, check_writable
+from megatron.seq1f1b.startup.tokenizer import check_tokenizer
+
+MAGIC = b"MMIDIDX\x00\x00"
+
+
+def write_pair(prefix: Path, lengths=(3, 5), token=8, version=1) -> None:
+    """As Megatron writes it: 16-bit tokens, a document for each sequence."""
+    size = 2 if token == 8 else 4
+    starts = [size * sum(lengths[:i]) for i in range(len(lengths))]
+    prefix.with_suffix(".idx").write_bytes(
+        MAGIC
+        + struct.pack("<QBQQ", version, token, len(lengths), len(lengths) + 1)
+        + struct.pack(f"<{len(lengths)}i", *lengths)
+        + struct.pack(f"<{len(lengths)}q", *starts)
+        + struct.pack(f"<{len(lengths) + 1}q", *range(len(lengths) + 1))
+    )
+    prefix.with_suffix(".bin").write_bytes(bytes(size * sum(lengths)))
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+BAD_DATA = {
+    "no pair": (lambda p: p.with_suffix(".idx").unlink(), "there is no file"),
+    "no data": (lambda p: p.with_suffix(".bin").unlink(), "there is no file"),
+    "a folder for an index": (lambda p: (p.with_suffix(".idx").unlink(), p.with_suffix(".idx").mkdir()), "no file"),
+    "empty index": (lambda p: cut(p.with_suffix(".idx"), 0), "is not an index of Megatron's"),
+    "text for an index": (lambda p: p.with_suffix(".idx").write_text("text " * 99), "is not an index of Megatron's"),
+    "header cut short": (lambda p: cut(p.with_suffix(".idx"), 20), "is cut short"),
+    "index cut short": (lambda p: cut(p.with_suffix(".idx"), 60), "has 60 bytes, but its 2 sequences"),
+    "other version": (lambda p: write_pair(p, version=2), "has version 2"),
+    "other token type": (lambda p: write_pair(p, token=77), "token type 77"),
+    "no documents": (lambda p: write_pair(p, ()), "holds no documents"),
+    "data cut short": (lambda p: cut(p.with_suffix(".bin"), 10), "has 10 bytes, but its index stands for 16"),
+    "data too long": (lambda p: p.with_suffix(".bin").write_bytes(bytes(99)), "has 99 bytes, but its index stands for"),
+}
+
+
+@pytest.mark.parametrize("spoil, sentence", BAD_DATA.values(), ids=BAD_DATA)
+def test_bad_data(tmp_path, spoil, sentence):
+    write_pair(tmp_path / "data")
+    check_data("--data-path", str(tmp_path / "data"))
+    spoil(tmp_path / "data")
+    with pytest.raises(ValueError, match=sentence) as error:
+        check_data("--data-path", str(tmp_path / "data"))
+    assert str(error.value).startswith(f"--data-path {tmp_path}/data: ")
+
+
+def test_the_name_of_a_file_is_not_the_name_of_a_pair(tmp_path):
+    write_pair(tmp_path / "data")
+    with pytest.raises(ValueError, match="give the name without .bin"):
+        check_data("--data-path", str(tmp_path / "data.bin"))
+
+
+def test_weights_and_object_storage_are_not_files():
+    args = Namespace(data_path=["0.3", "a", "0.7", "s3://b"], train_data_path=["c"])
+    assert list(data_prefixes(args)) == [("--data-path", "a"), ("--train-data-path", "c")]
+
+
+@pytest.mark.parametrize(
+    "kind, model, sentence",
+    [
+        ("HuggingFaceTokenizer", None, "needs --tokenizer-model"),
+        ("HuggingFaceTokenizer", "/no/folder", "--tokenizer-model /no/folder does not exist"),
+        ("HuggingFaceTokenizer", "./no/folder", "--tokenizer-model ./no/folder does not exist"),
+        ("SentencePieceTokenizer", "no.model", "--tokenizer-model no.model does not exist"),
+    ],
+)
+def test_bad_tokenizers(kind, model, sentence):
+    args = Namespace(tokenizer_type=kind, tokenizer_model=model, vocab_file=None, merge_file=None)
+    with pytest.raises(ValueError, match=sentence):
+        check_tokenizer(args)
+
+
+def test_names_on_a_hub_are_not_files():
+    for kind, model in (("HuggingFaceTokenizer", "owner/model"), ("NullTokenizer", None)):
+        check_tokenizer(Namespace(tokenizer_type=kind, tokenizer_model=model, vocab_file=None, merge_file=None))
+    with pytest.raises(ValueError, match="--vocab-file none.json does not exist"):
+        check_tokenizer(
+            Namespace(tokenizer_type="GPT2BPETokenizer", tokenizer_model=None, vocab_file="none.json", merge_file=None)
+        )
+
+
+@pytest.mark.parametrize("flag", ["--save", "--pipeline-trace", "--tensorboard-dir", "--data-cache-path"])
+def test_what_cannot_be_written(tmp_path, flag):
+    check_writable(Place(flag, tmp_path / "new" / "folder"))
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with pytest.raises(ValueError, match=f"{flag} {path} cannot be written"):
+            check_writable(Place(flag, path))
+
+
+def test_each_place_is_looked_at_on_the_ranks_that_write_there():
+    args = Namespace(save="s", pipeline_trace=Path("t"), data_cache_path="c", tensorboard_dir="b")
+
+    def flags(rank, local_rank):
+        return {place.flag for place in places.places(args, rank, local_rank, world_size=4)}
+
+    assert flags(0, 0) == {"--save", "--pipeline-trace", "--data-cache-path"}
+    assert flags(1, 1) == set()
+    assert flags(2, 0) == {"--save", "--pipeline-trace"}
+    assert flags(3, 1) == {"--tensorboard-dir"}
+
+
+def test_a_run_needs_space_for_two_checkpoints_or_for_the_only_one(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 75, 25 * 2**30))
+    place = Place("--save", tmp_path)
+    check_space(place, 12 * 2**30, num_checkpoints=9)
+    check_space(place, 25 * 2**30, num_checkpoints=1)
+    with pytest.raises(ValueError, match=r"25.0 GiB free on /.*, but two checkpoints take about 26.0 GiB; make space"):
+        check_space(place, 13 * 2**30, num_checkpoints=2)
+
+
+def test_the_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
+    model = ModelShape(32, 4096, 16384, 32, 128, 32768)
+    parameters = places.num_parameters(model)
+    assert parameters == pytest.approx(6_712_598_528, rel=2e-3)  # the 7b of the authors
+    args = Namespace(bf16=True, fp16=False, optimizer="adam", no_save_optim=None)
+    assert places.checkpoint_bytes(args, parameters) == 14 * parameters
+    args = Namespace(bf16=False, fp16=False, optimizer="adam", no_save_optim=True)
+    assert places.checkpoint_bytes(args, parameters) == 4 * parameters
+    assert places.num_checkpoints(Namespace(train_iters=10, save_interval=4)) == 3
+    assert places.num_checkpoints(Namespace(train_iters=10, save_interval=None)) == 1
