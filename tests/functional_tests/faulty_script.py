@@ -1,0 +1,77 @@
+"""pretrain_gpt.py with one fault: FAULT is "what where iteration rank".
+
+What: `kill` and `stop` this process, where `stop` goes on after a while, or `fill` the file system of --save. Where: in
+`forward`, `backward`, `optimizer` (its step) or `save`. torchrun's restarts have no fault.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.training import checkpointing, get_args
+
+import pretrain_gpt
+from megatron.seq1f1b.runtime import interpreter
+
+
+def main() -> None:
+    fault = os.environ.get("FAULT", "").split()
+    if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and fault[3] == os.environ["RANK"]:
+        what, where, iteration, _ = fault
+        if where == "forward":
+            pretrain_gpt.forward_step = before(pretrain_gpt.forward_step, what, int(iteration))
+        elif where == "backward":
+            interpreter.backward_step = before(interpreter.backward_step, what, int(iteration))
+        elif where == "optimizer":
+            for kind in subclasses(MegatronOptimizer):
+                if "step" in vars(kind):
+                    kind.step = before(kind.step, what, int(iteration))
+        else:
+            saving = checkpointing.dist_checkpointing
+            saving.save = before(saving.save, what, int(iteration))
+    pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
+
+
+def subclasses(kind: type) -> list[type]:
+    return [each for direct in kind.__subclasses__() for each in (direct, *subclasses(direct))]
+
+
+def before(function: Callable, what: str, iteration: int) -> Callable:
+    """`function`, before whose first call in an iteration the fault happens."""
+    happened = []
+
+    @wraps(function)
+    def with_fault(*args, **kwargs):
+        if get_args().curr_iteration + 1 == iteration and not happened:
+            happened.append(what)
+            FAULTS[what]()
+        return function(*args, **kwargs)
+
+    return with_fault
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    subprocess.Popen([sys.executable, "-S", "-c", f"import os, time; time.sleep(4); os.kill({os.getpid()}, 18)"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fill() -> None:
+    folder = Path(get_args().save)
+    with open(folder / "filler", "wb") as file:
+        file.write(bytes(shutil.disk_usage(folder).free - 100_000))
+
+
+FAULTS = {"kill": kill, "stop": stop, "fill": fill}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Ranks that are killed or stopped, and a disk that fills, in the middle of a training: what goes on from the last
+checkpoint has the losses of an undisturbed run. Every run of the chain is the restart after the fault of the last."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from functional_tests.launch import TINY_GPT, torchrun
+
+SCRIPT = Path(__file__).with_name("faulty_script.py")
+FLAGS = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2, "--sequence-splits", 2, "--train-iters", 7]
+
+# The fault, the iteration that its run starts with, and how many losses it prints.
+CHAIN = [
+    ("kill forward 2 1", 1, 1),
+    ("kill backward 3 0", 2, 1),
+    ("kill optimizer 4 1", 3, 1),
+    ("kill save 4 1", 4, 1),
+    ("stop forward 5 1", 4, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch):
+    """Losses by iteration, counted from 0."""
+    losses = launch(2, FLAGS).check().losses()
+    assert len(losses) == 7
+    return losses
+
+
+def test_every_restart_goes_on_as_if_nothing_had_happened(launch, undisturbed, tmp_path):
+    flags = [*FLAGS, "--save", tmp_path, "--load", tmp_path, "--save-interval", 1]
+    for fault, first, count in CHAIN:
+        job = launch(2, flags, SCRIPT, env={"FAULT": fault})
+        assert (job.code == 0) == fault.startswith("stop"), f"{fault}\n{job.log[-4000:]}"
+        # To the last digit that is printed
+        expected = undisturbed[first - 1 : first - 1 + count]
+        assert job.losses() == pytest.approx(expected, abs=3e-6), f"{fault}\n{job.log[-4000:]}"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of 48 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", folder]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a file system can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_is_named_and_costs_nothing_but_the_iteration(launch, undisturbed, small_disk):
+    flags = [*FLAGS, "--save", small_disk, "--load", small_disk, "--save-interval", 2]
+    job = launch(2, flags, SCRIPT, env={"FAULT": "fill save 4 0"})
+    sentence = f"no space is left on {small_disk} for the checkpoint of iteration 4; the last complete checkpoint is of"
+    assert job.code == 2 and f"{sentence} iteration 2." in job.log, job.log[-6000:]
+    (small_disk / "filler").unlink()
+    job = launch(2, [*flags[:-1], 100], SCRIPT).check()
+    assert job.losses() == pytest.approx(undisturbed[2:], abs=3e-6)
+
+
+def test_torchruns_restarts_go_on_by_themselves(undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "kill forward 3 1")
+    flags = [*FLAGS, "--train-iters", 4, "--lr-decay-iters", 7, "--save", tmp_path, "--load", tmp_path]
+    job = torchrun(SCRIPT, 2, [*flags, "--save-interval", 2], timeout=240, options=["--max-restarts", "1"]).check()
+    assert job.losses() == pytest.approx(undisturbed[:4], abs=3e-6)
+
+
+def test_a_loss_that_is_not_a_number_is_placed_and_needs_no_save(launch):
+    """A learning rate beyond all bounds makes the second loss one."""
+    job = launch(2, [*FLAGS, "--lr", 1e30, "--lr-warmup-init", 1e30])
+    assert job.code not in (0, 1), job.log[-4000:]
+    assert "in iteration 2: on the last stage, in micro-batch 0, segment 0 (tokens 0 to 32)" in job.log
+    assert "since --save is not given" in job.log and "Traceback" not in job.log
