@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ..arguments import pipeline_config, run_of_arguments
 from ..arguments.supported import Scope, first_unsupported
 from ..patches import Patch
+from ..schedule import splitting_families
 from .checkpoint import check_checkpoint
 from .data_files import check_data, data_prefixes
 from .ending import end
@@ -89,6 +90,8 @@ def check(args: Namespace) -> None:
     if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
         pipeline_config(probe, run)
         _check_traced_iterations(args)
+    if getattr(args, "dry_run", False):  # the machine that rehearses has no files of the cluster
+        return
     check_tokenizer(args)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank == 0:
@@ -123,7 +126,7 @@ def _scopes(args: Namespace) -> set[Scope]:
     scopes = {Scope.ANY_SCHEDULE} if schedule or file or has_segments or splits else set()
     if has_segments:
         scopes.add(Scope.SEGMENTS)
-    if schedule in ("zb-h1", "auto"):
+    if schedule in splitting_families() and schedule != "auto":  # which plans without, where that is not possible
         scopes.add(Scope.SPLIT_BACKWARDS)
     return scopes
 
