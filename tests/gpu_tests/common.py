@@ -86,13 +86,15 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def start_megatron() -> None:
-    """Megatron's groups, over gloo: this process alone, or the ranks that torchrun started as one pipeline."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(1, dist.get_world_size())
+def start_megatron(backend: str = "gloo", chunks: int = 1) -> None:
+    """Megatron's groups: of this process alone, or of the ranks that torchrun started, as one pipeline."""
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    virtual = chunks if chunks > 1 else None
+    parallel_state.initialize_model_parallel(1, dist.get_world_size(), virtual_pipeline_model_parallel_size=virtual)
     model_parallel_cuda_manual_seed(1)
 
 

@@ -1,10 +1,12 @@
-"""Losses of a few steps of a small GPT: on the pipeline ranks that torchrun started, which share one GPU over gloo.
+"""Losses of a few steps of a small GPT: on the pipeline ranks that torchrun started.
 
-With `--segments 0` it is Megatron's own run on one rank, with its own attention and schedule. NCCL cannot be tried this
-way: it refuses two ranks on one GPU.
+Over gloo they share one GPU; over NCCL, which refuses that, each has its own. With `--segments 0` it is Megatron's own
+run on one rank, with its own attention and schedule; otherwise every one of `--variants` runs in turn.
 """
 
+import os
 import zlib
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,37 +21,54 @@ from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.schedule import Named
 
-LAYERS, HIDDEN, HEADS, VOCABULARY, MICROBATCHES, STEPS = 4, 128, 4, 256, 4, 3
+LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
+
+# Schedule, model chunks of a rank, full recomputation.
+VARIANTS = {
+    "1f1b": ("1f1b", 1, False),
+    "zb-h1": ("zb-h1", 1, False),
+    "recompute": ("1f1b", 1, True),
+    "chunks": ("1f1b", 2, False),
+    "zb-h1-chunks": ("zb-h1", 2, False),
+}
 
 
-def build(length: int, dtype: torch.dtype, device: str) -> GPTModel:
-    """The layers of this rank; a layer has the same weights on any number of ranks."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def build(args, length: int, dtype: torch.dtype, chunks: int, recomputes: bool) -> list[GPTModel]:
+    """The model chunks of this rank; a layer has the same weights on any number of ranks and chunks."""
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
         num_layers=LAYERS,
-        hidden_size=HIDDEN,
+        hidden_size=args.hidden,
         num_attention_heads=HEADS,
         num_query_groups=2,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        pipeline_model_parallel_size=ranks,
+        pipeline_model_parallel_size=dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         deallocate_pipeline_outputs=True,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
+        **recompute if recomputes else {},
     )
+    return [_chunk(config, chunk, chunks, length, dtype).to(args.device) for chunk in range(chunks)]
+
+
+def _chunk(config: TransformerConfig, chunk: int, chunks: int, length: int, dtype: torch.dtype) -> GPTModel:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
         VOCABULARY,
         length,
-        pre_process=rank == 0,
-        post_process=rank == ranks - 1,
+        pre_process=rank == 0 and chunk == 0,
+        post_process=rank == last and chunk == chunks - 1,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-    ).to(device)
+        vp_stage=chunk if chunks > 1 else None,
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.startswith("decoder.layers."):
@@ -67,36 +86,56 @@ def forward_step(data_iterator, model):
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
     def loss(losses):
-        total, count = losses.float().sum(), torch.tensor(losses.numel(), device=losses.device)
+        total, count = losses.float().sum(), torch.full((), losses.numel(), device=losses.device)
         return total, count, {"loss": torch.stack([total.detach(), count])}
 
     return output, loss
 
 
-def batches(length: int, step: int, device: str):
+def batches(length: int, step: int, device: str) -> list[dict[str, torch.Tensor]]:
+    found = []
     for microbatch in range(MICROBATCHES):
         generator = torch.Generator().manual_seed(MICROBATCHES * step + microbatch)
         tokens = torch.randint(VOCABULARY, (1, length + 1), generator=generator).to(device)
         positions = torch.arange(length, device=device)[None]
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions}
+        found.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions})
+    return found
 
 
-def losses_of(schedule, model: GPTModel, length: int, device: str) -> list[float]:
+@contextmanager
+def no_synchronisation(args):
+    """Inside, whatever makes the host wait for a GPU raises; over gloo messages have to."""
+    watches = args.device == "cuda" and not args.tiny and args.segments and args.backend == "nccl"
+    if watches:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if watches:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> list[float]:
     """The mean loss of every step of gradient descent, on the last rank; elsewhere nothing."""
     found = []
     for step in range(STEPS):
-        model.zero_grad()
-        reports = schedule(
-            forward_step_func=forward_step,
-            data_iterator=batches(length, step, device),
-            model=model,
-            num_microbatches=MICROBATCHES,
-            seq_length=length,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        for chunk in chunks:
+            chunk.zero_grad()
+        micro_batches = [batches(length, step, args.device) for _ in chunks]
+        iterators = [iter(each) for each in micro_batches]
+        # The first step makes communicators and kernels.
+        with no_synchronisation(args) if step else nullcontext():
+            reports = schedule(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(chunks) > 1 else iterators[0],
+                model=chunks if len(chunks) > 1 else chunks[0],
+                num_microbatches=MICROBATCHES,
+                seq_length=length,
+                micro_batch_size=1,
+                forward_only=False,
+            )
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
                 parameter.sub_(parameter.grad, alpha=0.05)
         if reports:
             total, count = torch.stack([report["loss"].double() for report in reports]).sum(0).tolist()
@@ -105,22 +144,31 @@ def losses_of(schedule, model: GPTModel, length: int, device: str) -> list[float
 
 
 def main() -> None:
-    args = parse(segments=0)
+    args = parse(segments=0, variants="1f1b", backend="gloo", hidden=128)
     if args.device == "cuda":
-        torch.cuda.set_device(0)
-    start_megatron()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if args.backend == "nccl" else 0)
+    report = Report(args.output)
+    for variant in args.variants.split(","):
+        schedule, chunks, recomputes = VARIANTS[variant]
+        start_megatron(args.backend, chunks)
+        losses = losses_of_all_dtypes(args, schedule, chunks, recomputes)
+        if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            report.figure(variant=variant, **losses)
+        parallel_state.destroy_model_parallel()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> dict[str, list[float]]:
     length = 64 if args.tiny else 4096
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
-        model = build(length, dtype, args.device)
-        schedule = forward_backward_no_pipelining
+        model = build(args, length, dtype, chunks, recomputes)
+        run = forward_backward_no_pipelining
         if args.segments:
-            schedule = PipelineExecutor(Named("1f1b"), args.segments, lambda length: even(length, args.segments, 1))
-        losses[str(dtype).removeprefix("torch.")] = losses_of(schedule, model, length, args.device)
-    if parallel_state.is_pipeline_last_stage():
-        Report(args.output).figure(**losses)
-    dist.barrier()
-    dist.destroy_process_group()
+            run = PipelineExecutor(Named(schedule), args.segments, lambda length: even(length, args.segments, 1))
+        losses[str(dtype).removeprefix("torch.")] = losses_of(run, model, length, args)
+    return losses
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -35,6 +36,21 @@ class Section:
     title: str
     seconds: int
     run: Callable[["Suite", float], dict]
+    gpus: int = 1
+    module: str = "torch"
+
+    def missing(self, gpus: int) -> str | None:
+        """What the section needs and this machine lacks."""
+        if gpus < self.gpus:
+            return f"needs {self.gpus} GPUs"
+        return None if is_installed(self.module) else f"needs {self.module}"
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package around it
+        return False
 
 
 class Suite:
@@ -46,23 +62,26 @@ class Suite:
         self._flags = ["--device", device, *(["--tiny"] if tiny else [])]
         self.tiny = tiny
 
-    def script(self, name: str, deadline: float, *flags: str, ranks: int = 0) -> dict:
-        """What one of the scripts beside this one found; under torchrun where `ranks` are asked for."""
-        output = self._folder / f"{name}{''.join(flags)}{ranks}.json"
+    def script(self, name: str, deadline: float, *flags: str, ranks: int = 0, queues: int = 1) -> dict:
+        """What one of the scripts beside this one found; under torchrun where `ranks` are asked for.
+
+        `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by the streams of a process.
+        """
+        output = self._folder / f"{name}{''.join(flags)}{ranks}-{queues}.json"
         start = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
         problem, _ = self.process(
-            [*start, str(HERE / f"{name}.py"), *self._flags, "--output", str(output), *flags], deadline
+            [*start, str(HERE / f"{name}.py"), *self._flags, "--output", str(output), *flags], deadline, queues
         )
         found = json.loads(output.read_text()) if output.exists() else {"checks": [], "figures": []}
         if problem:
             found["checks"].append({"name": " ".join([f"{name}.py", *flags]), "passed": False, "found": problem})
         return found
 
-    def process(self, command: list[str], deadline: float) -> tuple[str | None, str]:
+    def process(self, command: list[str], deadline: float, queues: int = 1) -> tuple[str | None, str]:
         """Why it did not end well, or None; and what it printed, which is shown meanwhile."""
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+        environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "PYTHONWARNINGS": "ignore"}
         log = self._folder / "log"
         with log.open("w") as file:
             process = subprocess.Popen(
@@ -104,88 +123,146 @@ def _end(process: subprocess.Popen) -> None:
 def pipeline_ranks(suite: Suite, deadline: float) -> dict:
     """Four ranks on one GPU, over gloo, against Megatron's own run on one rank."""
     own = suite.script("ranks", deadline, "--segments", "0")
-    ours = suite.script("ranks", deadline, "--segments", "4", ranks=4)
+    variants = ("--segments", "4", "--variants", "1f1b,zb-h1,recompute")
+    return same_losses(own, suite.script("ranks", deadline, *variants, ranks=4), "4 pipeline ranks on one GPU")
+
+
+def ranks_over_nccl(suite: Suite, deadline: float) -> dict:
+    """A GPU for each rank, one hardware queue and many, chunks, messages of 16 MB in fp32 and 8 MB in bf16."""
+    sizes = ("--hidden", "64" if suite.tiny else "2048")
+    own = suite.script("ranks", deadline, "--segments", "0", *sizes)
+    result: dict = {"checks": [], "figures": []}
+    for queues in (1, 32):
+        variants = ("--segments", "2", "--backend", "gloo" if suite.tiny else "nccl", *sizes)
+        variants += ("--variants", "1f1b,chunks,zb-h1-chunks")
+        found = suite.script("ranks", deadline, *variants, ranks=2, queues=queues)
+        found = same_losses(own, found, f"2 ranks over NCCL, CUDA_DEVICE_MAX_CONNECTIONS={queues}")
+        result = {name: [*result[name], *found[name]] for name in result}
+    return result
+
+
+def same_losses(own: dict, ours: dict, what: str) -> dict:
+    """All that was found, and whether every variant of ours has the losses of Megatron's own run."""
     result = {"checks": own["checks"] + ours["checks"], "figures": own["figures"] + ours["figures"]}
-    if own["figures"] and ours["figures"]:
+    for figure in ours["figures"] if own["figures"] else ():
         for dtype, tolerance in LOSS_TOLERANCE.items():
-            pairs = list(zip(ours["figures"][0][dtype], own["figures"][0][dtype], strict=True))
-            worst = max(abs(a - b) / abs(b) for a, b in pairs)
             result["checks"].append(
-                {
-                    "name": f"4 pipeline ranks on one GPU, 4 segments, {dtype}: losses of Megatron's own single rank",
-                    "passed": worst <= tolerance,
-                    "found": f"{worst:.1e} apart, of {tolerance:.0e} allowed",
-                }
+                losses_agree(
+                    f"{what}, {figure['variant']}, {dtype}: losses of Megatron's own single rank",
+                    figure[dtype],
+                    own["figures"][0][dtype],
+                    tolerance,
+                )
             )
     return result
 
 
+def losses_agree(name: str, ours: list[float], own: list[float], tolerance: float) -> dict:
+    if not own or len(ours) != len(own):
+        return {"name": name, "passed": False, "found": f"{len(ours)} losses, {len(own)} of Megatron's own"}
+    worst = max(abs(a - b) / abs(b) for a, b in zip(ours, own, strict=True))
+    found = f"{worst:.1e} apart, of {tolerance:.0e} allowed, over {len(own)} steps from {own[0]:.4f} to {own[-1]:.4f}"
+    return {"name": name, "passed": worst <= tolerance, "found": found}
+
+
+# What a GPU needs to have installed for these is torch alone.
+LOCAL = (
+    *("--transformer-impl", "local", "--no-rope-fusion", "--no-gradient-accumulation-fusion"),
+    *("--no-persist-layer-norm", "--no-masked-softmax-fusion"),
+)
+OWN = ("--attention-backend", "local")
+SEGMENTS = ("--sequence-splits", "4")
+
+
 def training(suite: Suite, deadline: float) -> dict:
-    """pretrain_gpt.py on one GPU in bf16: 4 segments against Megatron's own schedule and attention."""
+    """On one GPU: 4 segments against Megatron's own schedule and attention."""
+    return trained_alike(suite, deadline, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS]})
+
+
+def training_with_transformer_engine(suite: Suite, deadline: float) -> dict:
+    """Its layers add weight gradients to `main_grad` themselves, and keep them back where the backward is split."""
+    flags = ["--transformer-impl", "transformer_engine", "--no-gradient-accumulation-fusion"]
+    ours = {"4 segments": [*flags, *SEGMENTS], "zb-h1": [*flags, *SEGMENTS, "--pipeline-schedule", "zb-h1"]}
+    return trained_alike(suite, deadline, flags, ours)
+
+
+def training_on_eight(suite: Suite, deadline: float) -> dict:
+    """Tensor and sequence parallelism in a pipeline of four, gradients reduced and parameters gathered meanwhile."""
+    sizes = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "4"]
+    sizes += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    zero_bubble = [*LOCAL, *sizes, *SEGMENTS, "--pipeline-schedule", "zb-h1"]
+    ours = {"4 segments": [*LOCAL, *sizes, *SEGMENTS], "zb-h1": zero_bubble}
+    return trained_alike(suite, deadline, [*LOCAL, *OWN], ours, ranks=8)
+
+
+def trained_alike(suite: Suite, deadline: float, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
+    """pretrain_gpt.py in bf16: the losses of each of `ours` on `ranks` beside those of `own` on one."""
     length = "64" if suite.tiny else "2048"
     flags = [
         *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4"),
         *("--seq-length", length, "--max-position-embeddings", length, "--position-embedding-type", "rope"),
         *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "10", "--lr", "1e-3"),
-        *("--attention-dropout", "0", "--hidden-dropout", "0", "--bf16", "--transformer-impl", "local"),
-        *("--no-rope-fusion", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
-        *("--no-masked-softmax-fusion", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"),
-        *(
-            "--disable-jit-fuser",
-            "--num-workers",
-            "0",
-            "--log-interval",
-            "1",
-            "--eval-iters",
-            "0",
-            "--device",
-            suite.device,
-        ),
+        *("--attention-dropout", "0", "--hidden-dropout", "0", "--bf16", "--mock-data"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--make-vocab-size-divisible-by", "64"),
+        *("--disable-jit-fuser", "--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"),
+        *("--device", suite.device),
     ]
-    losses, checks = [], []
-    for more in (["--attention-backend", "local"], ["--sequence-splits", "4"]):
-        command = [*TORCHRUN, "--nproc-per-node=1", str(ROOT / "pretrain_gpt.py"), *flags, *more]
-        problem, log = suite.process(command, deadline)
+
+    def losses(processes: int, more: list[str]) -> tuple[str | None, list[float]]:
+        start = [*TORCHRUN, f"--nproc-per-node={processes}", str(ROOT / "pretrain_gpt.py")]
+        problem, log = suite.process([*start, *flags, *more], deadline)
+        return problem, [float(x) for x in re.findall(r"\blm loss: (\S+) \|", log)]
+
+    problem, expected = losses(1, own)
+    if problem:
+        return {"checks": [{"name": "Megatron's own schedule", "passed": False, "found": problem}], "figures": []}
+    checks, figures = [], [{"own": expected}]
+    for name, more in ours.items():
+        problem, found = losses(ranks, more)
+        figures.append({name: found})
+        title = f"pretrain_gpt.py in bf16, {name}: losses of Megatron's own schedule and attention"
         if problem:
-            checks.append({"name": f"pretrain_gpt.py {' '.join(more)}", "passed": False, "found": problem})
-        losses.append([float(x) for x in re.findall(r"\blm loss: (\S+) \|", log)])
-    if losses[0] and len(losses[0]) == len(losses[1]):
-        worst = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
-        checks.append(
-            {
-                "name": "pretrain_gpt.py in bf16, 4 segments: losses of Megatron's own schedule and attention",
-                "passed": worst <= LOSS_TOLERANCE["bfloat16"],
-                "found": f"{worst:.1e} apart over {len(losses[0])} iterations, from {losses[1][0]} to {losses[1][-1]}",
-            }
-        )
-    return {"checks": checks, "figures": [{"own": losses[0], "segments": losses[1]}]}
+            checks.append({"name": title, "passed": False, "found": problem})
+        else:
+            checks.append(losses_agree(title, found, expected, LOSS_TOLERANCE["bfloat16"]))
+    return {"checks": checks, "figures": figures}
 
 
 SECTIONS = (
     Section(
         "attention by segments is as exact as attention of the whole, with dropout too",
-        75,
+        65,
         lambda suite, deadline: suite.script("attention_errors", deadline),
     ),
     Section(
         "four pipeline ranks on one GPU (over gloo, since NCCL refuses to share one) train as one rank does",
-        75,
+        70,
         pipeline_ranks,
     ),
-    Section("pretrain_gpt.py trains on one GPU as with Megatron's own schedule", 75, training),
+    Section("pretrain_gpt.py trains on one GPU as with Megatron's own schedule", 50, training),
+    Section(
+        "Transformer Engine's layers train by segments as with Megatron's own schedule",
+        70,
+        training_with_transformer_engine,
+        module="transformer_engine_torch",
+    ),
+    Section(
+        "two ranks over NCCL train as one rank does, with one hardware queue and with many", 90, ranks_over_nccl, 2
+    ),
+    Section("eight GPUs train as one does: TP 2, PP 4, overlap", 120, training_on_eight, 8),
     Section(
         "speed of attention by segments",
-        85,
+        75,
         lambda suite, deadline: suite.script("attention_speed", deadline),
     ),
     Section(
-        "time and memory of a stage of the 2.7b model",
-        90,
+        "time and memory of a stage of the 2.7b model, and what the host needs for it",
+        85,
         lambda suite, deadline: suite.script("stage", deadline, "--part", "time"),
     ),
     Section(
         "longest sequence that fits a stage of the 2.7b model",
-        70,
+        65,
         lambda suite, deadline: suite.script("stage", deadline, "--part", "room"),
     ),
 )
@@ -199,6 +276,17 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def page(device: str, torch_version: str, results: list[dict]) -> str:
+    """Checks and figures in Markdown, to be pasted into an issue."""
+    lines = [f"# {device}, PyTorch {torch_version}", ""]
+    for result in results:
+        lines += [f"## {result['title']} ({result['seconds']:.0f} s)", "", "| | check | found |", "|---|---|---|"]
+        lines += [f"| {VERDICTS[check['passed']]} | {check['name']} | {check['found']} |" for check in result["checks"]]
+        figures = [json.dumps(figure) for figure in result["figures"]]
+        lines += ["", "<details><summary>figures</summary>", "", "```", *figures, "```", "", "</details>", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -209,14 +297,19 @@ def main() -> None:
     sections = [s for i, s in enumerate(SECTIONS, 1) if not args.only or i in args.only]
     import torch
 
-    if args.device == "cuda" and not torch.cuda.is_available():
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 1
+    if args.device == "cuda" and not gpus:
         print("No GPU is visible, so nothing was checked. Skipped:")
         print("\n".join(f"  skipped  {section.title}" for section in sections))
         return
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    name = f"{gpus} x {torch.cuda.get_device_name()}" if args.device == "cuda" else "CPU"
     print(f"{name}, PyTorch {torch.__version__}", flush=True)
     suite, results = Suite(args.device, args.tiny), []
     for section in sections:
+        missing = section.missing(2 if args.tiny else gpus)  # on a CPU two ranks are as good as two GPUs
+        if missing:
+            print(f"skipped, since it {missing}: {section.title}", flush=True)
+            continue
         limit = section.seconds * (4 if args.tiny else 1)  # a CPU that tests share
         print(f"{section.title}, at most {limit} s", flush=True)
         start = time.monotonic()
@@ -225,7 +318,8 @@ def main() -> None:
             found["checks"].append({"name": section.title, "passed": False, "found": "it found nothing"})
         results.append({"title": section.title, "seconds": time.monotonic() - start, **found})
         args.output.write_text(json.dumps({"device": name, "torch": torch.__version__, "sections": results}, indent=1))
-    print(f"\n{table(results)}\n\nWritten to {args.output}.")
+        args.output.with_suffix(".md").write_text(page(name, torch.__version__, results))
+    print(f"\n{table(results)}\n\nWritten to {args.output}, and for an issue to {args.output.with_suffix('.md')}.")
     raise SystemExit(any(check["passed"] is False for result in results for check in result["checks"]))
 
 

@@ -4,17 +4,18 @@ Its neighbours are left out: what they would send is random numbers. So it compu
 pipeline does, and never waits.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from common import Report, parse, seconds, segments_of, start_megatron
+from common import Report, parse, seconds, segments_of, start_megatron, synchronise
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
-from megatron.seq1f1b.model import SegmentContext, attach
+from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import cut_sequence
 from megatron.seq1f1b.runtime.memory import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
@@ -28,7 +29,8 @@ GIB = 2**30
 class Stage:
     """The model, and the actions of its rank on sequences of any length."""
 
-    def __init__(self, sizes: tuple[int, int, int, int], device: str, longest: int) -> None:
+    def __init__(self, sizes: tuple[int, int, int, int], device: str, longest: int, tensor: int = 1) -> None:
+        """`tensor` divides heads and feed-forward block as so many tensor-parallel ranks do."""
         layers, hidden, heads, vocabulary = sizes
         self.device = torch.device(device)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -36,7 +38,9 @@ class Stage:
         config = TransformerConfig(
             num_layers=layers,
             hidden_size=hidden,
-            num_attention_heads=heads,
+            num_attention_heads=heads // tensor,
+            kv_channels=hidden // heads,
+            ffn_hidden_size=4 * hidden // tensor,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             params_dtype=self.dtype,
@@ -55,7 +59,11 @@ class Stage:
 
     def run(self, length: int, k: int, actions: list[Action]) -> None:
         """The forwards and backwards among `actions`, on sequences of `length` tokens in k segments."""
-        segments = self._segments(length, k)
+        self.run_segments(self._segments(length, k), actions)
+
+    def run_segments(self, segments: list[Segment], actions: list[Action]) -> None:
+        """The same with the segments of a sequence given."""
+        length = segments[-1].end
         tokens = torch.randint(self.shape.vocab_size, (1, length), device=self.device)
         positions = torch.arange(length, device=self.device)[None]
         gradient = torch.randn(length, 1, self.shape.hidden_size, device=self.device, dtype=self.dtype)
@@ -126,6 +134,7 @@ def time_and_memory(report: Report, stage: Stage, args) -> None:
                 seconds_per_sequence=times[k] / microbatches,
                 tokens_per_second=length * microbatches / times[k],
                 peak_gib=peak.peak() / GIB,
+                **_allocator(stage.device),
             )
     fewest, most = min(times), max(times)
     ratio = times[most] / times[fewest]
@@ -134,6 +143,47 @@ def time_and_memory(report: Report, stage: Stage, args) -> None:
         None if args.tiny else ratio <= 1.15,
         f"{ratio:.3f} times",
     )
+
+
+def _allocator(device: torch.device) -> dict[str, float]:
+    """What PyTorch's allocator holds, tensors or not, and how often it had to give all back and start anew."""
+    if device.type == "cpu":
+        return {}
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    return {"reserved_gib": torch.cuda.max_memory_reserved() / GIB, "allocator_retries": retries}
+
+
+def host_time(report: Report, args) -> None:
+    """What Python needs to issue a unit of a layer beside what the GPU needs to compute it, at the shapes of TP 8.
+
+    Where the host needs longer, a segment is too short for the GPU, whatever the schedule.
+    """
+    sizes, tensor = (TINY, 1) if args.tiny else ((4, 4096, 32, 32000), 8)
+    lengths, k = ((16, 32), 2) if args.tiny else ((1024, 2048, 4096), 8)
+    stage = Stage(sizes, args.device, max(lengths) * k, tensor)
+    actions = [Action(Kind.F, 0, 0, i) for i in range(k)] + [Action(Kind.B, 0, 0, i) for i in reversed(range(k))]
+    for length in lengths:
+        segments = segments_of([length] * k)
+        for _ in range(2):  # the first warms up
+            synchronise(args.device)
+            issued, start = 0.0, time.perf_counter()
+            stage.run_segments(segments, actions)
+            issued = time.perf_counter() - start
+            synchronise(args.device)
+            done = time.perf_counter() - start
+        units = k * stage.shape.num_layers
+        report.figure(
+            tokens=length,
+            tensor_parallel=tensor,
+            host_us_per_layer_and_unit=1e6 * issued / units,
+            all_us_per_layer_and_unit=1e6 * done / units,
+        )
+        is_judged = length == 4096 and not args.tiny
+        report.check(
+            f"segments of {length} tokens at TP {tensor}: the host is ahead of the GPU",
+            issued < 0.9 * done if is_judged else None,
+            f"it issues in {issued / done:.2f} of the time",
+        )
 
 
 def room(report: Report, stage: Stage, args) -> None:
@@ -163,8 +213,13 @@ def room(report: Report, stage: Stage, args) -> None:
 def main() -> None:
     args = parse(part="time")
     start_megatron()
-    stage = Stage(TINY if args.tiny else SIZES, args.device, 524288)
-    {"time": time_and_memory, "room": room}[args.part](Report(args.output), stage, args)
+    report, stage = Report(args.output), Stage(TINY if args.tiny else SIZES, args.device, 524288)
+    if args.part == "room":
+        room(report, stage, args)
+        return
+    time_and_memory(report, stage, args)
+    del stage
+    host_time(report, args)
 
 
 if __name__ == "__main__":
