@@ -13,6 +13,8 @@ case "${1:-}" in
 esac
 
 bash scripts/setup.sh
+# Tests start many processes; without byte code each would compile torch and Megatron anew.
+unset PYTHONDONTWRITEBYTECODE
 echo "Linting ..."
 .venv/bin/ruff check .
 .venv/bin/mypy

@@ -19,6 +19,9 @@ PRETRAIN = ROOT / "pretrain_gpt.py"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""} | dict.fromkeys(THREADS, "1")
 
+# Time limits end what hangs, also on a machine that is several times slower than those the tests were written on.
+PATIENCE = 3
+
 # A GPT that trains in a tenth of a second an iteration, and as well on 1, 2 or 4 ranks.
 TINY_GPT = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -60,7 +63,7 @@ def torchrun(script: Path, ranks: int, flags: Sequence[str] = (), timeout: float
         start_new_session=True,
     )
     try:
-        log, _ = process.communicate(timeout=timeout)
+        log, _ = process.communicate(timeout=PATIENCE * timeout)
     finally:
         # The ranks too, which are in torchrun's session.
         if process.poll() is None:
@@ -100,7 +103,7 @@ class Launcher:
             "script": str(script),
             "ranks": ranks,
             "flags": [str(flag) for flag in flags],
-            "timeout": timeout,
+            "timeout": PATIENCE * timeout,
             "env": env or {},
             "port": free_port(),
             "log": str(log),
