@@ -9,13 +9,14 @@ from megatron.seq1f1b.cpu.device import wanted
 __all__ = ["activate", "wanted"]
 
 
-def activate() -> None:
+def activate(with_transformer_engine: bool = False) -> None:
     """Make Megatron run on CPU tensors and gloo, from now on, in this process.
 
     Best called before ``megatron.core`` is imported, whose fused functions are compiled otherwise.
-    Calling it again does nothing.
+    Calling it again does nothing. Transformer Engine's layers run on CPU tensors if asked for, see
+    :mod:`megatron.seq1f1b.cpu.transformer_engine`.
     """
     # Here, since it imports torch, which takes seconds: tools that only simulate do without.
     from megatron.seq1f1b.cpu import redirects
 
-    redirects.apply()
+    redirects.apply(with_transformer_engine)

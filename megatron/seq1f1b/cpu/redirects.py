@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from megatron.seq1f1b.cpu import optimizer, recurrent, rng, stand_ins, tensors, upstream
+from megatron.seq1f1b.cpu import optimizer, recurrent, rng, stand_ins, tensors, transformer_engine, upstream
 from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
 
 _FACTORIES = (
@@ -185,7 +185,7 @@ def is_active() -> bool:
     return torch.cuda.current_device is stand_ins.current_device
 
 
-def apply() -> None:
+def apply(with_transformer_engine: bool = False) -> None:
     """Bind every name of the table to its replacement; once."""
     if is_active():
         return
@@ -195,4 +195,11 @@ def apply() -> None:
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case
     with torch.device("cpu"):
         torch.empty(0)
-    patched(REDIRECTS)
+    of_torch = [patch for patch in REDIRECTS.patches if patch.target.startswith("torch.")]
+    patched(REDIRECTS._replace(patches=tuple(of_torch)))
+    # Between torch, which it uses, and Megatron, which looks for it when it is imported.
+    if with_transformer_engine:
+        transformer_engine.load()
+    elif transformer_engine.is_without_extension():
+        transformer_engine.hide()
+    patched(REDIRECTS._replace(patches=REDIRECTS.patches[len(of_torch) :]))

@@ -7,23 +7,27 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from .weight_gradient import WeightGradientStore, deferring
+from .weight_gradient_te import products_left_in
 
 
 @contextmanager
 def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Inside, the backward of Megatron's local linear layers, the output layer too, leaves weight gradients in `store`.
+    """Inside, the backward of linear layers, Megatron's local ones and Transformer Engine's, leaves weight gradients in
+    `store`.
 
     All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients.
     """
+    chunks = list(chunks)
     kinds = ColumnParallelLinear, RowParallelLinear
     linears = [module for chunk in chunks for module in chunk.modules() if isinstance(module, kinds)]
     for linear in linears:
         linear._forward_impl = deferring(linear._forward_impl, store)
-    try:
-        yield
-    finally:
-        for linear in linears:
-            del linear._forward_impl
+    with products_left_in(store, chunks):
+        try:
+            yield
+        finally:
+            for linear in linears:
+                del linear._forward_impl
 
 
 def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:

@@ -8,6 +8,7 @@ previous stage waits, and the weight gradient, for which nobody does before the 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,18 +22,14 @@ _autocast_forward = torch.amp.custom_fwd(device_type="cuda")
 _autocast_backward = torch.amp.custom_bwd(device_type="cuda")
 
 
-class _Work(NamedTuple):
-    """What a weight gradient is made of: input [n, b, i] and output gradient [n', b, o] of a weight [o, i].
+class Work(NamedTuple):
+    """A product that is still to be computed: `gradients()` gives one for each of the parameters.
 
-    With `gather_group` the n tokens of the input are this rank's part of the n' (sequence parallelism). `accumulate`:
-    add it to the weight's `main_grad` in one kernel.
+    None for a parameter means that its gradient is complete, because it was added to `main_grad`, say.
     """
 
-    weight: torch.nn.Parameter
-    input: Tensor
-    grad_output: Tensor
-    gather_group: dist.ProcessGroup | None
-    accumulate: bool
+    parameters: tuple[torch.nn.Parameter, ...]
+    gradients: Callable[[], tuple[Tensor | None, ...]]
 
 
 class WeightGradientStore:
@@ -43,8 +40,8 @@ class WeightGradientStore:
     """
 
     def __init__(self) -> None:
-        self._left: dict[Hashable, deque[_Work]] = {}
-        self._collecting: deque[_Work] | None = None
+        self._left: dict[Hashable, deque[Work]] = {}
+        self._collecting: deque[Work] | None = None
 
     @contextmanager
     def collecting(self, unit: Hashable) -> Iterator[None]:
@@ -55,7 +52,7 @@ class WeightGradientStore:
         finally:
             self._collecting = None
 
-    def leave(self, work: _Work) -> None:
+    def leave(self, work: Work) -> None:
         """Keep the work for the unit that goes backward now."""
         assert self._collecting is not None, "a split backward ran outside of a schedule"
         self._collecting.append(work)
@@ -68,8 +65,8 @@ class WeightGradientStore:
         """
         left = self._left.pop(unit)
         while left:
-            weight = left[0].weight
-            _WeightGradient.apply(weight, left.popleft()).backward()
+            work = left.popleft()
+            _WeightGradient.apply(work.gradients, *work.parameters).backward()
 
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
@@ -114,7 +111,8 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         group = tp_group if sequence_parallel else None
 
         def leave(input: Tensor, grad_output: Tensor) -> None:
-            store.leave(_Work(weight, input, grad_output, group, gradient_accumulation_fusion))
+            accumulate = gradient_accumulation_fusion and hasattr(weight, "main_grad")
+            store.leave(Work((weight,), partial(_gradient, weight, input, grad_output, group, accumulate)))
 
         if allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
@@ -151,35 +149,50 @@ class _InputGradient(torch.autograd.Function):
 
 
 class _WeightGradient(torch.autograd.Function):
-    """A scalar whose backward is the weight gradient of `work`."""
+    """A scalar whose backward gives the gradients of parameters."""
 
     @staticmethod
-    def forward(ctx, weight: torch.nn.Parameter, work: _Work) -> Tensor:
-        ctx.work = work
-        return weight.new_zeros(())
+    def forward(ctx, gradients: Callable[[], tuple[Tensor | None, ...]], *parameters: torch.nn.Parameter) -> Tensor:
+        ctx.gradients = gradients
+        return parameters[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _):
-        weight, input, grad_output, gather_group, accumulate = ctx.work
-        del ctx.work
-        input = _gathered(input, gather_group).flatten(0, -2)
-        grad_output = grad_output.flatten(0, -2)
-        if accumulate and hasattr(weight, "main_grad"):
-            return _accumulate(weight, input, grad_output), None
-        return grad_output.t().matmul(input), None
+        gradients = ctx.gradients
+        del ctx.gradients
+        return None, *gradients()
 
 
-def _accumulate(weight: torch.nn.Parameter, input: Tensor, grad_output: Tensor) -> Tensor | None:
-    """Add to `main_grad` by Apex's kernel; returns what autograd hands to the hooks of the weight in its place.
+def _gradient(
+    weight: torch.nn.Parameter,
+    input: Tensor,
+    grad_output: Tensor,
+    gather_group: dist.ProcessGroup | None,
+    accumulate: bool,
+) -> tuple[Tensor | None]:
+    """Of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
 
-    DistributedDataParallel is told by `grad_added_to_main_grad` not to add that. Where another layer gives the same
-    weight a gradient the ordinary way (`zero_out_wgrad`: tied embeddings) it is added after all, so it has to be zero.
+    With `gather_group` the n tokens of the input are this rank's part of the n' (sequence parallelism). `accumulate`
+    adds it to the weight's `main_grad` by Apex's kernel.
     """
+    input = _gathered(input, gather_group).flatten(0, -2)
+    grad_output = grad_output.flatten(0, -2)
+    if not accumulate:
+        return (grad_output.t().matmul(input),)
     kernels = layers.fused_weight_gradient_mlp_cuda
     in_fp32 = weight.main_grad.dtype is torch.float32
     kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
     kernel(input.contiguous(), grad_output.contiguous(), weight.main_grad)
+    return (accumulated(weight),)
+
+
+def accumulated(weight: torch.nn.Parameter) -> Tensor | None:
+    """What autograd hands to the hooks of a weight whose gradient was added to its `main_grad`.
+
+    `grad_added_to_main_grad` keeps DistributedDataParallel from adding it again. Where another layer gives the same
+    weight a gradient the ordinary way (`zero_out_wgrad`: tied embeddings) it is added after all, so it has to be zero.
+    """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True

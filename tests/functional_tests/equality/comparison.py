@@ -46,6 +46,7 @@ class References:
             expert_tensor=layout.expert_tensor,
         )
         cases = [replace(case, packed=case.packed and "mask") for case in cases]
+        model = replace(model, transformer_engine=None)
         chunks = None
         found = []
         for case in cases:

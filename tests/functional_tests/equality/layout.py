@@ -119,6 +119,14 @@ def _bare_if_one(hooks: list):
     return hooks[0] if len(hooks) == 1 else hooks
 
 
+# Of the norms that Transformer Engine computes in the linear layer behind them.
+LOCAL_NAMES = {
+    f"{linear}.layer_norm_{kind}": f"{norm}.{kind}"
+    for linear, norm in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm"))
+    for kind in ("weight", "bias")
+}
+
+
 def named(chunks):
     """(name in the whole model, parameter) of the chunks of this rank; bare or wrapped."""
     for chunk in chunks:
@@ -128,6 +136,7 @@ def named(chunks):
                 _, _, local, rest = name.split(".", 3)
                 if rest.startswith("mlp.experts.local_experts."):
                     rest = _of_all_experts(rest, chunk.decoder.layers[int(local)].mlp.local_expert_indices)
+                rest = LOCAL_NAMES.get(rest, rest)
                 name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
                 name = "embedding.word_embeddings.weight"

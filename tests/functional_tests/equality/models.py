@@ -30,7 +30,8 @@ def options(**values: Any) -> tuple[tuple[str, Any], ...]:
 class Model:
     """What a model is made of; `config` goes to Megatron's TransformerConfig, `gpt` to its GPTModel.
 
-    With a `pattern` of layers it is a HybridModel.
+    With a `pattern` of layers it is a HybridModel. `transformer_engine` makes it of Transformer Engine's layers, which
+    add weight gradients to `main_grad` themselves where it is "fused", or leave that to autograd where it is "unfused".
     """
 
     dtype: torch.dtype = torch.float64
@@ -43,13 +44,14 @@ class Model:
     config: tuple[tuple[str, Any], ...] = ()
     gpt: tuple[tuple[str, Any], ...] = ()
     pattern: str | None = None
+    transformer_engine: str | None = None
 
     @property
     def label(self) -> str:
         """How it differs from the plain model, as far as fields of their own say so."""
         words = ["fp32" if self.dtype == torch.float32 else "", f"kv{self.kv_heads}" if self.kv_heads < HEADS else ""]
         words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
-        words += [(self.pattern or "").translate(PLAIN)]
+        words += [(self.pattern or "").translate(PLAIN), self.transformer_engine or ""]
         words += [self.recompute or "", "per-token" if self.per_token_loss else ""]
         return "-".join(filter(None, words))
 
@@ -88,7 +90,7 @@ class Model:
             params_dtype=self.dtype,
             pipeline_dtype=self.dtype,
             deallocate_pipeline_outputs=True,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=self.transformer_engine == "fused",
             masked_softmax_fusion=False,
             calculate_per_token_loss=self.per_token_loss,
             **recompute,
@@ -111,7 +113,7 @@ class Model:
             config,
             get_gpt_decoder_block_spec(
                 config,
-                use_transformer_engine=False,
+                use_transformer_engine=self.transformer_engine is not None,
                 normalization=config.normalization,
                 qk_l2_norm=config.qk_l2_norm,
                 vp_stage=chunk,

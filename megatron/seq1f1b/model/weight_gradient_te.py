@@ -1,0 +1,91 @@
+"""Weight gradients of Transformer Engine's linear layers, computed apart from their input gradients.
+
+Its layers hand the product that gives a weight gradient to their `wgrad_store` if that asks for it
+(`delay_wgrad_compute`), where it waits for `backward_dw()`. Three properties do not fit a schedule with I and W:
+
+- `backward_dw` assigns the gradient instead of adding it, so the units of a step would overwrite one another.
+- The backward that leaves the product still goes to the live parameter, so that hooks there fire at I, before there is
+  a gradient (Megatron's DistributedDataParallel would reduce it).
+- Their queue does not tell units apart, and an order of W other than that of I would mix them.
+
+So the products go to our own store instead, which keeps them by unit and hands their results to the live parameters
+through autograd, and the forward of a layer takes place on aliases of its parameters, whose hooks nobody listens to.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .weight_gradient import WeightGradientStore, Work, accumulated
+
+
+class _Products:
+    """Takes the place of the `wgrad_store` of one layer."""
+
+    def __init__(self, layer: Any, store: WeightGradientStore) -> None:
+        self._layer = layer
+        self._store = store
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+    def put(self, tensors: list[Tensor], product: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
+        """Called by the layer's backward: `product(*tensors)` gives the gradients of its weight and of its bias."""
+        layer = self._layer
+        names = aliased(layer)
+        parameters = tuple(layer._parameters[name] for name in names)
+
+        def gradients() -> tuple[Tensor | None, ...]:
+            weight_gradient, bias_gradient = product(*tensors)
+            is_added = layer.fuse_wgrad_accumulation and hasattr(parameters[0], "main_grad")
+            first = accumulated(parameters[0]) if is_added else weight_gradient
+            return (first, bias_gradient)[: len(parameters)]
+
+        self._store.leave(Work(parameters, gradients))
+
+
+def aliased(layer: Any) -> list[str]:
+    """The parameters whose gradients the product gives: the weight, and the bias where the layer adds it itself."""
+    adds_bias = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
+    return [*layer.weight_names, *(layer.bias_names if adds_bias else ())]
+
+
+@contextmanager
+def products_left_in(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the backward of Transformer Engine's linear layers leaves its weight gradients in `store`."""
+    layers = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "wgrad_store")]
+    kept = [layer.wgrad_store for layer in layers]
+    for layer in layers:
+        layer.wgrad_store = _Products(layer, store)
+        layer.forward = _on_aliases(layer)
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, kept, strict=True):
+            layer.wgrad_store = own
+            del layer.forward
+
+
+def _on_aliases(layer: Any) -> Callable[..., Any]:
+    forward = layer.forward
+
+    def on_aliases(*args: Any, **kwargs: Any) -> Any:
+        live = {name: layer._parameters[name] for name in aliased(layer)}
+        layer._parameters.update({name: _alias(parameter) for name, parameter in live.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            layer._parameters.update(live)
+
+    return on_aliases
+
+
+def _alias(parameter: torch.nn.Parameter) -> Tensor:
+    """The same values and the same `main_grad`, without the hooks of the parameter."""
+    alias = parameter.detach().requires_grad_(parameter.requires_grad)
+    if hasattr(parameter, "main_grad"):
+        alias.main_grad = parameter.main_grad  # type: ignore[attr-defined]
+    return alias
