@@ -51,7 +51,9 @@ class Job:
         return self
 
 
-def torchrun(script: Path, ranks: int, flags: Sequence[str] = (), timeout: float = 180) -> Job:
+def torchrun(
+    script: Path, ranks: int, flags: Sequence[str] = (), timeout: float = 180, env: dict[str, str] | None = None
+) -> Job:
     """Run ``script`` under torchrun, as a user does."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     process = subprocess.Popen(
@@ -59,7 +61,7 @@ def torchrun(script: Path, ranks: int, flags: Sequence[str] = (), timeout: float
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | (env or {}),
         start_new_session=True,
     )
     try:

@@ -72,6 +72,10 @@ def _is(value: str, name: str) -> Condition:
     return lambda settings: settings.get(name) == value
 
 
+def _grouped_by_transformer_engine(settings: Mapping[str, Any]) -> bool:
+    return settings.get("transformer_impl") == "transformer_engine" and bool(settings.get("moe_grouped_gemm"))
+
+
 def _has_layers(symbol: str) -> Condition:
     return lambda settings: symbol in (settings.get("hybrid_layer_pattern") or "")
 
@@ -347,11 +351,10 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
     ),
     Scope.SPLIT_BACKWARDS: (
         Unsupported(
-            "--transformer-impl transformer_engine",
-            _is("transformer_engine", "transformer_impl"),
-            "computes weight gradients together with input gradients",
-            "use --transformer-impl local, or a schedule without W such as 1f1b",
-            is_in_readme=True,
+            "--moe-grouped-gemm with --transformer-impl transformer_engine",
+            _grouped_by_transformer_engine,
+            "computes the weight gradients of all experts together with input gradients",
+            "drop --moe-grouped-gemm, or use a schedule without W such as 1f1b",
         ),
         Unsupported(
             "--moe-shared-expert-overlap",

@@ -4,9 +4,18 @@ Nothing here is active until :func:`activate` is called. What it then redirects,
 written in one table, ``REDIRECTS`` in :mod:`megatron.seq1f1b.cpu.redirects`.
 """
 
+from collections.abc import Sequence
+
 from megatron.seq1f1b.cpu.device import wanted
 
-__all__ = ["activate", "wanted"]
+__all__ = ["activate", "wanted", "wants_transformer_engine"]
+
+
+def wants_transformer_engine(argv: Sequence[str]) -> bool:
+    """Whether the flags ask for Transformer Engine's layers, and its Python is there to make them on a CPU."""
+    from megatron.seq1f1b.cpu import transformer_engine
+
+    return transformer_engine.is_wanted(argv)
 
 
 def activate(with_transformer_engine: bool = False) -> None:

@@ -57,6 +57,7 @@ def aliased(layer: Any) -> list[str]:
 def products_left_in(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Inside, the backward of Transformer Engine's linear layers leaves its weight gradients in `store`."""
     layers = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "wgrad_store")]
+    assert all(hasattr(layer, "weight_names") for layer in layers), "grouped products are refused at start-up"
     kept = [layer.wgrad_store for layer in layers]
     for layer in layers:
         layer.wgrad_store = _Products(layer, store)

@@ -232,6 +232,7 @@ def recurrent_tensor_suite():
 
 
 RANKS = {
+    "transformer-engine": 2,
     "pp1": 1,
     "pp2": 2,
     "pp4": 4,
@@ -269,7 +270,19 @@ RANKS = {
     "pp2-dp2-v": 4,
 }
 
+
+def transformer_engine_suite():
+    """Its layers run on CPU tensors by stand-ins of its kernels, see cpu/transformer_engine."""
+    cases = [Case(family, k, 2, "uneven", "random") for family in ("1f1b", "zb-h1", "auto") for k in (2, 3)]
+    for kind in ("unfused", "fused"):
+        yield Model(transformer_engine=kind), Layout(pipeline=2), cases
+        overlapped = Layout(pipeline=2, overlap=True, distributed_optimizer=True)
+        yield Model(transformer_engine=kind, recompute="full"), replace(overlapped, pipeline=1), cases[2:4]
+    yield Model(transformer_engine="fused", dtype=torch.float32), Layout(tensor=2, sequence_parallel=True), cases[:4]
+
+
 SUITES = {
+    "transformer-engine": transformer_engine_suite,
     "pp1": lambda: pipeline_suite(1),
     "pp2": lambda: pipeline_suite(2),
     "pp4": lambda: pipeline_suite(4),

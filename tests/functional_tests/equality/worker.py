@@ -1,6 +1,7 @@
 """Runs equality cases in one process group, and prints one line for each; started on several ranks.
 
-worker.py FILE    # with the ids of the cases, one a line; see suites.py
+worker.py FILE                         # with the ids of the cases, one a line; see suites.py
+worker.py FILE --transformer-engine    # of models of its layers
 """
 
 import sys
@@ -10,10 +11,13 @@ import torch.distributed as dist
 
 from megatron.seq1f1b import cpu
 
-cpu.activate()
+cpu.activate(with_transformer_engine="--transformer-engine" in sys.argv)
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 
 from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
+from megatron.seq1f1b.model.output_layer import without_apex  # noqa: E402
 
 
 def agreed(name: str, verdict: Verdict) -> str:
@@ -29,6 +33,8 @@ def agreed(name: str, verdict: Verdict) -> str:
 
 
 def main() -> None:
+    # As `install` does where Transformer Engine is there without apex.
+    ColumnParallelLinear.__init__ = without_apex(ColumnParallelLinear.__init__)
     dist.init_process_group("gloo")
     selected = set(Path(sys.argv[1]).read_text().split())
     references = References()

@@ -100,20 +100,25 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron,
     assert sentence in output and output.startswith("error: ") and output.count("\n") == 1
 
 
-def test_weight_gradients_apart_need_the_local_layers():
-    for family in {*FAMILIES} - {*splitting_families()}:
+GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
+
+
+def test_grouped_products_of_transformer_engine_have_no_weight_gradients_apart():
+    for family in FAMILIES:
         validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
+    for family in {*FAMILIES} - {*splitting_families()}:
+        validate(parsed("--pipeline-schedule", family, **GROUPED))
     for family in {*FAMILIES} & {*splitting_families()}:
         with pytest.raises(SystemExit):
-            validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
+            validate(parsed("--pipeline-schedule", family, **GROUPED))
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
 def test_auto_plans_without_split_backwards_where_they_are_not_possible(caplog, monkeypatch, rank, lines):
     monkeypatch.setenv("RANK", rank)
-    config = validate(parsed("--pipeline-schedule", "auto", transformer_impl="transformer_engine"))
+    config = validate(parsed("--pipeline-schedule", "auto", **GROUPED))
     assert config.schedule == Planned(split=False)
-    assert caplog.text.count("without splitting backwards: --transformer-impl transformer_engine") == lines
+    assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with --transformer-impl transformer_engine") == lines
     shape = Shape(Placement(2), 6)
     kinds = {action.kind for action in config.schedule.program(shape, 0, config.lengths, config.action_costs)}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
@@ -147,7 +152,7 @@ def test_a_file_takes_the_place_of_a_family(file):
         {"global_batch_size": 16},
         {"sequence_splits": None},
         {"step_batch_size_schedule": "0:4 100:8"},
-        {"transformer_impl": "transformer_engine"},
+        GROUPED,
     ],
     ids=str,
 )

@@ -35,7 +35,10 @@ SETTINGS = {
     "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
     "--flash-attention-version 3": {"flash_attention_version": 3},
     "--flash-attention-version without its package": {"flash_attention_version": 2, "distributed_backend": "nccl"},
-    "--transformer-impl transformer_engine": {"transformer_impl": "transformer_engine"},
+    "--moe-grouped-gemm with --transformer-impl transformer_engine": {
+        "transformer_impl": "transformer_engine",
+        "moe_grouped_gemm": True,
+    },
 }
 FLAGS = {
     Scope.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),

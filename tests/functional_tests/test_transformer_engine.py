@@ -1,0 +1,33 @@
+"""Transformer Engine's layers by segments, and their weight gradients apart, against Megatron's own unsegmented run.
+
+Its Python runs on CPU tensors, on stand-ins of five of its kernels (see megatron/seq1f1b/cpu/transformer_engine).
+"""
+
+import re
+
+import pytest
+
+from functional_tests.equality.suites import groups
+from functional_tests.launch import ROOT, torchrun
+
+WORKER = ROOT / "tests" / "functional_tests" / "equality" / "worker.py"
+# Made by scripts/setup.sh, away from other packages.
+PACKAGES = ROOT / ".venv" / "transformer-engine"
+CASES = [name for group in groups() if group.model.transformer_engine for name in group.cases]
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory):
+    """The line on every case, of one job on two ranks."""
+    if not (PACKAGES / "transformer_engine").is_dir():
+        pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
+    selected = tmp_path_factory.mktemp("transformer_engine") / "cases"
+    selected.write_text("\n".join(CASES))
+    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
+    job = torchrun(WORKER, 2, [selected, "--transformer-engine"], timeout=300, env=folders)
+    return dict(re.findall(r"^case (\S+): (.*)$", job.check().log, re.MULTILINE))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_its_layers_train_by_segments(verdicts, case):
+    assert verdicts[case].startswith("equal, "), verdicts[case]
