@@ -129,9 +129,7 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
 def in_packed_format(args):
     """Whether the model is to be told of documents by cumulative lengths. Our schedules know of
     documents by themselves, on every stage."""
-    return (
-        args.sft or args.dataloader_inter_document_masking
-    ) and not pipeline_config().follows_documents
+    return (args.sft or args.dataloader_inter_document_masking) and not pipeline_config().follows_documents
 
 
 def packed_seq_params(batch):
@@ -171,9 +169,7 @@ def check_loss(loss):
         spiky = partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
         checks += [(spiky, "the loss jumped", False)]
     for rejected, message, fatal in checks:
-        machine.validate_result(
-            result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=fatal
-        )
+        machine.validate_result(result=loss, rejection_func=rejected, message=message, tolerance=0.0, fatal=fatal)
 
 
 def forward_step(data_iterator, model):

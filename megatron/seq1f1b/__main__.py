@@ -1,6 +1,6 @@
 """Runs an unmodified Megatron training script under our schedules, with our flags added to its own.
 
-    torchrun --nproc-per-node 8 -m megatron.seq1f1b pretrain_gpt.py --sequence-splits 4 ...
+torchrun --nproc-per-node 8 -m megatron.seq1f1b pretrain_gpt.py --sequence-splits 4 ...
 """
 
 import runpy

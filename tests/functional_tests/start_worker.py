@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import io
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ def start(num_ranks: int, flags: list[str]) -> tuple[int, str]:
     os.environ["WORLD_SIZE"] = str(num_ranks)
     sys.argv = ["pretrain_gpt.py", *flags]
     printed = io.StringIO()
+    logging.basicConfig(stream=printed, format="%(message)s", force=True)
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})

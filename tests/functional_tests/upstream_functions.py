@@ -43,9 +43,7 @@ class UpstreamFunctions:
     `is_unsupported(config)` holds for the configuration of the model.
     """
 
-    def __init__(
-        self, run: Callable, megatrons: Mapping[str, Callable], is_unsupported: Callable[[Any], bool]
-    ) -> None:
+    def __init__(self, run: Callable, megatrons: Mapping[str, Callable], is_unsupported: Callable[[Any], bool]) -> None:
         self._run = run
         self._megatrons = dict(megatrons)
         self._is_unsupported = is_unsupported

@@ -116,7 +116,7 @@ def read_profile(path: str | Path) -> Profile:
             raise ValueError("layers with experts or latent attention are measured by a trace of a run instead")
         profile = Profile(
             data["device"],
-            ModelShape(**{**model, "expert_layers": ()}),
+            ModelShape(**{name: tuple(value) if isinstance(value, list) else value for name, value in model.items()}),
             data["micro_batch_size"],
             data["tensor_parallel_size"],
             {name: tuple(Measurement(**row) for row in data["parts"][name]) for name in PARTS},

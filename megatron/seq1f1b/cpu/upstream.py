@@ -5,6 +5,7 @@ import logging
 import sys
 
 from ..ranks import warn_on_rank_0
+from . import transformer_engine
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ def with_cpu_defaults(parse_args):
         if is_rehearsed:
             namespace.replaced_on_cpu = {flag: getattr(namespace, flag) for flag, _, _ in FLAGS}
         for name, value, reason in FLAGS:
+            if name in _OF_TRANSFORMER_ENGINE and transformer_engine.is_loaded():
+                continue
             asked = getattr(namespace, name)
             flag = f"--{name.replace('_', '-')}"
             if asked != value and was_given(flag) and not is_rehearsed:
@@ -59,6 +62,10 @@ FLAGS = (
     ("apply_rope_fusion", False, "a kernel of Transformer Engine"),
     ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
 )
+
+
+# What its layers on CPU tensors can do.
+_OF_TRANSFORMER_ENGINE = ("transformer_impl", "gradient_accumulation_fusion")
 
 
 def forked(get_write_results_queue):

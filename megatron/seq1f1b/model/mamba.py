@@ -41,9 +41,7 @@ def _recurrence(mixer: MambaMixer, projected: Tensor, state: State | None) -> tu
     """From the input projection [n, b, ...] to the input [n, b, h·p] of the output projection."""
     columns, memory = state or (None, None)
     width, groups = mixer.d_inner_local_tp, mixer.ngroups_local_tp * mixer.d_state
-    gate, mixed, step = projected.transpose(0, 1).split(
-        [width, width + 2 * groups, mixer.nheads_local_tp], dim=-1
-    )
+    gate, mixed, step = projected.transpose(0, 1).split([width, width + 2 * groups, mixer.nheads_local_tp], dim=-1)
     mixed, columns = causal_convolution(partial(_convolve, mixer), mixed, columns, mixer.d_conv)
     x, b, c = mixed.split([width, groups, groups], dim=-1)
     output, memory = mamba_mixer.mamba_chunk_scan_combined(

@@ -50,8 +50,9 @@ def check_data(flag: str, prefix: str) -> None:
                     f"{flag} {prefix}: {index} has {size} bytes, but its {num_sequences} sequences and "
                     f"{num_documents} documents take {positions + 8 * num_sequences + 8 * num_documents}; {_MAKE}"
                 )
-            last_length, last_position = _read(file, lengths, "<i", num_sequences), _read(
-                file, positions, "<q", num_sequences
+            last_length, last_position = (
+                _read(file, lengths, "<i", num_sequences),
+                _read(file, positions, "<q", num_sequences),
             )
     except OSError as error:
         raise ValueError(f"{flag} {prefix}: {index} cannot be read ({error.strerror})") from None

@@ -64,9 +64,7 @@ def chunked_rule(q, k, v, g, beta, state=None):
 
 
 def chunked_scan(x, dt, a, b, c, d, z, state=None):
-    return mamba_chunk_scan_combined(
-        x, dt, a, b, c, 16, D=d, z=z, initial_states=state, return_final_states=True
-    )
+    return mamba_chunk_scan_combined(x, dt, a, b, c, 16, D=d, z=z, initial_states=state, return_final_states=True)
 
 
 RULES = {

@@ -83,7 +83,8 @@ def test_segments_equal_one_softmax(lengths, window, sink, documents, backend):
         results.append(sinks.grad)
 
     for result, reference in zip(results, references, strict=True):
-        assert (result - reference).abs().max() <= 1e-13 * reference.abs().max()
+        # Where a query sees one key its own gradient is zero, so errors are relative to the inputs, which are about 1.
+        assert (result - reference).abs().max() <= 1e-13 * reference.abs().max().clamp(min=1)
 
 
 def test_off_by_one_adds_one_to_the_denominator():
