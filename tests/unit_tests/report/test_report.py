@@ -108,7 +108,7 @@ def test_costs_from_a_file_for_auto(tmp_path, tool):
     [
         (["--costs", "f=1,x=2", "--output", "a.png"], "unknown cost 'x'; there are f, i, w"),
         (["--output", "a.txt"], "expected .png, .svg"),
-        (["--num-microbatches", 0, "--output", "a.png"], "at least one micro-batch"),
+        (["--num-microbatches", 0, "--output", "a.png"], "'0' is not a whole number from 1 on"),
         (["--pipeline-schedule-file", "nowhere.csv", "--output", "a.png"], "nowhere.csv"),
         (["--pipeline-schedule", "auto", "--memory-limit", 0.5, "--output", "a.png"], "the limit is 0.5"),
     ],
@@ -127,7 +127,7 @@ def test_the_checker(tmp_path, tool):
     assert "peak units in flight of each rank: 2 2" in printed
     path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.0,1B0.1\n")
     status, _, error = tool("check_schedule.py", path)
-    assert status == 2 and error.startswith("error: rank 1, action 2: 1B0.0 comes before 1B0.1")
+    assert status == 2 and error.startswith(f"error: {path}: rank 1, action 2: 1B0.0 comes before 1B0.1")
     assert "> rank 1" in error
 
 

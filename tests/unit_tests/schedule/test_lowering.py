@@ -160,5 +160,5 @@ def test_the_turn_of_a_v_needs_no_message():
 def test_an_order_whose_messages_nobody_sends_is_refused():
     schedule = build("1f1b", Shape(Placement(2), 2))
     broken = Schedule(schedule.shape, (schedule.ranks[0][1:], schedule.ranks[1]))
-    with pytest.raises(ValueError, match="rank 1 needs messages that no neighbour sends"):
+    with pytest.raises(ValueError, match="rank 1 needs messages that rank 0 does not send"):
         lower(broken)
