@@ -52,10 +52,15 @@ class Job:
 
 
 def torchrun(
-    script: Path, ranks: int, flags: Sequence[str] = (), timeout: float = 180, env: dict[str, str] | None = None
+    script: Path,
+    ranks: int,
+    flags: Sequence[str] = (),
+    timeout: float = 180,
+    env: dict[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> Job:
-    """Run ``script`` under torchrun, as a user does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    """Run ``script`` under torchrun, as a user does; `options` are torchrun's own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
     process = subprocess.Popen(
         [*command, f"--nproc-per-node={ranks}", str(script), *map(str, flags)],
         stdout=subprocess.PIPE,
@@ -120,7 +125,9 @@ class Launcher:
     def close(self) -> None:
         self._zygote.stdin.close()
         try:
-            self._zygote.wait(timeout=10)
+            self._zygote.wait(timeout=10 * PATIENCE)
+        except subprocess.TimeoutExpired:
+            pass
         finally:
             if self._zygote.poll() is None:
                 os.killpg(self._zygote.pid, signal.SIGKILL)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.launch import TINY_GPT, torchrun
+from functional_tests.launch import ROOT, TINY_GPT, torchrun
 
 SCRIPT = Path(__file__).with_name("faulty_script.py")
 FLAGS = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2, "--sequence-splits", 2, "--train-iters", 7]
@@ -64,8 +64,11 @@ def test_a_full_disk_is_named_and_costs_nothing_but_the_iteration(launch, undist
 
 def test_torchruns_restarts_go_on_by_themselves(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "kill forward 3 1")
+    path = {"PYTHONPATH": str(ROOT)}
     flags = [*FLAGS, "--train-iters", 4, "--lr-decay-iters", 7, "--save", tmp_path, "--load", tmp_path]
-    job = torchrun(SCRIPT, 2, [*flags, "--save-interval", 2], timeout=240, options=["--max-restarts", "1"]).check()
+    job = torchrun(
+        SCRIPT, 2, [*flags, "--save-interval", 2], timeout=240, env=path, options=["--max-restarts", "1"]
+    ).check()
     assert job.losses() == pytest.approx(undisturbed[:4], abs=3e-6)
 
 
