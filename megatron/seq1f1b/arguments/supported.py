@@ -220,6 +220,12 @@ SUPPORTED: tuple[Supported, ...] = (
         "without it, the fastest that is installed for the GPU",
     ),
     Supported(
+        "`--transformer-impl transformer_engine`",
+        "tests/functional_tests/test_transformer_engine.py::test_its_layers_train_by_segments",
+        "weight gradients apart too; on a CPU its layers run where its Python is installed without its CUDA libraries",
+        is_in_readme=True,
+    ),
+    Supported(
         "`--bf16`, `--fp16`, fp32",
         "tests/functional_tests/test_seq1f1b_training.py::test_bf16_falls_like_megatrons_own",
         "fp32 attention on GPUs is not fused, so slower",

@@ -31,6 +31,7 @@ SETTINGS = {
         "allow_ambiguous_pad_tokens": True,
         "reset_attention_mask": True,
     },
+    "variable_seq_lengths of a program's configuration": {"variable_seq_lengths": True},
     "--fp8-format": {"fp8": "hybrid"},
     "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
     "--flash-attention-version 3": {"flash_attention_version": 3},
