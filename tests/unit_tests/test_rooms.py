@@ -14,7 +14,6 @@ MAY_IMPORT = {
     "partition": set(),
     "costs": {"schedule", "partition"},
     "simulator": {"schedule", "partition", "costs"},
-    "planner": {"schedule", "partition", "costs", "simulator"},
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
@@ -23,7 +22,7 @@ MAY_IMPORT = {
     "runtime": {"ranks", "patches", "schedule", "model"},
     "rehearsal": {"ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
 }
-PURE = {"schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}, "planner": {"numpy"}}
+PURE = {"schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}}
 
 
 def imported(path: Path) -> set[str]:
