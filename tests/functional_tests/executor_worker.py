@@ -273,6 +273,7 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
 
         return output, loss_func
 
+    destroy_rerun_state_machine()  # Megatron makes one for whoever asks first
     initialize_rerun_state_machine(mode=RerunMode.REPORT_DETERMINISM_STATS)
     model, schedule, counted = stage(world), executor(k=2), Counted()
     iterator, seen = RerunDataIterator(counted), []
