@@ -4,6 +4,7 @@ A check looks at a number on the host, for which a GPU has to end all that came 
 is also what a check means: that of a segment is another number, and jumps more.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
 
 from ..model import Segment
+
+_log = logging.getLogger(__name__)
 
 
 class _Check(NamedTuple):
@@ -58,17 +61,19 @@ class LossChecks:
 
 
 def _make_up(machine: Any, message: str, checks: list[_Check]) -> None:
-    last = checks[-1]
+    last, place = checks[-1], []
+
+    def rejects(total: Tensor) -> Any:
+        is_rejected = last.rejection_func(total)
+        if is_rejected:
+            found = [check.segment.index for check in checks if check.rejection_func(check.result)]
+            place[:] = [f"{message} in micro-batch {last.segment.microbatch}, of its segments in {found or 'the sum'}"]
+            _log.error("%s", place[0])
+        return is_rejected
+
     try:
-        machine.validate_result(
-            result=sum(check.result for check in checks),
-            rejection_func=last.rejection_func,
-            message=message,
-            **last.options,
-        )
+        total = sum(check.result for check in checks)
+        machine.validate_result(result=total, rejection_func=rejects, message=message, **last.options)
     except Exception as error:
-        rejected = [check.segment.index for check in checks if check.rejection_func(check.result)]
-        error.add_note(
-            f"{message} in micro-batch {last.segment.microbatch}, of its segments in {rejected or 'the sum'}"
-        )
+        error.add_note(place[0] if place else message)
         raise

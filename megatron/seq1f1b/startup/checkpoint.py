@@ -7,22 +7,16 @@ from typing import Any
 from .ending import wants_tracebacks
 
 _TRACKER = "latest_checkpointed_iteration.txt"
+# Settings that Megatron does not change between parsing and saving.
 _OF_THE_MODEL = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
-    "group_query_attention",
-    "num_query_groups",
     "kv_channels",
     "multi_latent_attention",
     "num_experts",
     "swiglu",
-    "normalization",
-    "position_embedding_type",
-    "untie_embeddings_and_output_weights",
-    "add_bias_linear",
-    "qk_layernorm",
 )
 
 
@@ -49,7 +43,8 @@ def check_checkpoint(args: Namespace) -> None:
         if not (saved / name).is_file():
             raise ValueError(f"--load {folder}: {saved.name} has no file {name}; {_other(folder, saved)}")
     _check_sizes(folder, saved)
-    if not getattr(args, "finetune", False):
+    is_translated = getattr(args, "hybrid_layer_pattern", None) is not None  # a GPT's becomes a hybrid model's
+    if not getattr(args, "finetune", False) and not is_translated:
         _check_model(folder, saved, args)
 
 

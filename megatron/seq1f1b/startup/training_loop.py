@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # it imports Megatron, which has to wait until the CPU redire
 _log = logging.getLogger(__name__)
 
 # A file system with less than this is full: what failed to be written may have been larger than what is left.
-_FULL = 1 << 20
+_FULL = 8 << 20
 
 
 class TrainingLoop:
@@ -75,13 +75,10 @@ class TrainingLoop:
             segment = self._running()
             if machine.rerun_requested and not was_rejected and segment is not None:
                 _log.error(
-                    "%s in iteration %d: on the last stage, in micro-batch %d, segment %d (tokens %d to %d)",
+                    "%s in iteration %d: on the last stage, in micro-batch %d",
                     message,
                     self._args().curr_iteration + 1,
                     segment.microbatch,
-                    segment.index,
-                    segment.start,
-                    segment.end,
                 )
 
         return validate_result
