@@ -114,9 +114,11 @@ def read_profile(path: str | Path) -> Profile:
         model = data["model"]
         if model.get("latent") or model.get("experts"):
             raise ValueError("layers with experts or latent attention are measured by a trace of a run instead")
+        # JSON has lists for tuples.
+        model = {name: tuple(value) if isinstance(value, list) else value for name, value in model.items()}
         profile = Profile(
             data["device"],
-            ModelShape(**{name: tuple(value) if isinstance(value, list) else value for name, value in model.items()}),
+            ModelShape(**model),
             data["micro_batch_size"],
             data["tensor_parallel_size"],
             {name: tuple(Measurement(**row) for row in data["parts"][name]) for name in PARTS},
