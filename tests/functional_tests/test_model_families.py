@@ -1,4 +1,5 @@
-"""pretrain_gpt.py trains mixtures of experts and multi-latent attention on segments as Megatron's own schedule does."""
+"""pretrain_gpt.py trains mixtures of experts, multi-latent attention and layouts on segments as Megatron's own schedule
+does."""
 
 import pytest
 
@@ -21,6 +22,8 @@ EXPERTS = (
 BALANCED = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "1e-2")
 BIASED = ("--moe-router-load-balancing-type", "none", "--moe-router-enable-expert-bias")
 SIGMOID = ("--moe-router-score-function", "sigmoid")
+# The embedding and the loss on stages of their own, and the two chunks between them not alike.
+LAYOUT = ("--pipeline-model-parallel-layout", "E|t|ttt|L")
 
 
 @pytest.mark.parametrize(
@@ -29,8 +32,9 @@ SIGMOID = ("--moe-router-score-function", "sigmoid")
         (2, LATENT),
         (2, (*EXPERTS, *BIASED, *SIGMOID)),
         (4, (*EXPERTS, *BALANCED, "--expert-model-parallel-size", "2", "--use-distributed-optimizer")),
+        (2, LAYOUT),
     ],
-    ids=["multi-latent attention", "experts with a bias", "expert parallel"],
+    ids=["multi-latent attention", "experts with a bias", "expert parallel", "layout"],
 )
 def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
     own = launch(ranks, [*PIPELINE, *model, "--attention-backend", "local"]).check()

@@ -141,6 +141,11 @@ SUPPORTED: tuple[Supported, ...] = (
         is_in_readme=True,
     ),
     Supported(
+        "`--pipeline-model-parallel-layout`",
+        "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
+        "embedding and loss on stages of their own, too",
+    ),
+    Supported(
         "`--microbatch-group-size-per-virtual-pipeline-stage`",
         "tests/unit_tests/schedule/test_families.py::test_every_family_is_valid_for_every_size",
         "not looked at: chunks take turns as early as they can, with the fewest activations",
