@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from megatron.seq1f1b.cpu import optimizer, recurrent, rng, stand_ins, tensors, transformer_engine, upstream
+from megatron.seq1f1b.cpu import gloo, optimizer, recurrent, rng, stand_ins, tensors, transformer_engine, upstream
 from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
 
 _FACTORIES = (
@@ -30,6 +30,12 @@ REDIRECTS = PatchTable(
         Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0"),
         Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
         Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
+        Patch(
+            "torch.distributed.distributed_c10d.ProcessGroupGloo",
+            gloo.on_one_device,
+            "each group would poll its sockets in a thread of its own",
+            wraps=True,
+        ),
         # Streams and events
         Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
         Patch("torch.cuda.Event", stand_ins.Event, _DONE),
