@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
-from .arguments import PipelineConfig, pipeline_config
+from .arguments import Naming, PipelineConfig, pipeline_config
 from .arguments.config import warn_of_short_segments
 from .arguments.from_program import run_of_program
 from .patches import Patch, PatchTable, Scope, patched
@@ -58,7 +58,7 @@ class ProgramExecutor:
     ) -> list[Any]:
         if self._run is None:
             run = run_of_program(model, num_microbatches, seq_length)
-            config = pipeline_config(self._options, run, self._placement)
+            config = pipeline_config(self._options, run, self._placement, Naming.KEYWORDS)
             warn_of_short_segments(config)
             self._run = _executor(config, lambda: self._training_steps)
         self._training_steps += not forward_only

@@ -52,10 +52,10 @@ def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, tmp_pa
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (["sequence_splits=40"], "use at most 32 segments"),
-        (["sequence_splits=2", "sequence_split_strategy=profile"], "needs --sequence-split-profile"),
-        (["pipeline_schedule=2f2b"], "invalid choice: '2f2b'"),
-        (["segments=2"], "--segments is not a flag of megatron.seq1f1b"),
+        (["sequence_splits=40"], "sequence_splits=40 leaves empty segments: seq_length=32 has only 32 pieces"),
+        (["sequence_splits=2", "sequence_split_strategy=profile"], "needs sequence_split_profile"),
+        (["pipeline_schedule=2f2b"], "pipeline_schedule='2f2b': invalid choice: '2f2b'"),
+        (["segments=2"], "segments is not a keyword of megatron.seq1f1b.install"),
         (["placement=w"], "unknown placement 'w'"),
     ],
     ids=str,
@@ -66,5 +66,5 @@ def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path, options, sen
 
 
 def test_options_that_are_no_flags_are_refused_before_anything_happens():
-    with pytest.raises(ValueError, match="--segments is not a flag"):
+    with pytest.raises(ValueError, match="^segments is not a keyword of megatron.seq1f1b.install"):
         install(segments=2)

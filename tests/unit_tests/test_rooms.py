@@ -10,19 +10,20 @@ ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
 
 # Each room with the rooms that it may import. What is not listed stands on top and may import all of them.
 MAY_IMPORT = {
-    "schedule": set(),
-    "partition": set(),
-    "costs": {"schedule", "partition"},
-    "simulator": {"schedule", "partition", "costs"},
+    "errors": set(),
+    "schedule": {"errors"},
+    "partition": {"errors"},
+    "costs": {"errors", "schedule", "partition"},
+    "simulator": {"errors", "schedule", "partition", "costs"},
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
     "cpu": {"ranks", "patches", "model"},
     "model": {"ranks", "patches"},
     "runtime": {"ranks", "patches", "schedule", "model"},
-    "rehearsal": {"ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
+    "rehearsal": {"errors", "ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
 }
-PURE = {"schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}}
+PURE = {"errors": set(), "schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}}
 
 
 def imported(path: Path) -> set[str]:

@@ -7,9 +7,11 @@ from .config import PipelineConfig, pipeline_config
 from .flags import add_arguments, has_our_flags, parse_options
 from .from_arguments import run_of_arguments
 from .megatron_run import MegatronRun
+from .naming import Naming
 
 __all__ = [
     "MegatronRun",
+    "Naming",
     "PipelineConfig",
     "add_arguments",
     "has_our_flags",

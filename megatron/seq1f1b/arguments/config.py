@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..costs import A100, CPU_CORE, action_costs
-from ..partition import PartitionError
 from ..ranks import warn_on_rank_0
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .megatron_run import MegatronRun
+from .naming import Naming
 from .sequence_partition import SequencePartition
 from .supported import Scope, first_unsupported, packs_documents, segments_are_possible
 
@@ -38,13 +38,13 @@ class PipelineConfig:
         return len(self.lengths)
 
     def cut(self, sequence_length: int, documents: Sequence[Sequence[int]] | None = None) -> tuple[int, ...]:
-        """Lengths of the segments of a sequence, as `SequencePartition.cut` gives them; raises PartitionError."""
+        """Lengths of the segments of a sequence, as `SequencePartition.cut` gives them; raises ValueError."""
         if sequence_length == self.run.sequence_length and documents is None:
             return self.lengths
         return self.partition.cut(sequence_length, self.num_segments, documents)
 
     def action_costs(self, lengths: Sequence[int]) -> Costs:
-        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises PartitionError."""
+        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises ValueError."""
         return action_costs(self.partition.costs, self.run.layers_per_stage, lengths)
 
     @property
@@ -64,11 +64,19 @@ class PipelineConfig:
         return is_local and segments_are_possible(settings) and not packs_documents(settings)
 
 
-def pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str = "looped") -> PipelineConfig:
+def pipeline_config(
+    flags: argparse.Namespace, run: MegatronRun, placement: str = "looped", naming: Naming = Naming.FLAGS
+) -> PipelineConfig:
     """Turn our parsed flags into the configuration of this process.
 
-    Raises ValueError, with a sentence that names the flag and the way out, for what is not supported.
+    Raises ValueError for what is not supported: a sentence that names the flag, or the keyword of a program, and the
+    way out.
     """
+    with naming.in_errors():
+        return _pipeline_config(flags, run, placement, naming)
+
+
+def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str, naming: Naming) -> PipelineConfig:
     is_on_cpu = _is_on_cpu(flags.device)
     partition = SequencePartition(
         run=run,
@@ -77,12 +85,10 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str 
         file=flags.sequence_split_file,
         profile=flags.sequence_split_profile,
         throughput=CPU_CORE if is_on_cpu else A100,
+        naming=naming,
     )
     schedule = _schedule(flags, run, placement)
-    try:
-        lengths = (run.sequence_length,) if schedule is None else partition.cut(run.sequence_length)
-    except PartitionError as error:
-        raise ValueError(str(error)) from error
+    lengths = (run.sequence_length,) if schedule is None else partition.cut(run.sequence_length)
     config = PipelineConfig(
         run=run,
         schedule=schedule,

@@ -110,7 +110,10 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
-    """Our flags given by name: `sequence_splits=4` for `--sequence-splits 4`. Raises ValueError for what is no flag."""
+    """Our flags as the keywords of a program: `sequence_splits=4` for `--sequence-splits 4`.
+
+    Raises ValueError for an unknown keyword or a wrong value.
+    """
     parser = add_arguments(argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False))
     words = []
     for name, value in options.items():
@@ -119,9 +122,11 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     try:
         parsed, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from None
+        name = (error.argument_name or "").split("/")[0].removeprefix("--").replace("-", "_")
+        raise ValueError(f"{name}={options.get(name)!r}: {error.message}") from None
     if unknown:
-        raise ValueError(f"{unknown[0]} is not a flag of megatron.seq1f1b")
+        name = unknown[0].removeprefix("--").replace("-", "_")
+        raise ValueError(f"{name} is not a keyword of megatron.seq1f1b.install; there are {', '.join(vars(parsed))}")
     return parsed
 
 

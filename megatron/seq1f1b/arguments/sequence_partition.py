@@ -16,8 +16,10 @@ from ..costs import (
     read_profile,
     read_traced_costs,
 )
-from ..partition import STRATEGIES, PartitionError, check_lengths, cut_sequence, read_lengths, terapipe
+from ..errors import ParameterError
+from ..partition import STRATEGIES, check_lengths, cut_sequence, read_lengths, terapipe
 from .megatron_run import MegatronRun
+from .naming import Naming
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class SequencePartition:
     """`file` takes the place of `strategy`, the measured times of `profile` that of `throughput`.
 
     `num_segments` is None if nobody asked for a number: a file gives it, and TeraPipe's dynamic programme finds it.
+    Errors are ValueErrors that name parameters by `naming`.
     """
 
     run: MegatronRun
@@ -33,6 +36,7 @@ class SequencePartition:
     file: Path | None
     profile: Path | None
     throughput: DeviceThroughput
+    naming: Naming = Naming.FLAGS
 
     @property
     def follows_documents(self) -> bool:
@@ -42,11 +46,17 @@ class SequencePartition:
     def cut(
         self, sequence_length: int, num_segments: int | None = None, documents: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:
-        """Lengths in tokens of the segments of a sequence; raises PartitionError. Can take a second for long sequences.
+        """Lengths in tokens of the segments of a sequence; raises ValueError. Can take a second for long sequences.
 
         With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
         follow those.
         """
+        with self.naming.in_errors():
+            return self._cut(sequence_length, num_segments, documents)
+
+    def _cut(
+        self, sequence_length: int, num_segments: int | None, documents: Sequence[Sequence[int]] | None
+    ) -> tuple[int, ...]:
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:
             lengths = read_lengths(self.file)
@@ -71,7 +81,11 @@ class SequencePartition:
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """The cost of a segment on every stage, measured if there is a profile; raises PartitionError."""
+        """The cost of a segment on every stage, measured if there is a profile; raises ValueError."""
+        with self.naming.in_errors():
+            return self._costs()
+
+    def _costs(self) -> tuple[StageCost, ...]:
         run = self.run
         if self.profile is None:
             return analytic_costs(run.model, run.layers_per_stage, self.throughput, run.recomputes_layers)
@@ -83,11 +97,12 @@ class SequencePartition:
         return profile.costs(run.layers_per_stage)
 
     def _fastest(self, sequence_length: int) -> tuple[int, ...]:
-        """The fastest of all cuts by TeraPipe's dynamic programme, of any number of segments; raises PartitionError."""
+        """The fastest of all cuts by TeraPipe's dynamic programme, of any number of segments."""
         if self.profile is not None and is_trace(self.profile):
-            raise PartitionError(
-                f"--sequence-split-profile {self.profile} is a trace, which does not tell what shorter segments "
-                "cost, so that --sequence-split-strategy terapipe cannot choose their number; give --sequence-splits"
+            raise ParameterError(
+                "{profile} is a trace, which has no times of shorter segments, so {strategy:terapipe} cannot choose "
+                "their number; give {num_segments.name}",
+                profile=self.profile,
             )
         return terapipe(
             sequence_length,

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
+from ..arguments import Naming
+
 # Name -> (module, what it does).
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -45,7 +47,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         sentence = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except ValueError as error:
-        sentence = str(error)
+        sentence = Naming.FLAGS.sentence(error)
     print(f"error: {sentence.rstrip('.')}.", file=sys.stderr)
     return 2
 

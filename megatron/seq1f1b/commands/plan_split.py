@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..arguments import Naming
 from ..costs import (
     A100,
     CPU_CORE,
@@ -28,9 +29,9 @@ from ..costs import (
     read_profile,
     read_traced_costs,
 )
+from ..errors import ParameterError
 from ..partition import (
     STRATEGIES,
-    PartitionError,
     check_lengths,
     cut_sequence,
     read_lengths,
@@ -145,8 +146,8 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
                 num_stages=len(costs),
                 num_microbatches=args.num_microbatches,
             )
-        except PartitionError as error:
-            print(f"{strategy}: {error}.", file=sys.stderr)
+        except ParameterError as error:
+            print(f"{strategy}: {Naming.FLAGS.sentence(error)}.", file=sys.stderr)
     if args.sequence_split_profile is not None:
         found["profile"] = found.pop("balanced")
     # What segments cost that are shorter than those of a trace, nobody knows.

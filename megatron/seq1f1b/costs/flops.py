@@ -6,7 +6,7 @@ of the achieved throughput.
 
 from typing import NamedTuple
 
-from ..partition import PartitionError
+from ..errors import ParameterError
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 # Tokens that the kernels of recurrent layers compute at once.
@@ -80,7 +80,7 @@ def _hybrid_layer(model: ModelShape, symbol: str) -> Flops:
             return Flops(_delta_net(model.hidden_size, model.delta_net), 0)
         case "M" if model.mamba is not None:
             return Flops(_mamba(model.hidden_size, model.mamba), 0)
-    raise PartitionError(f"--hybrid-layer-pattern has a layer {symbol} whose cost is not known; use an even split")
+    raise ParameterError("{pattern.name} has a layer {0} whose cost is not known; use {strategy:even}", symbol)
 
 
 def _delta_net(hidden: int, layer: DeltaNet) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ..errors import ParameterError
+
 _FOLDER = Path(__file__).parent / "machines"
 
 
@@ -66,23 +68,23 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
-def read_machine(name: str | Path) -> Machine:
+def read_machine(machine: str | Path) -> Machine:
     """A machine of this package by its name, or any other by the path of its file.
 
-    Raises ValueError if there is none, or if a constant is missing, unknown or no positive number.
+    Raises ParameterError if there is none, or if a constant is missing, unknown or no positive number.
     """
-    path = _FOLDER / f"{name}.toml"
+    path = _FOLDER / f"{machine}.toml"
     if not path.is_file():
-        path = Path(name)
+        path = Path(machine)
     try:
         with path.open("rb") as file:
             data = tomllib.load(file)
     except OSError as error:
-        raise ValueError(
-            f"--machine {name}: there is no such file, and this package has {', '.join(machine_names())}"
+        raise ParameterError(
+            "{machine}: there is no such file, and this package has {0}", ", ".join(machine_names()), machine=machine
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--machine {name}: {path} is not TOML: {error}") from error
+        raise ParameterError("{machine}: {0} is not TOML: {1}", path, error, machine=machine) from error
     try:
         node = dict(data["node"])
         devices = int(node.pop("devices"))
@@ -95,7 +97,9 @@ def read_machine(name: str | Path) -> Machine:
             network=_part(Link, data["network"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"--machine {name}: {path} lacks a constant or has a wrong one: {error}") from error
+        raise ParameterError(
+            "{machine}: {0} lacks a constant or has a wrong one: {1}", path, error, machine=machine
+        ) from error
 
 
 def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:

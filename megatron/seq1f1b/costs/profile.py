@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from ..partition import PartitionError
+from ..errors import ParameterError
 from ..schedule import UNUSABLE, read_json, reason
 from .measured_time import MeasuredTime, Point, fit, relative_errors
 from .model_shape import ModelShape
@@ -107,45 +107,48 @@ def write_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def read_profile(path: str | Path) -> Profile:
-    """Raises PartitionError if the file cannot be read, or its measurements do not suffice for a fit."""
+def read_profile(profile: str | Path) -> Profile:
+    """Raises ParameterError if the file cannot be read, or its measurements do not suffice for a fit."""
     try:
-        data = read_json(path)
+        data = read_json(profile)
         model = data["model"]
         if model.get("latent") or model.get("experts"):
             raise ValueError("layers with experts or latent attention are measured by a trace of a run instead")
         # JSON has lists for tuples.
         model = {name: tuple(value) if isinstance(value, list) else value for name, value in model.items()}
-        profile = Profile(
+        measured = Profile(
             data["device"],
             ModelShape(**model),
             data["micro_batch_size"],
             data["tensor_parallel_size"],
             {name: tuple(Measurement(**row) for row in data["parts"][name]) for name in PARTS},
         )
-        rows = [row for part in profile.parts.values() for row in part]
+        rows = [row for part in measured.parts.values() for row in part]
         for row in rows:
             if not (0 < row.length < inf and 0 <= row.prefix < inf and 0 < row.forward < inf):
                 raise ValueError(f"{row.length} tokens after {row.prefix} in {row.forward} s are not measured")
             if not 0 <= row.weight < row.backward < inf:
                 raise ValueError(f"of a backward of {row.backward} s, weight gradients cannot take {row.weight} s")
-        profile.costs([1])
+        measured.costs([1])
     except UNUSABLE as error:
-        raise PartitionError(
-            f"--sequence-split-profile {path} is no usable profile ({reason(error)}); measure one with "
-            "tools/profile_segments.py"
+        raise ParameterError(
+            "{profile} is no usable profile ({0}); measure one with tools/profile_segments.py",
+            reason(error),
+            profile=profile,
         ) from error
-    return profile
+    return measured
 
 
 def check_profile(profile: Profile, path: str | Path, model: ModelShape, tensor_parallel_size: int) -> None:
-    """Raises PartitionError if `profile` is of another model, apart from the number of layers, or of other sizes."""
+    """Raises ParameterError if `profile` is of another model, apart from the number of layers, or of other sizes."""
     measured = asdict(profile.model) | {"tensor_parallel_size": profile.tensor_parallel_size}
     wanted = asdict(model) | {"tensor_parallel_size": tensor_parallel_size}
     different = [name for name in wanted if name != "num_layers" and measured[name] != wanted[name]]
     if different:
         what = ", ".join(f"{name} {measured[name]} instead of {wanted[name]}" for name in different)
-        raise PartitionError(
-            f"--sequence-split-profile {path} was measured on another model ({what}); measure this one with "
-            "tools/profile_segments.py, or give a trace that --pipeline-trace wrote in a run of it"
+        raise ParameterError(
+            "{profile} was measured on another model ({0}); measure this one with tools/profile_segments.py, or give "
+            "the trace of a run of it ({pipeline_trace.name})",
+            what,
+            profile=path,
         )

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..partition import PartitionError, SegmentTime
+from ..errors import ParameterError
+from ..partition import SegmentTime
 from .device_throughput import DeviceThroughput
 from .flops import head_flops, layer_flops
 from .model_shape import ModelShape
@@ -80,13 +81,16 @@ def analytic_costs(
     """The cost of a segment on every stage, in seconds for one sequence.
 
     The first stage also holds the embedding, the last the projection to the vocabulary. With `recomputes_layers` (full
-    activation recomputation) the backward of a layer includes its forward. Raises PartitionError if the stages do not
+    activation recomputation) the backward of a layer includes its forward. Raises ParameterError if the stages do not
     hold all layers of the model.
     """
     if sum(layers_per_stage) != model.num_layers:
-        raise PartitionError(
-            f"--num-layers {model.num_layers} are not the {sum(layers_per_stage)} layers of the pipeline stages "
-            f"{list(layers_per_stage)}; make the stages add up to --num-layers"
+        raise ParameterError(
+            "{num_layers} are not the {0} layers of the pipeline stages {1}; make the stages add up to "
+            "{num_layers.name}",
+            sum(layers_per_stage),
+            list(layers_per_stage),
+            num_layers=model.num_layers,
         )
     costs, first = [], 0
     for stage, num_layers in enumerate(layers_per_stage):

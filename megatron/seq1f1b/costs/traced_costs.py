@@ -10,7 +10,7 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import mean, median
 
-from ..partition import PartitionError
+from ..errors import ParameterError
 from ..schedule import UNUSABLE, Kind, Timeline, read_json, read_timeline, reason
 from .measured_time import Point, least_squares, relative_errors
 from .profile import FitError
@@ -26,20 +26,21 @@ def is_trace(path: str | Path) -> bool:
     return isinstance(data, dict) and {"meta", "ranks"} <= data.keys()
 
 
-def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
+def read_traced_costs(profile: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
     """The cost of a segment on every stage, in seconds for a micro-batch, and how well they fit what was measured.
 
-    Raises PartitionError if the trace is of another number of stages, or has too few segments.
+    Raises ParameterError if the trace is of another number of stages, or has too few segments.
     """
     try:
-        timeline = read_timeline(path)
+        timeline = read_timeline(profile)
         if timeline.shape.num_stages != num_stages:
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
     except UNUSABLE as error:
-        raise PartitionError(
-            f"--sequence-split-profile {path} is no usable trace ({reason(error)}); write one with "
-            "--pipeline-trace in a run with --sequence-splits, 4 say"
+        raise ParameterError(
+            "{profile} is no usable trace ({0}); write one with {pipeline_trace.name} in a run with {num_segments:4}",
+            reason(error),
+            profile=profile,
         ) from error
 
 
@@ -51,7 +52,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
     """
     lengths = timeline.meta.get("segment_lengths")
     if not lengths or len(lengths) < 2:
-        raise ValueError("it does not tell the lengths of two segments or more, the same in all micro-batches")
+        raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
     ends = list(accumulate(lengths))
     seconds = defaultdict(list)
     for action, start, end in (span for spans in timeline.ranks for span in spans):

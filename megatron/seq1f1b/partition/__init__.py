@@ -1,11 +1,10 @@
-"""Where a sequence is cut: the lengths of its segments. Pure Python, and nothing else of this package is imported.
+"""Where a sequence is cut: the lengths of its segments. Pure Python; of this package only errors is imported.
 
 Start with cut (the strategies). What a segment takes is a function that the caller brings (segment_time).
 """
 
 from .balanced import balanced
 from .cut import STRATEGIES, Strategy, cut_sequence, even
-from .cut_positions import PartitionError
 from .documents import balanced_by_documents, within_documents
 from .lengths_file import check_lengths, read_lengths
 from .segment_time import SegmentTime, segment_times
@@ -14,7 +13,6 @@ from .uniform_comp import uniform_comp
 
 __all__ = [
     "STRATEGIES",
-    "PartitionError",
     "SegmentTime",
     "Strategy",
     "balanced",

@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from ..errors import ParameterError
 from .balanced import balanced
-from .cut_positions import PartitionError, check_length
+from .cut_positions import check_length
 from .documents import balanced_by_documents
 from .segment_time import SegmentTime, segment_times
 from .terapipe import terapipe
@@ -45,7 +46,7 @@ def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple
     """Cut into segments whose lengths differ by at most `multiple_of` tokens.
 
     Every segment is a multiple of `multiple_of` (tensor-parallel ranks share a segment evenly under sequence
-    parallelism). The longer segments come first, where the causal prefix is short. Raises PartitionError if the
+    parallelism). The longer segments come first, where the causal prefix is short. Raises ParameterError if the
     sequence is too short for that many segments, or is itself no multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)
@@ -100,11 +101,15 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     }
 )
 
+_WITHOUT_SIZES = (
+    "{strategy} needs the sizes of a transformer, which this model does not have; use {strategy:even}, or "
+    "{lengths_file.name}"
+)
 _WITHOUT = {
-    "flops": "needs the sizes of a transformer, which this model does not tell; use even, or --sequence-split-file",
-    "time": "needs the sizes of a transformer, which this model does not tell; use even, or --sequence-split-file",
-    "measured time": "needs --sequence-split-profile; measure one with tools/profile_segments.py, or use "
-    "--sequence-split-strategy balanced",
+    "flops": _WITHOUT_SIZES,
+    "time": _WITHOUT_SIZES,
+    "measured time": "{strategy} needs {profile.name}; measure one with tools/profile_segments.py, or use "
+    "{strategy:balanced}",
 }
 
 
@@ -128,16 +133,16 @@ def cut_sequence(
     and per pair of a query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a
     micro-batch, the positions that documents start at. A strategy looks at what `STRATEGIES` lists for it.
 
-    Raises PartitionError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
+    Raises ParameterError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
     given, and for a cut that would leave a segment empty.
     """
     if strategy not in STRATEGIES:
-        raise PartitionError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
+        raise ParameterError("{strategy} is unknown; choose one of {0}", ", ".join(STRATEGIES), strategy=strategy)
     if num_segments < 1:
-        raise PartitionError(f"--sequence-splits {num_segments} must be at least 1")
+        raise ParameterError("{num_segments} must be at least 1", num_segments=num_segments)
     needs = STRATEGIES[strategy].needs
     if (needs == "flops" and flops is None) or (STRATEGIES[strategy].needs_time and time is None):
-        raise PartitionError(f"--sequence-split-strategy {strategy} {_WITHOUT[needs]}")
+        raise ParameterError(_WITHOUT[needs], strategy=strategy)
     task = Task(
         sequence_length,
         num_segments,

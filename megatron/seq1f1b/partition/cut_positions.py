@@ -2,27 +2,36 @@
 
 from math import gcd
 
+from ..errors import ParameterError
+
 KERNEL_TILE = 128
 # Rounding moves the cost of a segment by at most one part in this.
 _TILES_PER_SEGMENT = 64
 
 
-class PartitionError(ValueError):
-    """A sequence cannot be cut as asked; the message names the flag and the way out."""
-
-
 def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:
-    """Raises PartitionError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
-    if sequence_length % multiple_of:
-        raise PartitionError(
-            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, the size that segments are "
-            f"rounded to under --sequence-parallel; choose a multiple of {multiple_of}"
-        )
+    """Raises ParameterError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
+    check_multiple(sequence_length, multiple_of)
     pieces = sequence_length // multiple_of
     if num_segments > pieces:
-        raise PartitionError(
-            f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only "
-            f"{pieces} pieces of {multiple_of} token(s); use at most {pieces} segments"
+        raise ParameterError(
+            "{num_segments} leaves empty segments: {sequence_length} has only {0} pieces of {1} token(s); use at most "
+            "{0} segments",
+            pieces,
+            multiple_of,
+            num_segments=num_segments,
+            sequence_length=sequence_length,
+        )
+
+
+def check_multiple(sequence_length: int, multiple_of: int) -> None:
+    """Raises ParameterError if the sequence is no multiple of `multiple_of`."""
+    if sequence_length % multiple_of:
+        raise ParameterError(
+            "{sequence_length} is not a multiple of {0}, to which segments are rounded with sequence parallelism; "
+            "choose a multiple of {0}",
+            multiple_of,
+            sequence_length=sequence_length,
         )
 
 

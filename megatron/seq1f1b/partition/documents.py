@@ -22,7 +22,7 @@ def balanced_by_documents(
     """Cut like `balanced`, with `time` that of a sequence of one document; lengths in tokens, first to last.
 
     `documents` holds, for each sequence of the micro-batch, the positions that documents start at, the first of them 0.
-    Raises PartitionError as `balanced` does.
+    Raises ParameterError as `balanced` does.
     """
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)

@@ -4,20 +4,20 @@ import json
 import re
 from pathlib import Path
 
-from .cut_positions import PartitionError
+from ..errors import ParameterError
 
 
-def read_lengths(path: str | Path) -> tuple[int, ...]:
+def read_lengths(lengths_file: str | Path) -> tuple[int, ...]:
     """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines.
 
-    In text, what follows a '#' on a line is a comment. Raises PartitionError if there is no such list of positive
+    In text, what follows a '#' on a line is a comment. Raises ParameterError if there is no such list of positive
     integers.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(lengths_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PartitionError(
-            f"--sequence-split-file {path} cannot be read ({error}); give a text or JSON file"
+        raise ParameterError(
+            "{lengths_file} cannot be read ({0}); give a text or JSON file", error, lengths_file=lengths_file
         ) from error
     try:
         lengths = json.loads(text)
@@ -27,30 +27,43 @@ def read_lengths(path: str | Path) -> tuple[int, ...]:
     if isinstance(lengths, int):
         lengths = [lengths]
     if not isinstance(lengths, list) or not all(type(x) is int and x > 0 for x in lengths) or not lengths:
-        raise PartitionError(
-            f"--sequence-split-file {path} must hold the lengths of the segments in tokens, positive integers such as "
-            "'4096 2048 2048' or [4096, 2048, 2048]; correct the file"
+        raise ParameterError(
+            "{lengths_file} must hold the lengths of the segments in tokens, positive integers such as "
+            "'4096 2048 2048' or [4096, 2048, 2048]; correct the file",
+            lengths_file=lengths_file,
         )
     return tuple(lengths)
 
 
 def check_lengths(
-    lengths: tuple[int, ...], path: str | Path, sequence_length: int, num_segments: int | None, multiple_of: int
+    lengths: tuple[int, ...],
+    lengths_file: str | Path,
+    sequence_length: int,
+    num_segments: int | None,
+    multiple_of: int,
 ) -> None:
-    """Raises PartitionError if the lengths do not fit the sequence, `--sequence-splits` or the parallel sizes."""
+    """Raises ParameterError if the lengths do not fit the sequence, the number of segments or the parallel sizes."""
     if sum(lengths) != sequence_length:
-        raise PartitionError(
-            f"the lengths in --sequence-split-file {path} add up to {sum(lengths)}, not to --seq-length "
-            f"{sequence_length}; correct the file or --seq-length"
+        raise ParameterError(
+            "the lengths in {lengths_file} add up to {0}, not to {sequence_length}; correct the file or "
+            "{sequence_length.name}",
+            sum(lengths),
+            lengths_file=lengths_file,
+            sequence_length=sequence_length,
         )
     if num_segments not in (None, len(lengths)):
-        raise PartitionError(
-            f"--sequence-split-file {path} holds {len(lengths)} segments, not --sequence-splits {num_segments}; drop "
-            "--sequence-splits, the file is enough"
+        raise ParameterError(
+            "{lengths_file} holds {0} segments, not {num_segments}; drop {num_segments.name}, the file is enough",
+            len(lengths),
+            lengths_file=lengths_file,
+            num_segments=num_segments,
         )
     odd = [length for length in lengths if length % multiple_of]
     if odd:
-        raise PartitionError(
-            f"--sequence-split-file {path} holds a segment of {odd[0]} tokens, which is not a multiple of "
-            f"{multiple_of}, the size that segments are rounded to under --sequence-parallel; correct the file"
+        raise ParameterError(
+            "{lengths_file} holds a segment of {0} tokens, which is not a multiple of {1}, as sequence parallelism "
+            "needs; correct the file",
+            odd[0],
+            multiple_of,
+            lengths_file=lengths_file,
         )

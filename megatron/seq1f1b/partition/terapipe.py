@@ -19,8 +19,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from ..errors import ParameterError
 from .bottleneck_search import bottleneck_search
-from .cut_positions import PartitionError, check_length, positions, tile
+from .cut_positions import check_length, positions, tile
 from .segment_time import SegmentTime
 
 # Positions at which a sequence may be cut, at most: twice as many take four times as long.
@@ -57,15 +58,19 @@ def terapipe(
     segment, or the shortest segments are always best. With `num_microbatches` sequences one after another the sum of
     equation 5 counts that often. Segments are multiples of `step` tokens, a multiple of `multiple_of`, and the
     first takes what is left over; by default the step is 128 tokens, longer for sequences above 131072 tokens and
-    shorter where segments would be few steps long. Raises PartitionError if that leaves too few positions.
+    shorter where segments would be few steps long. Raises ParameterError if that leaves too few positions.
     """
     check_length(sequence_length, num_segments or 1, multiple_of)
     step = step or _step(sequence_length, num_segments or _USUAL_SEGMENTS, multiple_of)
     cuts = positions(sequence_length, step)
     if (num_segments or 1) >= len(cuts):
-        raise PartitionError(
-            f"--sequence-splits {num_segments or 1} are more segments than the {len(cuts) - 1} pieces of {step} tokens "
-            f"in --seq-length {sequence_length}; use fewer segments or --sequence-split-strategy balanced"
+        raise ParameterError(
+            "{num_segments} are more segments than the {0} pieces of {1} tokens in {sequence_length}; use fewer "
+            "segments or {strategy:balanced}",
+            len(cuts) - 1,
+            step,
+            num_segments=num_segments or 1,
+            sequence_length=sequence_length,
         )
     solve = _shortest_path(_table(cuts, time), num_segments)
     unbounded = solve(inf)

@@ -11,7 +11,8 @@ lengths exactly, flaws included: it is the cut that their tables were measured w
 
 from math import sqrt
 
-from .cut_positions import PartitionError
+from ..errors import ParameterError
+from .cut_positions import check_multiple
 
 
 def uniform_comp(
@@ -21,13 +22,9 @@ def uniform_comp(
 
     `per_token` and `per_pair` are the FLOPs of a token in matrix products, and of a query and a key in attention. The
     segments are solved from the last to the first, each rounded down to a multiple of `multiple_of`; the first takes
-    what remains. Raises PartitionError if rounding would leave an empty segment, or if the sequence is no multiple.
+    what remains. Raises ParameterError if rounding would leave an empty segment, or if the sequence is no multiple.
     """
-    if sequence_length % multiple_of:
-        raise PartitionError(
-            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, the size that segments are "
-            f"rounded to under --sequence-parallel; choose a multiple of {multiple_of}"
-        )
+    check_multiple(sequence_length, multiple_of)
     # A segment of x tokens that ends at `end` costs (per_token + per_pair·end)·x − per_pair/2·x².
     quadratic = per_pair / 2
     target = (per_token * sequence_length + quadratic * sequence_length**2) / num_segments
@@ -43,8 +40,10 @@ def uniform_comp(
         end -= length
     lengths.append(end)
     if min(lengths) <= 0:
-        raise PartitionError(
-            f"--sequence-splits {num_segments} with --sequence-split-strategy uniform_comp leaves an empty segment of "
-            f"--seq-length {sequence_length}; use fewer segments or --sequence-split-strategy even"
+        raise ParameterError(
+            "{num_segments} with {strategy:uniform_comp} leaves an empty segment of {sequence_length}; use fewer "
+            "segments or {strategy:even}",
+            num_segments=num_segments,
+            sequence_length=sequence_length,
         )
     return tuple(reversed(lengths))

@@ -130,4 +130,4 @@ def read_timeline(path: str | Path) -> Timeline:
     try:
         return from_json(data)
     except UNUSABLE as error:
-        raise ValueError(f"{path} is no timeline: {reason(error)}; --pipeline-trace writes them") from error
+        raise ValueError(f"{path} is no timeline: {reason(error)}") from error

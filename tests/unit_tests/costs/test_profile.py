@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron.seq1f1b.costs import bottleneck_time, check_profile, read_profile, write_profile
 from megatron.seq1f1b.costs.measured_time import MeasuredTime, Point, fit, least_squares, relative_errors
-from megatron.seq1f1b.partition import PartitionError, cut_sequence, segment_times
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.partition import cut_sequence, segment_times
 from partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
 
 
@@ -63,7 +64,7 @@ def test_survives_its_file_and_balances_segments(tmp_path):
 
 def test_a_profile_of_another_model_is_refused():
     sentence = r"another model \(hidden_size 256 instead of 512, tensor_parallel_size 1 in"
-    with pytest.raises(PartitionError, match=sentence):
+    with pytest.raises(ParameterError, match=sentence):
         check_profile(profile(), "p.json", replace(MODEL, hidden_size=512), 2)
 
 
@@ -88,6 +89,6 @@ def test_a_profile_that_does_not_suffice_is_refused(tmp_path, spoil):
     data = json.loads(path.read_text())
     spoil(data)
     path.write_text(json.dumps(data))
-    sentence = "--sequence-split-profile .* no usable profile .*tools/profile_segments.py"
-    with pytest.raises(PartitionError, match=sentence):
+    sentence = "profile=.* no usable profile .*tools/profile_segments.py"
+    with pytest.raises(ParameterError, match=sentence):
         read_profile(path)

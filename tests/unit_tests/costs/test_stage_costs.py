@@ -15,7 +15,7 @@ from megatron.seq1f1b.costs import (
     bottleneck_time,
 )
 from megatron.seq1f1b.costs.flops import head_flops, layer_flops
-from megatron.seq1f1b.partition import PartitionError
+from megatron.seq1f1b.errors import ParameterError
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Every operation at one FLOP or element a second: costs are counts.
@@ -105,5 +105,5 @@ def test_slowest_is_the_highest_of_all_stages_for_every_segment():
 
 
 def test_stages_have_to_hold_all_layers():
-    with pytest.raises(PartitionError, match="--num-layers 32 are not the 30 layers"):
+    with pytest.raises(ParameterError, match="num_layers=32 are not the 30 layers"):
         analytic_costs(GPT_7B, [15, 15], A100)

@@ -17,7 +17,7 @@ from megatron.seq1f1b.costs import (
 )
 from megatron.seq1f1b.costs.measured_time import Point
 from megatron.seq1f1b.costs.traced_costs import fit_time
-from megatron.seq1f1b.partition import PartitionError
+from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
@@ -68,12 +68,12 @@ def test_no_part_of_a_time_is_negative():
 
 @pytest.mark.parametrize(
     "told, num_stages, sentence",
-    [(LENGTHS, 4, "it has 2 stages, the model 4"), (None, 2, "does not tell the lengths of two segments")],
+    [(LENGTHS, 4, "it has 2 stages, the model 4"), (None, 2, "does not have the lengths of at least two segments")],
 )
 def test_a_trace_that_does_not_fit_is_an_error(tmp_path, told, num_stages, sentence):
     path = tmp_path / "trace.json"
     write_timeline(timeline("1f1b", told=told), path)
-    with pytest.raises(PartitionError, match=sentence):
+    with pytest.raises(ParameterError, match=sentence):
         read_traced_costs(path, num_stages)
 
 

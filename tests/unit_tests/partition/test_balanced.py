@@ -1,11 +1,14 @@
 """The balanced split: equal costs, up to rounding."""
 
+import itertools
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, authors_flops, bottleneck_time
-from megatron.seq1f1b.partition import PartitionError, balanced, cut_sequence, even, segment_times, uniform_comp
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.partition import balanced, cut_sequence, even, segment_times, uniform_comp
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 128, 128256, num_kv_heads=8, is_gated=True)
@@ -30,14 +33,19 @@ def imbalance(lengths, cost):
 )
 @settings(max_examples=100, deadline=None)
 def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, model, device, min_length):
+    assume(num_segments <= pieces)
     length = pieces * multiple_of
-    if num_segments > pieces:
-        with pytest.raises(PartitionError, match="use at most"):
-            balanced(length, num_segments, pace(model), multiple_of)
-        return
     lengths = balanced(length, num_segments, pace(model, device=device), multiple_of, min_length)
     assert len(lengths) == num_segments and sum(lengths) == length
     assert all(part > 0 and part % multiple_of == 0 for part in lengths)
+
+
+@pytest.mark.parametrize("cut", [balanced, even])
+def test_more_segments_than_pieces_are_refused(cut):
+    options = {"time": pace(GPT_7B)} if cut is balanced else {}
+    for pieces, num_segments, multiple_of in itertools.product((1, 2, 31), (32, 40), (1, 8)):
+        with pytest.raises(ParameterError, match=f"use at most {pieces} segments"):
+            cut(pieces * multiple_of, num_segments, multiple_of=multiple_of, **options)
 
 
 @given(

@@ -14,8 +14,8 @@ from megatron.seq1f1b.costs import (
     bottleneck_time,
 )
 from megatron.seq1f1b.costs.measured_time import MeasuredTime
+from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import (
-    PartitionError,
     balanced_by_documents,
     cut_sequence,
     segment_times,
@@ -100,7 +100,7 @@ def test_lengths_are_multiples_even_of_short_sequences(multiple_of, sequence_len
 
 
 def test_too_many_segments_are_refused():
-    with pytest.raises(PartitionError, match="leaves empty segments"):
+    with pytest.raises(ParameterError, match="leaves empty segments"):
         balanced_by_documents(8, 9, COST, [(0,)])
 
 

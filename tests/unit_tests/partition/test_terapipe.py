@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
-from megatron.seq1f1b.partition import PartitionError, segment_times, terapipe
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.partition import segment_times, terapipe
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 
@@ -108,5 +109,5 @@ def test_multiples_and_what_is_left_over():
 
 
 def test_too_many_segments_for_the_step_are_refused():
-    with pytest.raises(PartitionError, match="9 are more segments than the 8 pieces of 128 tokens"):
+    with pytest.raises(ParameterError, match="9 are more segments than the 8 pieces of 128 tokens"):
         terapipe(1024, lambda start, end: 1.0, 2, 9, step=128)

@@ -1,0 +1,58 @@
+"""What a user calls the parameters that an error is about: flags on a command line, keywords in a program."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from types import MappingProxyType
+
+from ..errors import ParameterError, by_keyword
+
+# The parameters of the pure rooms that a user sets under another name: as keywords of `install` or of Megatron.
+_KEYWORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "num_segments": "sequence_splits",
+        "sequence_length": "seq_length",
+        "strategy": "sequence_split_strategy",
+        "lengths_file": "sequence_split_file",
+        "profile": "sequence_split_profile",
+        "pattern": "hybrid_layer_pattern",
+    }
+)
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
+
+
+class Naming(Enum):
+    """Who reads an error: somebody who typed flags, or somebody who wrote a program."""
+
+    FLAGS = "--sequence-splits 8"
+    KEYWORDS = "sequence_splits=8"
+
+    def __call__(self, parameter: str, value: object) -> str:
+        keyword = _KEYWORDS.get(parameter, parameter)
+        if self is Naming.KEYWORDS:
+            return by_keyword(keyword, value)
+        flag = f"--{keyword.replace('_', '-')}"
+        return flag if value is None else f"{flag} {value}"
+
+    def sentence(self, error: ValueError) -> str:
+        """The text of an error with the names that its reader knows.
+
+        This room's own sentences have flags, and so does the table of what is unsupported; in a program the keyword of
+        the same name stands for each of them.
+        """
+        text = error.named(self) if isinstance(error, ParameterError) else str(error)
+        if self is Naming.KEYWORDS:
+            text = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), text)
+        return text
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Raises a ValueError from within again with these names."""
+        try:
+            yield
+        except ValueError as error:
+            sentence = self.sentence(error)
+            if sentence == str(error):
+                raise
+            raise ValueError(sentence) from error

@@ -1,0 +1,102 @@
+"""A mistake has one sentence, and names its parameters as its reader knows them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b import arguments
+from megatron.seq1f1b.arguments import Naming, run_of_arguments
+from megatron.seq1f1b.arguments.flags import parse_options
+from megatron.seq1f1b.errors import ParameterError
+from unit_tests.arguments.parsed import parsed
+
+ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
+PURE = ("schedule", "partition", "costs", "simulator", "planner")
+
+
+def test_a_parameter_stands_with_its_value_another_value_or_alone():
+    error = ParameterError(
+        "{num_segments} of {lengths_file} {0}; use {strategy:even} or drop {num_segments.name}",
+        "{is} a brace {0}",
+        num_segments=0,
+        lengths_file=Path("{curly}"),
+    )
+    assert str(error) == (
+        "num_segments=0 of lengths_file={curly} {is} a brace {0}; use strategy=even or drop num_segments"
+    )
+    assert Naming.FLAGS.sentence(error) == (
+        "--sequence-splits 0 of --sequence-split-file {curly} {is} a brace {0}; use --sequence-split-strategy even or "
+        "drop --sequence-splits"
+    )
+    assert Naming.KEYWORDS.sentence(error) == (
+        "sequence_splits=0 of sequence_split_file={curly} {is} a brace {0}; use sequence_split_strategy=even or drop "
+        "sequence_splits"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, settings, flags, keywords",
+    [
+        (
+            {"sequence_splits": 20000},
+            {},
+            "--sequence-splits 20000 leaves empty segments: --seq-length 16384 has only 16384 pieces of 1 token(s); "
+            "use at most 16384 segments",
+            "sequence_splits=20000 leaves empty segments: seq_length=16384 has only 16384 pieces of 1 token(s); "
+            "use at most 16384 segments",
+        ),
+        (
+            {"sequence_splits": 4, "sequence_split_strategy": "profile"},
+            {},
+            "--sequence-split-strategy profile needs --sequence-split-profile; measure one with "
+            "tools/profile_segments.py, or use --sequence-split-strategy balanced",
+            "sequence_split_strategy=profile needs sequence_split_profile; measure one with "
+            "tools/profile_segments.py, or use sequence_split_strategy=balanced",
+        ),
+        (
+            {"sequence_splits": 4},
+            {"qk_clip": True},
+            "--qk-clip needs attention logits, which the kernels for segments do not keep; drop it",
+            "qk_clip needs attention logits, which the kernels for segments do not keep; drop it",
+        ),
+    ],
+    ids=["segments", "profile", "unsupported"],
+)
+def test_flags_on_a_command_line_are_keywords_in_a_program(options, settings, flags, keywords):
+    run = run_of_arguments(parsed(**settings))
+    for naming, sentence in ((Naming.FLAGS, flags), (Naming.KEYWORDS, keywords)):
+        with pytest.raises(ValueError) as error:
+            arguments.pipeline_config(parse_options({"device": "cuda"} | options), run, naming=naming)
+        assert str(error.value) == sentence
+
+
+def test_later_cuts_keep_the_names():
+    config = arguments.pipeline_config(
+        parse_options({"sequence_splits": 4}), run_of_arguments(parsed()), naming=Naming.KEYWORDS
+    )
+    with pytest.raises(ValueError, match="^sequence_splits=4 leaves empty segments: seq_length=3 has only 3 pieces"):
+        config.cut(3)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"sequence_splits": "x"}, "^sequence_splits='x': invalid int value: 'x'$"),
+        ({"pipeline_schedule": "2f2b"}, "^pipeline_schedule='2f2b': invalid choice: '2f2b'"),
+        ({"segments": 2}, "^segments is not a keyword of megatron.seq1f1b.install; there are pipeline_schedule, "),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_a_program_are_keywords(options, sentence):
+    with pytest.raises(ValueError, match=sentence) as error:
+        parse_options(options)
+    assert "--" not in str(error.value)
+
+
+def test_no_pure_room_writes_a_flag_into_an_error():
+    for path in (path for room in PURE for path in (ROOT / room).rglob("*.py")):
+        raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+        texts = [node.value for each in raised for node in ast.walk(each) if isinstance(node, ast.Constant)]
+        assert not [text for text in texts if re.search(r"(?<![\w-])--[a-z]", str(text))], path
