@@ -72,7 +72,7 @@ DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 # Upstream's flags that need another batch than those of GPTDataset and SFTDataset.
 UNSUPPORTED = dict.fromkeys(("fim_data", "hybrid_context_parallel"), "is not supported here")
 
-# What a stage may need of a batch, and what tells of documents in Megatron's packed format.
+# What a stage may need of a batch, and the entries that mark documents in Megatron's packed format.
 INPUTS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 DOCUMENTS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
@@ -127,13 +127,13 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
 
 
 def in_packed_format(args):
-    """Whether the model is to be told of documents by cumulative lengths. Our schedules know of
-    documents by themselves, on every stage."""
+    """Whether the model gets documents as cumulative lengths. Our schedules handle documents
+    themselves, on every stage."""
     return (args.sft or args.dataloader_inter_document_masking) and not pipeline_config().follows_documents
 
 
 def packed_seq_params(batch):
-    """What tells Megatron's attention where the documents of a flattened batch start."""
+    """Where the documents of a flattened batch start, as Megatron's attention takes it."""
     starts, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
     padded = batch["cu_seqlens_padded"]
     padded = None if padded is None else padded[0]
@@ -159,7 +159,7 @@ def loss_func(loss_mask, output_tensor):
 
 
 def check_loss(loss):
-    """Stop at a loss that is not a number, report one that jumps, as Megatron's flags ask."""
+    """Stop at a loss that is not a number and report one that jumps, according to Megatron's flags."""
     args = get_args()
     machine = get_rerun_state_machine()
     checks = []
@@ -246,7 +246,7 @@ def with_our_arguments(parser):
 
 @failures_recorded()
 def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]) -> None:
-    """Pretrain the model of Megatron's configuration; `unsupported` says why flags cannot be given, by name."""
+    """Pretrain the model of Megatron's configuration; `unsupported` gives the reason why a flag is not, by name."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args(extra_args_provider=with_our_arguments, args_defaults=DEFAULTS)
     if args.spec == ["local"]:

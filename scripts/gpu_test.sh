@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The checks that need a GPU: one of them, 8 minutes at most, no network, nothing to compile. PYTHON needs torch and
-# megatron-core, from their wheels. Without a GPU it says so. Arguments go to tests/gpu_tests/run.py (see its --help).
+# megatron-core, from their wheels. Without a GPU it ends with a sentence. Arguments go to tests/gpu_tests/run.py (see its --help).
 #
 #   bash scripts/gpu_test.sh                       # or PYTHON=/path/to/python bash scripts/gpu_test.sh
 #   bash scripts/gpu_test.sh --device cpu --tiny   # shows on a CPU that the checks themselves run

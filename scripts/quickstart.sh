@@ -41,7 +41,7 @@ train() {
         --log-interval 1 --eval-iters 1 --eval-interval 1000 \
         --pipeline-trace "$OUTPUT/$name/trace" --pipeline-trace-iterations "$traced" \
         "$@" 2>&1 | tee "$log" | show_progress ||
-        die "training failed; the end of $log says why: $(grep -E 'Error|error:' "$log" | tail -n 1)"
+        die "training failed; see the end of $log: $(grep -E 'Error|error:' "$log" | tail -n 1)"
 }
 
 # Megatron's line per iteration, shortened.

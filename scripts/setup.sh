@@ -3,7 +3,7 @@
 #
 #   bash scripts/setup.sh              # or PYTHON=/path/to/python3.12 bash scripts/setup.sh
 #
-# Inside an environment that has torch and megatron-core (a container, say), there is no need of
+# Inside an environment that has torch and megatron-core (a container, for instance), there is no need of
 # it: pip install -e . --no-deps
 set -euo pipefail
 cd "$(dirname "$0")/.."

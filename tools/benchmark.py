@@ -10,7 +10,7 @@ schedule. The time of a step is that of the slowest rank, from a common barrier 
 In the table, `ratio` is to the first line, repeat by repeat, with its standard error; `CPU s` the processor time of the
 busiest process. For our schedules: `busiest` is how long the busiest rank computed, `x bubble` that time with the
 bubble of 1F1B, times 1 + (P - 1) / (m k C), and `simulated` the schedule on the measured times of its actions with
-messages that take no time; `over it` says how far the step is from either.
+messages that take no time; `over it` is how far the step is from either.
 """
 
 import argparse

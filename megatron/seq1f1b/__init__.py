@@ -1,7 +1,7 @@
 """Sequence-level pipeline parallelism for Megatron: schedules as data, run beside the released megatron-core.
 
 A training script calls `install()` before it imports Megatron, gives `add_arguments` to Megatron's parser as its extra
-arguments provider, and calls `validate` with what was parsed. It may ask for the result again by `pipeline_config()`.
+arguments provider, and calls `validate` with what was parsed. `pipeline_config()` returns the result again.
 A program without Megatron's arguments calls `install` with our flags as keywords, and nothing else.
 """
 

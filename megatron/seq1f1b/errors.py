@@ -1,18 +1,18 @@
-"""Mistakes of a user as sentences whose parameters take the names that this user gave them by.
+"""Mistakes of a user as sentences, with each parameter under the name that this user set it by.
 
-The rooms that know no flags raise a ParameterError in the keywords of their own functions:
+The pure rooms, which have no flags, raise a ParameterError in the keywords of their own functions:
 
     raise ParameterError("{num_segments} must be at least {0}", 1, num_segments=0)
 
-Its text is for callers of that function: "num_segments=0 must be at least 1". Where flags are known, `arguments/naming`
-writes the same sentence with them: "--sequence-splits 0 must be at least 1".
+Its text is for callers of that function: "num_segments=0 must be at least 1". On a command line,
+`arguments/naming` writes the same sentence with flags: "--sequence-splits 0 must be at least 1".
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from string import Formatter
 
-# From a parameter, and its value or None for the name alone, to the words that a reader knows them by.
+# From a parameter, and its value or None for the name alone, to how a sentence writes them.
 Naming = Callable[[str, object], str]
 
 

@@ -72,13 +72,13 @@ class ProgramExecutor:
 
 
 def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
-    """Megatron's own `function`, its forwards and backwards timed if a flag asks for that."""
+    """Megatron's own `function`, its forwards and backwards timed if they are to be traced."""
     tracer = _tracer(config, lambda: args.curr_iteration + 1)
     return function if tracer is None else partial(_traced, function, tracer)
 
 
 def watched(function: Callable, tracer: Any) -> Callable:
-    """What `get_forward_backward_func` gave, with every action of every step told to `tracer` alone."""
+    """What `get_forward_backward_func` returned, with every action of every step reported to `tracer` alone."""
     if isinstance(function, PipelineExecutor):
         function.trace_with(tracer)
         return function
@@ -89,7 +89,7 @@ def _executor(config: PipelineConfig, iteration_now: Callable[[], int], **option
     return PipelineExecutor(
         schedule=config.schedule,
         num_segments=config.num_segments,
-        cut=cache(config.cut),  # asked for in every step
+        cut=cache(config.cut),  # used in every step
         tracer=_tracer(config, iteration_now),
         costs=None if config.run.model is None else config.action_costs,
         **options,

@@ -1,4 +1,4 @@
-"""Makes Megatron in this process ask for a schedule and get ours, if our flags ask for one."""
+"""Makes Megatron's `get_forward_backward_func` return our schedule in this process, if our flags select one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def install(add_flags: bool = False, placement: str = "looped", **flags: Any) ->
     A program that uses megatron-core without megatron.training gives our flags here:
     `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
     schedule (1f1b if none is named), which raises ValueError in its first step for what is not supported.
-    `placement="v"` says that rank r of P holds the stages r and 2P-1-r as its chunks. Raises ValueError for what is no
+    With `placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. Raises ValueError for what is no
     flag.
 
     On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. With `--dry-run` a script
@@ -68,7 +68,7 @@ def uninstall() -> None:
 
 
 def validate(args: Namespace) -> PipelineConfig:
-    """Check the parsed arguments, Megatron's and ours, and return what they ask for.
+    """Check the parsed arguments, Megatron's and ours, and return the configuration that they make.
 
     What is not supported ends the program: one sentence on rank 0, a non-zero exit on all ranks.
     """
@@ -80,7 +80,7 @@ def validate(args: Namespace) -> PipelineConfig:
 
 
 def pipeline_config() -> PipelineConfig:
-    """What the arguments of this process ask for, as `validate` returned it. To be called after `install`."""
+    """The configuration of this process, as `validate` returned it. To be called after `install`."""
     return _installed().pipeline_config()
 
 
@@ -119,7 +119,7 @@ class Overlay:
         return self.executor
 
     def pipeline_config(self) -> PipelineConfig:
-        """What Megatron's arguments ask for; made here if no script validated them."""
+        """The configuration of Megatron's arguments; made here if no script validated them."""
         if self.config is None:
             from megatron.training import get_args
 
@@ -169,7 +169,7 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
         Patch(
             f"{module}.get_forward_backward_func",
             overlay.get_forward_backward_func,
-            "returns our executor if a flag asks for one of our schedules",
+            "returns our executor if a flag selects one of our schedules",
         )
         for module in modules
     ]

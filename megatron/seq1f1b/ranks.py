@@ -10,6 +10,6 @@ def is_rank_0() -> bool:
 
 
 def warn_on_rank_0(log: logging.Logger, message: str) -> None:
-    """Log a sentence once in a job, as a warning, which Python shows where nobody has set up logging yet."""
+    """Log a sentence once in a job, as a warning, which Python shows even before logging is set up."""
     if is_rank_0():
         log.warning(message)

@@ -64,7 +64,7 @@ class Variant:
 
 
 def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microbatches: int) -> list[Variant]:
-    """All that the command line asks for and this number of model chunks allows."""
+    """All variants of the command line that this number of model chunks allows."""
     batch, splits = Batch(args), _splits(args, len(model), num_microbatches)
     found = []
     for schedule in args.schedule:
@@ -84,7 +84,7 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
 
 
 def _cannot_run(schedule: str, num_chunks: int, num_microbatches: int) -> bool:
-    """PyTorch's schedule and Megatron's interleaved one want a micro-batch for each rank, the latter a multiple."""
+    """PyTorch's schedule and Megatron's interleaved one need a micro-batch for each rank, the latter a multiple."""
     num_ranks = dist.get_world_size()
     if schedule == "torch":
         return num_microbatches < num_ranks or num_chunks > 1
@@ -100,7 +100,7 @@ def _ours(
     batch: Batch,
     num_microbatches: int,
 ) -> Iterator[Variant]:
-    """One of our schedules on segments of `lengths`, and the same without a recorder if that is asked for."""
+    """One of our schedules on segments of `lengths`, and the same without a recorder with `--untraced`."""
     name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
     layers = _layers_per_stage(args, len(model))
     shape = Shape(Placement(dist.get_world_size(), len(model)), num_microbatches, len(lengths))

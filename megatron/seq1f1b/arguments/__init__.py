@@ -1,6 +1,6 @@
 """The front hall: from flags to one frozen PipelineConfig.
 
-Start with flags (ours), megatron_run (what Megatron was asked to train), supported (what goes together) and config.
+Start with flags (ours), megatron_run (what Megatron is to train), supported (what goes together) and config.
 """
 
 from .config import PipelineConfig, pipeline_config

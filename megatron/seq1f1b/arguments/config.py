@@ -1,4 +1,4 @@
-"""What our flags ask for, as one frozen value."""
+"""Our flags and Megatron's run as one frozen value."""
 
 import argparse
 import logging
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """What our flags and Megatron's run ask for: `pipeline_config` makes it, once per process.
+    """All that runs our schedules in this process: `pipeline_config` makes it, once.
 
     `schedule` is None if Megatron's own is to run untouched.
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens.
@@ -138,7 +138,7 @@ def _check(config: PipelineConfig, placement: str) -> None:
 
 
 def _check_sizes(shape: Shape, config: PipelineConfig, placement: str) -> None:
-    """Raise ValueError if the schedule of a file has other sizes than the other flags ask for."""
+    """Raise ValueError if the sizes of the schedule in a file are not those of the other flags."""
     run = config.run
     if run.settings.get("step_batch_size_schedule"):
         raise ValueError(
@@ -149,7 +149,7 @@ def _check_sizes(shape: Shape, config: PipelineConfig, placement: str) -> None:
     asked = Shape(stages, run.num_microbatches, config.num_segments)
     if shape != asked:
         raise ValueError(
-            f"--pipeline-schedule-file is for {_words(shape)}, but the other flags ask for {_words(asked)}"
+            f"--pipeline-schedule-file is for {_words(shape)}, but the other flags are for {_words(asked)}"
         )
 
 

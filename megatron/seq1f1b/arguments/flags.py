@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags that say where sequences are cut."""
+    """Add the flags for where sequences are cut."""
     group.add_argument(
         "--sequence-splits",
         "--pipe-sp-splits",
@@ -131,7 +131,7 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def has_our_flags(parser: argparse.ArgumentParser) -> bool:
-    """Whether somebody has called `add_arguments` on the parser."""
+    """Whether `add_arguments` was called on the parser."""
     return "--sequence-splits" in parser._option_string_actions
 
 

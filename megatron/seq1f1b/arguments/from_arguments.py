@@ -7,7 +7,7 @@ from .megatron_run import MegatronRun, megatron_run
 
 
 def run_of_arguments(args: Namespace) -> MegatronRun:
-    """What Megatron's parsed and validated arguments ask for; of a rehearsal, what the real launch would ask for."""
+    """The run of Megatron's parsed and validated arguments; in a rehearsal, that of the real launch."""
     features = dict(vars(args))
     if features.get("dry_run") and args.device != "cpu":
         features |= args.replaced_on_cpu

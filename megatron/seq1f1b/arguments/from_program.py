@@ -21,7 +21,7 @@ _NAMES = {
 def run_of_program(
     model: torch.nn.Module | list[torch.nn.Module], num_microbatches: int, seq_length: int | None
 ) -> MegatronRun:
-    """What the configuration of the model chunks and the sizes of a step ask for."""
+    """The run that the configuration of the model chunks and the sizes of a step describe."""
     chunks = model if isinstance(model, list) else [model]
     fields = vars(get_model_config(chunks[0]))
     settings = {_NAMES.get(name, name): value for name, value in fields.items()}

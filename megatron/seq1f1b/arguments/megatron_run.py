@@ -1,4 +1,4 @@
-"""What Megatron was asked to train: one value, however it was asked."""
+"""What Megatron is to train: one value, made from arguments or from a program."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a user calls the parameters that an error is about: flags on a command line, keywords in a program."""
+"""The names of parameters in errors: flags on a command line, keywords in a program."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 
 
 class Naming(Enum):
-    """Who reads an error: somebody who typed flags, or somebody who wrote a program."""
+    """How an error names parameters: as the flags that were typed, or as the keywords of a program."""
 
     FLAGS = "--sequence-splits 8"
     KEYWORDS = "sequence_splits=8"
@@ -36,7 +36,7 @@ class Naming(Enum):
         return flag if value is None else f"{flag} {value}"
 
     def sentence(self, error: ValueError) -> str:
-        """The text of an error with the names that its reader knows.
+        """The text of an error with these names.
 
         This room's own sentences have flags, and so does the table of what is unsupported; in a program the keyword of
         the same name stands for each of them.

@@ -26,7 +26,7 @@ from .naming import Naming
 class SequencePartition:
     """`file` takes the place of `strategy`, the measured times of `profile` that of `throughput`.
 
-    `num_segments` is None if nobody asked for a number: a file gives it, and TeraPipe's dynamic programme finds it.
+    `num_segments` is None where no number is given: a file determines it, or TeraPipe's dynamic programme finds it.
     Errors are ValueErrors that name parameters by `naming`.
     """
 

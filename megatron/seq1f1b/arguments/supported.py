@@ -350,7 +350,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         Unsupported(
             "--attention-backend fused",
             _fused_attention,
-            "asks for kernels that keep their log-sum-exp to themselves, which segments need",
+            "selects kernels that do not return their log-sum-exp, which segments need",
             "use --attention-backend flash",
         ),
         Unsupported(

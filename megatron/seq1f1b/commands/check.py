@@ -2,7 +2,7 @@
 
     seq1f1b check my_schedule.csv
 
-Prints its sizes, bubble ratio and peak units if it can be run; else says what is wrong and where,
+Prints its sizes, bubble ratio and peak units if it can be run; otherwise shows what is wrong and where,
 and exits with status 2.
 """
 

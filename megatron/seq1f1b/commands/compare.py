@@ -1,7 +1,7 @@
-"""Lay training runs side by side: time, memory and losses as a table, measured timelines as a picture.
+"""Compare training runs: time, memory and losses as a table, measured timelines as a picture.
 
-Each run is a folder with `log.txt`, Megatron's output of a run with --log-interval 1, and `trace/`, what
---pipeline-trace wrote. The first run is what the others are compared with.
+Each run is a folder with `log.txt`, the output of Megatron with --log-interval 1, and `trace/`, the folder given to
+--pipeline-trace. All others are compared with the first.
 """
 
 from pathlib import Path

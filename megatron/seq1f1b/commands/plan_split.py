@@ -124,7 +124,7 @@ def fit_error(error: FitError) -> str:
 
 
 def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, tuple[int, ...]]:
-    """The lengths by every strategy that can cut the sequence; says why where one cannot."""
+    """The lengths by every strategy that can cut the sequence; prints why where one cannot."""
     multiple_of = args.tensor_model_parallel_size if args.sequence_parallel else 1
     full_speed_rows = (CPU_CORE if args.device == "cpu" else A100).full_speed_rows
     found: dict[str, tuple[int, ...]] = {}
@@ -150,7 +150,7 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
             print(f"{strategy}: {Naming.FLAGS.sentence(error)}.", file=sys.stderr)
     if args.sequence_split_profile is not None:
         found["profile"] = found.pop("balanced")
-    # What segments cost that are shorter than those of a trace, nobody knows.
+    # A trace has no times of segments shorter than its own.
     if args.sequence_split_profile is None or not is_trace(args.sequence_split_profile):
         found["terapipe, free"] = terapipe(
             args.seq_length,

@@ -3,9 +3,9 @@
     seq1f1b plot --pipeline-schedule 1f1b --pipeline-model-parallel-size 8 \\
         --num-microbatches 8 --sequence-splits 4 --output seq1f1b.png
 
-The end of the name of --output says what is written: .png, .svg, .pdf (a figure), .trace.json (a
+The ending of --output determines what is written: .png, .svg, .pdf (a figure), .trace.json (a
 trace that ui.perfetto.dev opens), .json (the timeline), .csv (the schedule, to be changed by hand
-and given to --pipeline-schedule-file). Draw measured timelines with --timeline.
+and given to --pipeline-schedule-file). --timeline draws measured timelines.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="UNITS",
         help="activation memory of a rank for auto; default: the peak of 1f1b",
     )
-    parser.add_argument("--output", type=Path, required=True, help="what to write, by the end of its name")
+    parser.add_argument("--output", type=Path, required=True, help="the file to write; its ending determines the form")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
 """Turn text into the PREFIX.bin / PREFIX.idx pair that Megatron trains on.
 
 In: JSON-lines files (one document a line), plain text files (one document a file), folders of
-either. Out: one pair, to be named in training as ``--data-path PREFIX``. The tokenizer is any that
-Megatron knows, under Megatron's own flags, or a byte-level BPE trained here on the same input:
+either. Out: one pair, to be named in training as ``--data-path PREFIX``. The tokenizer is any of
+Megatron's, chosen by Megatron's own flags, or a byte-level BPE trained here on the same input:
 
     seq1f1b preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --train-tokenizer 32000 --tokenizer-model data/tokenizer --append-eod

@@ -5,7 +5,7 @@
 
 Forward and backward of one transformer layer are timed over a grid of segment lengths and prefixes, those of the
 embedding and of the head (final norm, vocabulary, loss) over the lengths: on the GPU if there is one, else on the CPU
-with as many threads as OMP_NUM_THREADS says (1 by default, as in training). The number of layers does not matter.
+with OMP_NUM_THREADS threads (1 by default, as in training). The number of layers does not matter.
 Tensor parallelism, experts and latent attention are measured in a run instead: train a few iterations with
 --sequence-splits 4 --pipeline-trace DIR, and give the trace in DIR to --sequence-split-profile.
 """

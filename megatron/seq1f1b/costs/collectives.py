@@ -1,7 +1,6 @@
 """Groups of ranks on nodes, and how long their collectives and messages take. Seconds.
 
-A ring moves the bytes of a
-collective over its slowest link; the ranks of a node share its way out.
+A ring moves the bytes of a collective over its slowest link; the ranks of a node share its links to other nodes.
 """
 
 from dataclasses import dataclass

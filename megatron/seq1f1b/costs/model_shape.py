@@ -59,7 +59,7 @@ class ModelShape:
     """Sizes of the whole model, before it is cut over ranks.
 
     `head_dim` is the size of one attention head; `vocab_size` is the padded vocabulary. `num_kv_heads` is None without
-    grouped-query attention. `is_gated` tells a feed-forward block of three matrices (SwiGLU) from one of two (GELU).
+    grouped-query attention. `is_gated`: the feed-forward block has three matrices (SwiGLU) instead of two (GELU).
     `expert_layers` numbers, from 0, the layers that hold `experts`. In `window_layers` a query sees at most `window`
     keys before its own. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
     + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2.

@@ -12,7 +12,7 @@ __all__ = ["activate", "wanted", "wants_transformer_engine"]
 
 
 def wants_transformer_engine(argv: Sequence[str]) -> bool:
-    """Whether the flags ask for Transformer Engine's layers, and its Python is there to make them on a CPU."""
+    """Whether the flags select Transformer Engine's layers, and its Python is installed to run them on a CPU."""
     from megatron.seq1f1b.cpu import transformer_engine
 
     return transformer_engine.is_wanted(argv)
@@ -22,7 +22,7 @@ def activate(with_transformer_engine: bool = False) -> None:
     """Make Megatron run on CPU tensors and gloo, from now on, in this process.
 
     Best called before ``megatron.core`` is imported, whose fused functions are compiled otherwise.
-    Calling it again does nothing. Transformer Engine's layers run on CPU tensors if asked for, see
+    Calling it again does nothing. Transformer Engine's layers can run on CPU tensors too, see
     :mod:`megatron.seq1f1b.cpu.transformer_engine`.
     """
     # Here, since it imports torch, which takes seconds: tools that only simulate do without.

@@ -1,4 +1,4 @@
-"""Which device a command line asks for."""
+"""The device of a command line."""
 
 import argparse
 import logging
@@ -10,10 +10,10 @@ _log = logging.getLogger(__name__)
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether ``argv`` (without or with the program's name) asks for training on the CPU.
+    """Whether ``argv`` (without or with the program's name) means training on the CPU.
 
-    ``--device cpu`` does; ``--device auto``, the default, does where no GPU is visible, and says
-    so in one line on rank 0. ``--device cuda`` without a GPU ends the program with one sentence.
+    ``--device cpu`` does; ``--device auto``, the default, does where no GPU is visible, with a
+    warning on rank 0. ``--device cuda`` without a GPU ends the program with one sentence.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="auto")
@@ -28,7 +28,7 @@ def wanted(argv: Sequence[str]) -> bool:
         return False
     if device == "cuda":
         raise SystemExit("--device cuda was given, but no GPU is visible; try --device cpu.")
-    # Any other value is reported by the real parser, which knows the choices.
+    # Any other value is reported by the real parser, which has the choices.
     if device == "auto":
         warn_on_rank_0(_log, "No GPU is visible: training on the CPU with gloo (--device cpu).")
     return device == "auto"

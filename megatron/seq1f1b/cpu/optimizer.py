@@ -6,9 +6,9 @@ import torch
 
 
 def state_dict_before_first_step(state_dict):
-    """``DistributedOptimizer.state_dict``, that answers before the first step too.
+    """``DistributedOptimizer.state_dict``, which also works before the first step.
 
-    It asks the state of each parameter for the number of steps, and there is none yet when a
+    It reads the number of steps from the state of each parameter, which does not exist yet when a
     checkpoint is about to be loaded.
     """
 
@@ -28,7 +28,7 @@ def state_dict_before_first_step(state_dict):
 
 
 def load_with_steps(load_state_dict):
-    """``DistributedOptimizer.load_state_dict``, that restores the number of steps.
+    """``DistributedOptimizer.load_state_dict``, which also restores the number of steps.
 
     A checkpoint stores it once a group. Upstream gives all parameters one tensor of it, which Adam
     increments in place, once for each of them. Parameters in fp32, which are their own main copies,

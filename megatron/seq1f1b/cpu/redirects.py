@@ -14,11 +14,11 @@ _FACTORIES = (
     *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
 )
 
-_NO_DEVICE = "there is no CUDA device to ask"
+_NO_DEVICE = "there is no CUDA device"
 _DONE = "CPU work is finished when the call returns"
 _MEMORY = "reports the memory of the process"
 _RANDOM = "CPU tensors draw from the CPU's generator"
-_INITIALIZE = "asserts CUDA unless told otherwise"
+_INITIALIZE = "asserts CUDA by default"
 _TRITON = "its kernels are for GPUs only"
 
 # torch comes first: importing megatron.core already uses some of it.
@@ -85,7 +85,7 @@ REDIRECTS = PatchTable(
         Patch(
             "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
             upstream.torch_norm,
-            "refuses sequence parallelism for want of a mark on its parameters",
+            "refuses sequence parallelism, since its parameters have no mark",
             wraps=True,
         ),
         Patch(
@@ -195,7 +195,7 @@ def apply(with_transformer_engine: bool = False) -> None:
     """Bind every name of the table to its replacement; once."""
     if is_active():
         return
-    # Hides a GPU from the parts of torch that ask the driver and not `torch.cuda`.
+    # Hides a GPU from the parts of torch that call the driver and not `torch.cuda`.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Both remember functions of torch when first used: let it be the real ones.
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case

@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` answers when the device is the CPU.
+"""What stands in for ``torch.cuda`` when the device is the CPU.
 
 CPU work is finished when the call returns, so a stream has nothing to order and an event nothing
 to wait for.
@@ -73,7 +73,7 @@ def current_stream(device=None):
 
 
 def current_device():
-    # Not an index: what asks passes the answer on as `device=`.
+    # Not an index: callers pass it on as `device=`.
     return torch.device("cpu")
 
 

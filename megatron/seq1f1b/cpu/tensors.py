@@ -1,4 +1,4 @@
-"""Tensors that are asked for on a GPU and made on the CPU."""
+"""Tensors that upstream creates on a GPU, made on the CPU."""
 
 import functools
 

@@ -20,9 +20,9 @@ def without_cuda(initialize_megatron):
 
 
 def with_cpu_defaults(parse_args):
-    """``parse_args``, whose result says about kernels and backends what is true on a CPU.
+    """``parse_args``, with the kernels and backends in its result that a CPU has.
 
-    What it said for a GPU stays in its ``replaced_on_cpu`` where the launch on GPUs is rehearsed.
+    In a rehearsal the replaced values, those for a GPU, stay in its ``replaced_on_cpu``.
     """
 
     @functools.wraps(parse_args)
@@ -73,7 +73,7 @@ def forked(get_write_results_queue):
 
 
 def newest_architecture():
-    # Upstream asks in order to demand CUDA_DEVICE_MAX_CONNECTIONS=1 from old GPUs.
+    # Upstream demands CUDA_DEVICE_MAX_CONNECTIONS=1 for old GPUs.
     return 10
 
 
@@ -87,7 +87,7 @@ def torch_norm(new):
     @functools.wraps(new)
     def build(cls, config, hidden_size, *args, **kwargs):
         sequence_parallel = config.sequence_parallel
-        config.sequence_parallel = False  # upstream refuses it, since nobody sets the mark
+        config.sequence_parallel = False  # upstream refuses it, since nothing sets the mark
         try:
             norm = new(cls, config, hidden_size, *args, **kwargs)
         finally:
@@ -103,7 +103,7 @@ def sized_for_latent_attention(init):
     """``DotProductAttention.__init__``, that takes the head sizes of keys and values.
 
     Multi-latent attention passes them to every attention; upstream's own, the only one without
-    CUDA kernels, could compute with them but does not know the words.
+    CUDA kernels, could compute with them but has no such parameters.
     """
 
     @functools.wraps(init)
@@ -122,7 +122,7 @@ def on_cpu(tensor, as_numpy=False, record_stream=False):
 
 
 def from_local_layers(build_model):
-    """``HybridModelBuilder.build_model``, of Megatron's own layers where no others are asked for."""
+    """``HybridModelBuilder.build_model``, of Megatron's own layers where no others are specified."""
 
     @functools.wraps(build_model)
     def build(self, *args, **kwargs):

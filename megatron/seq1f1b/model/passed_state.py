@@ -1,8 +1,8 @@
 """State that a recurrent layer passes from one segment to the next, and its gradients, which come back in reverse.
 
-A layer says what it passes by a function from its input and a state to its output and the next state. All else is here:
-a segment starts from the state that the segment before left, and in the backward hands the gradient of that state to
-the segment that left it.
+A layer provides one function, from its input and a state to its output and the next state. All else is here: a segment
+starts from the state that the segment before left, and its backward passes the gradient of that state back to that
+segment.
 """
 
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from .segment import SegmentContext
 def start_positions_at_segment(chunk: torch.nn.Module, context: SegmentContext) -> None:
     """Make the rotary embeddings of a model chunk follow `context`.
 
-    Megatron asks for as many positions as there are tokens, and lets them begin at 0.
+    Megatron computes as many positions as there are tokens, starting at 0.
     """
     for rotary in chunk.modules():
         if not isinstance(rotary, (RotaryEmbedding, YarnRotaryEmbedding)):
@@ -32,7 +32,7 @@ def _with_offset(rotary: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tu
 
 
 def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
-    """What the fused rotary embedding of multi-latent attention asks for in place of calling the module.
+    """The cache that the fused rotary embedding of multi-latent attention reads instead of calling the module.
 
     The cosines and sines are those of a longer sequence without its first positions, so that one cache serves all
     segments.

@@ -15,7 +15,7 @@ from .masks import MaskCheck
 class Segment:
     """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments.
 
-    Where sequences are packed, `documents` says where those of the whole micro-batch start.
+    Where sequences are packed, `documents` holds the starts of those of the whole micro-batch.
     """
 
     microbatch: int

@@ -1,7 +1,7 @@
 """Weight gradients of linear layers, computed apart from the backward that gives the input gradients.
 
 The backward of a linear layer has two halves that need nothing of each other: the input gradient, for which the
-previous stage waits, and the weight gradient, for which nobody does before the end of the step. Zero-bubble schedules
+previous stage waits, and the weight gradient, which is not needed before the end of the step. Zero-bubble schedules
 (arXiv 2401.10241, section 2) run the second where a rank would be idle.
 """
 
@@ -25,7 +25,7 @@ _autocast_backward = torch.amp.custom_bwd(device_type="cuda")
 class Work(NamedTuple):
     """A product that is still to be computed: `gradients()` gives one for each of the parameters.
 
-    None for a parameter means that its gradient is complete, because it was added to `main_grad`, say.
+    None for a parameter means that its gradient is already complete, for instance because it was added to `main_grad`.
     """
 
     parameters: tuple[torch.nn.Parameter, ...]
@@ -60,8 +60,8 @@ class WeightGradientStore:
     def compute(self, unit: Hashable) -> None:
         """Compute what was left for `unit`, freeing it one by one.
 
-        The gradients take the way of all others, through autograd to the parameters' hooks, so that whoever gathers
-        gradients there (Megatron's DistributedDataParallel) need not know about the split.
+        Like all gradients these reach the parameters' hooks through autograd, where Megatron's DistributedDataParallel
+        collects them.
         """
         left = self._left.pop(unit)
         while left:

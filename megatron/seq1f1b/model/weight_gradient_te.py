@@ -1,15 +1,15 @@
 """Weight gradients of Transformer Engine's linear layers, computed apart from their input gradients.
 
-Its layers hand the product that gives a weight gradient to their `wgrad_store` if that asks for it
-(`delay_wgrad_compute`), where it waits for `backward_dw()`. Three properties do not fit a schedule with I and W:
+With `delay_wgrad_compute` its layers hand the product that gives a weight gradient to their `wgrad_store`, where it
+waits for `backward_dw()`. Three properties do not fit a schedule with I and W:
 
 - `backward_dw` assigns the gradient instead of adding it, so the units of a step would overwrite one another.
 - The backward that leaves the product still goes to the live parameter, so that hooks there fire at I, before there is
   a gradient (Megatron's DistributedDataParallel would reduce it).
-- Their queue does not tell units apart, and an order of W other than that of I would mix them.
+- Their queue does not separate units, so an order of W other than that of I would mix them.
 
 So the products go to our own store instead, which keeps them by unit and hands their results to the live parameters
-through autograd, and the forward of a layer takes place on aliases of its parameters, whose hooks nobody listens to.
+through autograd, and the forward of a layer runs on aliases of its parameters, which have no hooks.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,6 +1,6 @@
 """Segments of equal cost in packed sequences, whose tokens attend within their own documents only.
 
-How many pairs of a query and a key a segment has is then not said by where it lies, but by the documents that it meets.
+The number of pairs of a query and a key in a segment then depends on the documents in it, not on its position.
 """
 
 from bisect import bisect_right

@@ -13,7 +13,7 @@ BATCH_BYTES, BATCH_RECORDS = 1 << 18, 1024
 
 
 class BadDocument(Exception):
-    """One document cannot be used; the text says why."""
+    """One document cannot be used; the text gives the reason."""
 
 
 def refusal(place: str, reason: str) -> Refused:

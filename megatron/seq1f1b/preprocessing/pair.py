@@ -69,7 +69,7 @@ def _aside(prefix: str) -> Path:
 
 def _remove(aside: Path) -> None:
     if aside.exists():
-        # The index first: data without one are nobody's, and `recover` brings back no index alone.
+        # The index first: data without one are unusable, and `recover` never restores an index alone.
         for name in ("idx", "bin"):
             (aside / name).unlink(missing_ok=True)
         aside.rmdir()

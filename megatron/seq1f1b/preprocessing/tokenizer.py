@@ -73,7 +73,7 @@ def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
 def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """A tokenizer that was trained here, without the seconds and the memory that Megatron costs.
 
-    None for any other: what transformers makes of other settings is for transformers to say.
+    None for any other, which is left to transformers.
     """
     if args.tokenizer_type != "HuggingFaceTokenizer" or args.vocab_file or args.special_tokens:
         return None

@@ -94,7 +94,7 @@ class Worker:
 
 
 def serve(pipe: Connection, args: argparse.Namespace) -> None:
-    """A worker: says the size of its vocabulary, or why it has none; then tokenizes."""
+    """A worker: sends the size of its vocabulary, or why it has none; then tokenizes."""
     for each in STOP_SIGNALS:  # a Ctrl-C at the terminal reaches all; the parent is the one to act
         signal.signal(each, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
 
 
 def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether `argv` asks for a rehearsal."""
+    """Whether `argv` starts a rehearsal."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true")
     return parser.parse_known_args(argv)[0].dry_run
@@ -37,7 +37,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
 def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
     """What `install` binds for a rehearsal.
 
-    `watched(function, tracer)` has the steps of a forward-backward function told to `tracer`.
+    `watched(function, tracer)` makes a forward-backward function report its steps to `tracer`.
     """
     return PatchTable(
         Scope.INSTALLED,
@@ -52,7 +52,7 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
 
 
 def _for_the_real_device(parse_args: Callable) -> Callable:
-    """The launch is for GPUs unless it asks for the CPU; it is not traced."""
+    """The launch is for GPUs unless `--device cpu` is given; it is not traced."""
 
     def parse(*args: Any, **kwargs: Any) -> Namespace:
         namespace = parse_args(*args, **kwargs)

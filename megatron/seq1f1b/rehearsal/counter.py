@@ -1,4 +1,4 @@
-"""Counts the bytes of every storage that operators make, from its birth to its death."""
+"""Counts the bytes of every storage that operators allocate, for as long as it lives."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +21,11 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Writes births and deaths of storages into `ledger`, of fake tensors as of real ones.
+    """Enters every storage into `ledger` when it is allocated and when it is freed, for fake and real tensors alike.
 
-    Entered outside of a FakeTensorMode, it sees what that returns. Counted are the bytes that a tensor asks for, not
-    the blocks that an allocator rounds them to. What an operator of the GPU allocates for the time of its call is known
-    of flash attention only, see `operators.py`. `run(function, args, kwargs)` runs an operator.
+    Entered outside of a FakeTensorMode, it sees what that returns. It counts the bytes of tensors, not the
+    blocks that an allocator rounds them to. What a GPU operator allocates during its call is counted for flash
+    attention only, see `operators.py`. `run(function, args, kwargs)` runs an operator.
     """
 
     def __init__(self, ledger: Ledger, device: str, run: Callable[[Any, tuple, dict], Any] = _run) -> None:

@@ -96,17 +96,17 @@ _CHOICE = "megatron.seq1f1b.model.kernels.choice.KernelChoice"
 
 _FOR_FAKES = (
     Patch("torch.nn.Module._apply", _apply, "swaps the contents of parameters, which fake ones do not take"),
-    Patch("torch.distributed.new_group", _fake_group, "asks gloo or NCCL to look for the other ranks", wraps=True),
+    Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", _no_norm, "reads the norm of every gradient"),
     Patch(
         "megatron.training.training.logical_and_across_model_parallel_group",
         _own_answer,
-        "reads what others would answer",
+        "reads what other ranks would send",
     ),
 )
 
 _AS_ON_A_GPU = (
-    Patch(f"{_CHOICE}.is_on_gpu", _always, "fake tensors say that they are on the CPU"),
+    Patch(f"{_CHOICE}.is_on_gpu", _always, "fake tensors appear to be on the CPU"),
     Patch(f"{_CHOICE}._flash", _flash, "flash-attn keeps as much, but need not be installed here"),
 )

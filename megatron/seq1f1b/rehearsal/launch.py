@@ -70,7 +70,7 @@ def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list
 
 
 def _child(run_stage: Callable, args: Namespace, rank: int, parent: Connection) -> None:
-    """What the process of one stage does; tells `parent` how far it is, and how it ended."""
+    """What the process of one stage does; it sends its progress and its result to `parent`."""
     log = os.memfd_create("log")
     sys.stdout.flush()
     os.dup2(log, 1)

@@ -1,4 +1,4 @@
-"""What was asked for, and what a rehearsal puts in the place of it, in words."""
+"""The launch, and what a rehearsal replaces of it, in words."""
 
 from argparse import Namespace
 

@@ -6,7 +6,7 @@ MIB = 2**20
 # 0.6 GiB on A100 and H100, by driver and version.
 CONTEXT = 512 * MIB
 
-# cuBLAS asks PyTorch's allocator for this once a handle and stream (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper).
+# cuBLAS allocates this from PyTorch once for each handle and stream (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper).
 CUBLAS_WORKSPACE = 32 * MIB
 
 # NCCL keeps a buffer of NCCL_BUFFSIZE (4 MiB unless set) for each direction of each channel of a communicator, and up

@@ -16,7 +16,7 @@ _SEND = torch.ops.c10d.send.default
 
 
 class StepRecorder:
-    """Stands in for the tracer and the recorder of a real step: it is told of every action that runs.
+    """Stands in for the tracer and the recorder of a real step: the interpreter reports every action to it.
 
     It needs no clock; the moments of the ledger take the place of time.
     """

@@ -47,7 +47,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class RehearsalReport:
-    """All stages of one pipeline, in their order; `device_memory` in bytes, `launch` describes what was asked for."""
+    """All stages of one pipeline, in their order; `device_memory` in bytes, `launch` describes the launch."""
 
     launch: str
     device_memory: int

@@ -34,8 +34,8 @@ def run_stage(
 ) -> StageReport:
     """Run `pretrain()`, Megatron's own with all its arguments, up to the end of its first step.
 
-    `watched(function, recorder)` has a forward-backward function tell the recorder of its actions. With
-    `is_fake=False` all tensors are real, and the other ranks have to run too: so a real step is counted alike.
+    `watched(function, recorder)` makes a forward-backward function report its actions to the recorder. With
+    `is_fake=False` all tensors are real and the other ranks must run too, so that a real step can be counted.
     """
     stage = _Stage(args, watched, progress, is_fake)
     with stage.takes_part():

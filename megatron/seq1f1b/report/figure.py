@@ -1,7 +1,8 @@
 """Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
 
-Colour says the kind of action, shade the segment (dark is late), the number the micro-batch, a bar
-below a box the model chunk; idle time stays white. Lines above a row are collectives beside compute.
+The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
+micro-batch, the bar below it for the model chunk; idle time stays white. Lines above a row are collectives beside
+compute.
 """
 
 from collections.abc import Sequence

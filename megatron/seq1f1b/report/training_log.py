@@ -1,4 +1,4 @@
-"""What Megatron's training log says of a run."""
+"""Times and losses of a run, from Megatron's training log."""
 
 import re
 from dataclasses import dataclass

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_config
 
 @dataclass(frozen=True)
 class Call:
-    """What Megatron asks for in one step; see megatron/core/pipeline_parallel/schedules.py.
+    """The arguments of one step; see megatron/core/pipeline_parallel/schedules.py.
 
     `chunks` and `iterators` are the model chunks of this rank and their data, `pipeline` the ranks of the pipeline.
     `seq_length` is 0 where Megatron leaves it out, since no message is sent.
@@ -62,7 +62,7 @@ class Call:
         config = get_model_config(chunks[0])
         _check_messages(config, p2p_communicator, pg_collection, adjust_tensor_shapes_fn)
         if not hasattr(config, "calculate_per_token_loss"):
-            config.calculate_per_token_loss = False  # Megatron asks for it, but only a TransformerConfig has it
+            config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
         groups = pg_collection or _build_default_pg_collection()
         return cls(
             forward_step_func=forward_step_func,

@@ -1,8 +1,8 @@
 """Messages between pipeline ranks.
 
-A channel is one payload (activations or gradients) from one rank to another: a queue without tags. The schedule gives
-both ends the same order and says when a receive is posted, so neither shapes nor tags are negotiated.
-`schedule/lowering.py` says why this cannot hang.
+A channel is one payload (activations or gradients) from one rank to another: a queue without tags. The schedule
+fixes the order, the same at both ends, and when each receive is posted, so neither shapes nor tags are negotiated.
+`schedule/lowering.py` shows why this cannot hang.
 """
 
 import threading
@@ -33,7 +33,7 @@ _NCCL_UNDEFINED = -(2**31)
 class Communicator:
     """Non-blocking messages between the ranks of one pipeline group.
 
-    Made by all ranks of the world at the same time, since NCCL wants process groups of its own: messages that share an
+    All ranks of the world must make it at the same time, since it makes process groups for NCCL: messages that share an
     NCCL group wait for each other. gloo keeps messages apart by tags and uses the pipeline group as it is.
     Nothing here waits longer than `timeout`.
     """
@@ -156,7 +156,7 @@ def _message(channel: Channel, action: Action | None) -> str:
 class _Waiter:
     """A thread that waits for one thing after the other.
 
-    It is a daemon: a program that fails must not wait at its end for messages that nobody takes.
+    It is a daemon: a program that fails must not wait at its end for messages that no rank receives.
     """
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ from ..model import Segment
 class SegmentIterator:
     """Stands in for the data iterator of one model chunk during one step.
 
-    The batch of a micro-batch is read once, in the order of micro-batches whatever the schedule asks for first, and
-    kept until its last segment: every stage must mean the same batch by the same micro-batch number. `next()` gives the
+    The batch of a micro-batch is read once, in the order of micro-batches whatever the order of the schedule, and
+    kept until its last segment: a micro-batch number must mean the same batch on every stage. `next()` returns the
     running segment of it. `check(mask, where)` is called for every attention mask of a batch that is cut.
     """
 

@@ -1,4 +1,4 @@
-"""Where the documents of packed sequences start: found by the rank that reads the data, told to all that need it."""
+"""Where the documents of packed sequences start: found by the rank that reads the data, sent to all that need them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Packing:
 def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) -> Tensor:
     """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
 
-    What says so is, in this order, `cu_seqlens` (b rows of ascending positions, 0 and s among them), a boolean
+    It is taken from, in this order, `cu_seqlens` (b rows of ascending positions, 0 and s among them), a boolean
     `attention_mask` [b, 1, s, s] that hides a token from the one after it where a document ends, and `tokens` that end
     a document, as in Megatron's GPTDataset. Raises ValueError if there is none of them, or one of another shape.
     """

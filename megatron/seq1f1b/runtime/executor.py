@@ -85,7 +85,7 @@ class PipelineExecutor:
             raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
         placement = Placement(call.pipeline.size(), len(call.chunks), self._plan.placement)
         shape = Shape(placement, call.num_microbatches, self._segmentation.num_segments)
-        if shape.num_ranks > 1:  # a rank that needs nobody may run alone
+        if shape.num_ranks > 1:  # a rank without neighbours may run alone
             self._agree(shape, call)
         lengths = self._segmentation.lengths(call.seq_length)
         program = self._plan.program(shape, lengths, call.pipeline.rank(), call.forward_only)
@@ -181,7 +181,7 @@ class PipelineExecutor:
         return self._communicators[key]
 
     def _agree(self, shape: Shape, call: Call) -> None:
-        """Compare this step with that of the other ranks, the first time that it is asked for."""
+        """Compare this step with that of the other ranks, the first time that a step like it runs."""
         plan = (
             f"{self._plan.name}, {'evaluation' if call.forward_only else 'training'} on {shape.num_ranks} ranks with "
             f"{shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches of "

@@ -16,8 +16,8 @@ import torch
 class GradientSync:
     """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank.
 
-    `ends_last`: the rank has one chunk and is the last to end its backwards, so that there is nobody to wait for, and
-    the hooks may reduce even where Megatron asked to be called.
+    `ends_last`: the rank has one chunk and is the last to end its backwards, so no rank has to be waited for, and the
+    hooks may reduce even where Megatron sets `grad_sync_func`.
     """
 
     def __init__(self, config: Any, chunks: list[torch.nn.Module], ends_last: bool = False) -> None:
@@ -31,7 +31,7 @@ class GradientSync:
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
-        """Inside, the hooks of parameters may reduce, unless Megatron asked to be called for it."""
+        """Inside, the hooks of parameters may reduce, unless Megatron sets `grad_sync_func`."""
         if self._start_reduction:
             yield
             return
@@ -40,13 +40,13 @@ class GradientSync:
         self._enter_no_sync(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
-        """Start the reduction of the whole chunk where Megatron asked for that (`align_grad_reduce`)."""
+        """Start the reduction of the whole chunk if Megatron aligns reductions (`align_grad_reduce`)."""
         self._leave_no_sync(chunk)
         if self._start_reduction:
             self._start_reduction[chunk](self._chunks[chunk].parameters())
 
     def before_first_forward(self, chunk: int) -> None:
-        """Start gathering the parameters of the chunk where Megatron asked for that (`--align-param-gather`)."""
+        """Start gathering the parameters of the chunk if Megatron aligns that (`--align-param-gather`)."""
         if self._start_gather:
             self._start_gather[chunk](self._chunks[chunk].parameters())
 

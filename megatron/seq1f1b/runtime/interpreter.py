@@ -1,7 +1,7 @@
 """Runs the lowered schedule of one rank: one loop, one small handler per kind of action.
 
-It knows no family, no phase and no neighbour by name. What an action means for a model is left to Megatron's own
-`forward_step` and `backward_step`.
+It contains nothing of families, phases or neighbours: all that is in the program. Megatron's own `forward_step` and
+`backward_step` run the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class Interpreter:
         self._started_chunks: set[int] = set()
         self._message_shapes: dict[int, tuple[int, ...]] = {}
         self._splits_backwards = False
-        # Forwards that recompute all layers in their backward, where Megatron asks for that by micro-batch.
+        # Forwards that recompute all layers in their backward, where Megatron's configuration sets that by micro-batch.
         self._recomputed: frozenset[Action] | None = None
         # The last actions of each chunk that give input gradients, and that give weight gradients.
         self._ends: frozenset[tuple[Kind, Action]] = frozenset()
@@ -113,7 +113,7 @@ class Interpreter:
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
     def _all_but_partially_checkpointed(self, program: Sequence[Action]) -> frozenset[Action] | None:
-        """What is left by `num_microbatches_with_partial_activation_checkpoints`, None if Megatron does not ask.
+        """Forwards beyond `num_microbatches_with_partial_activation_checkpoints`; None if Megatron does not set it.
 
         As many micro-batches may keep more, of those that are in flight at once (arXiv 2205.05198, appendix C).
         """
@@ -255,7 +255,7 @@ class Interpreter:
         return around
 
     def _start(self, name: str) -> None:
-        """Under a name that Megatron's log knows; its `forward_step` and `backward_step` time themselves."""
+        """Start a timer of Megatron's log by its name; its `forward_step` and `backward_step` time themselves."""
         if self._timers is not None:
             self._timers(name, log_level=2).start()
 

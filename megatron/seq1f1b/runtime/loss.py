@@ -1,7 +1,7 @@
 """The loss of micro-batches whose segments report one by one.
 
-Megatron divides the loss sum of a micro-batch by its number of unmasked tokens. A segment knows only its own, and a
-mean of segment means is another number as soon as segments or masks are uneven. But all segments of a micro-batch have
+Megatron divides the loss sum of a micro-batch by its number of unmasked tokens. A segment has only its own, and a
+mean of segment means differs as soon as segments or masks are uneven. But all segments of a micro-batch have
 gone forward when its first backward starts, so the division can wait until then.
 """
 

@@ -11,8 +11,8 @@ _PROCESS = Path("/proc/self")
 class PeakMemory:
     """Counts from its creation: activations, caches, messages and workspace, but not weights or optimizer state.
 
-    On a GPU it asks PyTorch's allocator. On a CPU there is none to ask, so it takes the resident set of the process
-    (Linux), with freed pages returned first so that they do not hide in the baseline.
+    On a GPU this is the count of PyTorch's allocator. On a CPU, which has none, it is the resident set of the process
+    (Linux); freed pages are returned first, so that they are not part of the baseline.
     """
 
     def __init__(self, device: torch.device) -> None:

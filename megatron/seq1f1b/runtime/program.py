@@ -6,7 +6,7 @@ from ..schedule import Action, Kind
 
 
 class Program:
-    """The lowered actions of one rank; whatever else is asked of them is computed once, not in every step.
+    """The lowered actions of one rank, and what follows from them, computed once instead of in every step.
 
     `splits_backwards`: some backward has an input-gradient and a weight-gradient half. `ends`: for each chunk the
     last action that gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action).

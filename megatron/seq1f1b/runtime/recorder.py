@@ -34,10 +34,10 @@ class Recorder:
         self._marks.append((action, start, self._mark()))
 
     def collective(self, kind: str, stage: int) -> Callable[[Any], None]:
-        """Time a REDUCE or GATHER from now; what it returns is to be called with its handle as soon as it runs.
+        """Time a REDUCE or GATHER from now; call what it returns with the handle as soon as the collective runs.
 
-        Only what runs beside compute is recorded. Its end is taken where it is known: in the thread of gloo, or on the
-        stream that waits for NCCL; of a reduce-scatter by gloo, which tells nobody, when somebody has waited for it.
+        Only what runs beside compute is recorded. Its end is taken in the thread of gloo, or on the stream that waits
+        for NCCL; a reduce-scatter by gloo, which has no callback, ends when it has been waited for.
         """
         action, start = Action(Kind(kind), stage), self._mark()
 

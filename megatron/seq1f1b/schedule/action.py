@@ -1,4 +1,4 @@
-"""What a rank can be told to do: an immutable action with a short text form."""
+"""What a rank does: an immutable action with a short text form."""
 
 import re
 from enum import StrEnum

@@ -1,6 +1,6 @@
 """Which schedule runs: a named family, one that is planned for given costs, or one of the user's own.
 
-All three give the program of a rank in the same way, so that whoever runs one never asks which it is.
+All three give the program of a rank in the same way, so the runtime need not distinguish them.
 """
 
 import hashlib

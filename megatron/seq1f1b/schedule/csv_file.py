@@ -57,7 +57,7 @@ def _shape_of(path: str | Path, ranks: list[tuple[Action, ...]]) -> Shape:
     stages = 1 + max(action.stage for rank in ranks for action in rank)
     if stages % len(ranks):
         raise ValueError(f"{path}: {stages} stages do not divide evenly over {len(ranks)} rows; one row is one rank")
-    # The first stage of the second chunk says which way that chunk runs.
+    # The first stage of the second chunk shows which way that chunk runs.
     turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
     placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
     shape = Shape(

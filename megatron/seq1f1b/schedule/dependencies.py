@@ -33,7 +33,7 @@ def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
 
 
 def outcome(action: Action) -> Action:
-    """The action under the name by which `dependencies` asks for it: an I as the B it is half of."""
+    """The action as `dependencies` refers to it: an I as the B that it is half of."""
     return action._replace(kind=Kind.B) if action.kind is Kind.I else action
 
 

@@ -75,7 +75,7 @@ class ListScheduler:
     """Makes schedules whose ranks never hold more activation memory than `limits[rank]`.
 
     A free rank takes the forward or backward that its rule chooses. If there is none that could
-    start now it takes its oldest W, unless it knows of one that could start before `patience` times
+    start now it takes its oldest W, unless one is due that could start before `patience` times
     that W has passed. With `split=False` backwards are whole (B) and there is no W. Filling idle
     time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
 

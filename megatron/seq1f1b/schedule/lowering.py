@@ -2,8 +2,8 @@
 
 Adds the messages between ranks (SEND_*, RECV_*), the start of the gathering of parameters before
 the first forward of a model chunk (GATHER), and the start of the gradient reduction after its last
-backward (REDUCE). Gathering and reduction disturb compute, so where Megatron asks our runtime to
-start them (--align-param-gather, --align-grad-reduce) all ranks shall do so at about the same time.
+backward (REDUCE). Gathering and reduction disturb compute, so where Megatron lets our
+runtime start them (--align-param-gather, --align-grad-reduce) all ranks do so at about the same time.
 
 A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send
 follows the action that produces the value and does not block the rank. A receive is posted, without
@@ -29,7 +29,7 @@ before it computes F1. `Channel.communicator` gives a number that keeps them apa
 
 With one hardware queue for all of a rank (CUDA_DEVICE_MAX_CONNECTIONS=1) step 2 does not hold: a
 second send or receive on a channel waits for the first, and holds up what is issued behind it.
-There `one_queue.py` says when messages are issued.
+For that case `one_queue.py` determines when messages are issued.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

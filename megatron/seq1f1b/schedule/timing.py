@@ -78,7 +78,7 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     rules = Rules(schedule.shape, costs)
     of, stride = rules.of, rules.stride
     end_of = [-inf] * rules.num_codes
-    waiting: dict[int, int] = {}  # code -> the rank that needs it; nobody else can be at that point
+    waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
     runnable = list(range(len(schedule.ranks)))
     result = Run([[] for _ in schedule.ranks], [[] for _ in schedule.ranks])
 
@@ -114,7 +114,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """The timeline of a schedule of compute actions; costs are equal if not given.
 
     Messages overlap with compute and with each other. Raises ValueError if the schedule cannot
-    run to its end; `validate` says why.
+    run to its end; `validate` shows why.
     """
     result = run(schedule, costs or Costs.uniform(schedule.shape))
     ranks = []

@@ -92,7 +92,7 @@ def _check_sizes(folder: Path, saved: Path) -> None:
 
 
 def _check_model(folder: Path, saved: Path, args: Namespace) -> None:
-    """The sizes of the model that was saved must be those that the flags ask for."""
+    """The sizes of the saved model must be those of the flags."""
     from megatron.core.dist_checkpointing import load_common_state_dict
 
     try:

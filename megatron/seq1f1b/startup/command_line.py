@@ -119,7 +119,7 @@ def _check_traced_iterations(args: Namespace) -> None:
 
 
 def _scopes(args: Namespace) -> set[Scope]:
-    """What our flags ask for, as far as the flags alone show it."""
+    """The scopes of our schedules that the flags alone show to be in use."""
     schedule, file = getattr(args, "pipeline_schedule", None), getattr(args, "pipeline_schedule_file", None)
     splits = getattr(args, "sequence_splits", None)
     has_segments = (splits or 1) > 1 or getattr(args, "sequence_split_file", None) is not None

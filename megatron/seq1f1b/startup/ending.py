@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-# The launcher ends all ranks as soon as one is gone: the others leave rank 0 the time to say why.
+# The launcher ends all ranks as soon as one is gone, so the others wait until rank 0 has printed the reason.
 _SECONDS_FOR_RANK_0 = 20
 
 # Set to 1, it shows where a sentence comes from.

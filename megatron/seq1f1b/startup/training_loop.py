@@ -111,7 +111,7 @@ class TrainingLoop:
 
 
 def is_full(folder: Path, error: BaseException) -> bool:
-    """Whether a failed save failed for want of space: what torch raises hardly ever says so."""
+    """Whether a save failed because the disk is full; the errors that torch raises rarely show it."""
     causes = list(_causes(error))
     if any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes):
         return True

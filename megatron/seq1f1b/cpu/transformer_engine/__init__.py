@@ -48,7 +48,7 @@ REDIRECTS = PatchTable(
 
 
 def is_wanted(argv: Sequence[str]) -> bool:
-    """Whether the flags ask for Transformer Engine's layers, and its Python is there to make them on a CPU."""
+    """Whether the flags select Transformer Engine's layers, and its Python is installed to run them on a CPU."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--transformer-impl")
     return parser.parse_known_args(argv)[0].transformer_impl == PACKAGE and is_without_extension()

@@ -36,7 +36,7 @@ class _AnyMember(type):
 
 
 class StandIn(ModuleType):
-    """The type of the module, by which it is told from the extension."""
+    """The type of the module, which distinguishes it from the extension."""
 
 
 def make() -> StandIn:

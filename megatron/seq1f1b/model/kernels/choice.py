@@ -26,7 +26,7 @@ _HEAD_MULTIPLE = 8
 class KernelChoice:
     """Made once for the attention layers of a model; warns once, on rank 0, where no fused kernel serves.
 
-    `backend` is Megatron's --attention-backend: `unfused` and `local` ask for plain matrix products, anything else for
+    `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, anything else for
     the fastest kernel. `flash_attention_version` is its --flash-attention-version: None for PyTorch's own operators on
     the fastest FlashAttention that is installed, 3 and 4 for those operators on that version, 2 for the package
     flash-attn. Versions 3 and 4 have no dropout, and a process has one of them: where a model `has_dropout`, PyTorch's
@@ -55,7 +55,7 @@ class KernelChoice:
 
     @staticmethod
     def is_on_gpu(tensor: Tensor) -> bool:
-        """Whether kernels of the GPU serve a tensor; a rehearsal answers for the GPU that is not there."""
+        """Whether GPU kernels serve a tensor; a rehearsal replaces this, since its tensors are not on a GPU."""
         return tensor.is_cuda
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:

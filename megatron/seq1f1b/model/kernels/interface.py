@@ -1,4 +1,4 @@
-"""What segment attention asks of a kernel."""
+"""What a kernel of segment attention must provide."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
