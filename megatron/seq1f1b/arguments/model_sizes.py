@@ -112,7 +112,7 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def _of_layout(layout, num_ranks: int) -> tuple[int, ...]:
+def _of_layout(layout: Any, num_ranks: int) -> tuple[int, ...]:
     """Decoder layers by stage, of --pipeline-model-parallel-layout as text or as Megatron parsed it."""
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout

@@ -57,9 +57,9 @@ class SegmentAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        attn_mask_type=None,
+        attn_mask_type: Any = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params=None,
+        packed_seq_params: Any = None,
     ) -> Tensor:
         segment = self.context.segment if self.context is not None else None
         if attn_mask_type not in (None, AttnMaskType.causal) or attention_bias is not None:
@@ -122,7 +122,7 @@ class _WholeSequence(torch.autograd.Function):
     """Causal attention of a sequence that is not cut."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, kernel: Kernel) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, kernel: Kernel) -> Tensor:
         output, statistics = kernel.forward(query, key, value)
         ctx.save_for_backward(query, key, value, output, *statistics)
         ctx.kernel = kernel
@@ -130,7 +130,7 @@ class _WholeSequence(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         query, key, value, output, *statistics = ctx.saved_tensors
         grads = ctx.kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
         return grads.query, grads.key, grads.value, grads.sink, None
@@ -144,7 +144,7 @@ class _OneSegment(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -162,7 +162,7 @@ class _OneSegment(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         query, output, *statistics = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
         saved = Saved(query, *cache.read(segment.start, segment.end), output, tuple(statistics))

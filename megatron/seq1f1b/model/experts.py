@@ -100,7 +100,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, probabilities: Tensor, tally: _Tally, segment: Segment, is_new: bool, factor: float, release: Callable
+        ctx: Any, probabilities: Tensor, tally: _Tally, segment: Segment, is_new: bool, factor: float, release: Callable
     ) -> Tensor:
         ctx.tally, ctx.factor, ctx.dtype = tally, factor, probabilities.dtype
         ctx.release = release if segment.is_first else None
@@ -108,7 +108,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         if ctx.release is not None:
             ctx.release()
         return (grad_output * ctx.factor * ctx.tally.chosen()).to(ctx.dtype), None, None, None, None, None

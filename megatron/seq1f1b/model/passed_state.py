@@ -74,7 +74,13 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, output: Tensor, context: SegmentContext, layer: Any, segment: Segment, passed: PassedState, *state: Tensor
+        ctx: Any,
+        output: Tensor,
+        context: SegmentContext,
+        layer: Any,
+        segment: Segment,
+        passed: PassedState,
+        *state: Tensor,
     ) -> Tensor:
         passed.leave(segment.index, state)
         ctx.context, ctx.layer, ctx.segment, ctx.passed = context, layer, segment, passed
@@ -82,7 +88,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         grads = ctx.passed.take_gradients(ctx.segment.index)
         if ctx.segment.is_first:
             ctx.context.release(ctx.layer, ctx.segment.microbatch)

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -130,7 +130,9 @@ class _InputGradient(torch.autograd.Function):
 
     @staticmethod
     @_autocast_forward
-    def forward(ctx, input: Tensor, weight: Tensor, gather_group: dist.ProcessGroup | None, leave: Callable) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, gather_group: dist.ProcessGroup | None, leave: Callable
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.gather_group, ctx.leave = gather_group, leave
         return torch.matmul(_gathered(input, gather_group), weight.t())
@@ -138,7 +140,7 @@ class _InputGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     @_autocast_backward
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         input, weight = ctx.saved_tensors
         ctx.leave(input, grad_output)
         grad_input = grad_output.matmul(weight)
@@ -152,13 +154,15 @@ class _WeightGradient(torch.autograd.Function):
     """A scalar whose backward gives the gradients of parameters."""
 
     @staticmethod
-    def forward(ctx, gradients: Callable[[], tuple[Tensor | None, ...]], *parameters: torch.nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, gradients: Callable[[], tuple[Tensor | None, ...]], *parameters: torch.nn.Parameter
+    ) -> Tensor:
         ctx.gradients = gradients
         return parameters[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, _):
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
         gradients = ctx.gradients
         del ctx.gradients
         return None, *gradients()

@@ -2,14 +2,16 @@
 
 import contextlib
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .durable import move
 from .stopping import refuse_existing, signals_held
 
 
 @contextlib.contextmanager
-def indexed_pair(prefix: str, overwrite: bool, dtype: type):
+def indexed_pair(prefix: str, overwrite: bool, dtype: type) -> Iterator[Any]:
     """A Megatron builder whose two files take their final names only if the block succeeds."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

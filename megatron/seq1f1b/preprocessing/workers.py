@@ -9,7 +9,7 @@ import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,7 +76,7 @@ class Worker:
             # on collecting the buffer it leaves in the traceback.
             self.pipe.send_bytes(pickle.dumps(message))
 
-    def receive(self):
+    def receive(self) -> Any:
         with self.watched():
             return self.pipe.recv()
 

@@ -7,6 +7,7 @@ compute.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..schedule import Kind, Span, Timeline, peak_units
 
@@ -79,7 +80,7 @@ def _typical_duration(timelines: Sequence[Timeline]) -> float:
     return min(means, default=1.0)
 
 
-def _draw(axes, timeline: Timeline, title: str, longest: float) -> None:
+def _draw(axes: Any, timeline: Timeline, title: str, longest: float) -> None:
     from matplotlib.collections import PolyCollection
 
     boxes, colours, bars, lines, line_colours = [], [], [], [], []
@@ -133,7 +134,7 @@ def _shade(kind: Kind, segment: int, num_segments: int) -> tuple[float, ...]:
     return tuple(a + (b - a) * share for a, b in zip(light, dark, strict=True))
 
 
-def _label(axes, timeline: Timeline, longest: float) -> None:
+def _label(axes: Any, timeline: Timeline, longest: float) -> None:
     """Micro-batch numbers, where the box is wide enough to hold them."""
     spans: list[tuple[int, Span]] = [
         (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans if span.action.kind in _COLOURS
@@ -148,15 +149,15 @@ def _label(axes, timeline: Timeline, longest: float) -> None:
             axes.text(middle, rank, text, fontsize=6, ha="center", va="center_baseline", clip_on=True)
 
 
-def _add_legend(figure, timelines: Sequence[Timeline], height: float) -> None:
+def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    def box(colour) -> Patch:
+    def box(colour: Any) -> Patch:
         return Patch(facecolor=colour, edgecolor="#404040", linewidth=0.3)
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
-    entries = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _COLOURS if kind in used}
+    entries: dict[str, Any] = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _COLOURS if kind in used}
     entries |= {name: Patch(facecolor=colour) for kind, (colour, name) in _LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, _COLOURS[Kind.F]))

@@ -82,7 +82,7 @@ class ListScheduler:
     Raises ValueError if a rank cannot hold one whole micro-batch.
     """
 
-    def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True):
+    def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True) -> None:
         self._shape, self._costs, self._limits = shape, costs, limits
         self._backward = Kind.I if split else Kind.B
         placement = shape.placement

@@ -34,7 +34,7 @@ class Rules:
     per kind, stage and segment.
     """
 
-    def __init__(self, shape: Shape, costs: Costs):
+    def __init__(self, shape: Shape, costs: Costs) -> None:
         costs.check(shape)
         self.stride = shape.num_segments
         self.num_codes = len(_ROW) * shape.num_stages * shape.num_units

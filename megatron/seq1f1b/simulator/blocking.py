@@ -26,7 +26,7 @@ class _Messages:
     The message of a unit is its number further.
     """
 
-    def __init__(self, shape: Shape, costs: Costs):
+    def __init__(self, shape: Shape, costs: Costs) -> None:
         self.units, self.segments = shape.num_units, shape.num_segments
         self.count = 2 * shape.num_stages * self.units
         self.received: dict[Kind, list[int | None]] = {}
@@ -53,7 +53,7 @@ class _Messages:
 
 
 class _Machine:
-    def __init__(self, schedule: Schedule, costs: Costs):
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs = schedule, costs
         self.messages = _Messages(schedule.shape, costs)
         self.spans: list[list[Span]] = [[] for _ in schedule.ranks]

@@ -5,6 +5,7 @@ import struct
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 # Megatron's index: a magic word, the version, the type of the tokens, the number of sequences, that of documents.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -63,7 +64,7 @@ def check_data(flag: str, prefix: str) -> None:
         )
 
 
-def _read(file, start: int, form: str, count: int) -> int:
+def _read(file: BinaryIO, start: int, form: str, count: int) -> int:
     """The last of `count` numbers that start at a position of the file."""
     size = struct.calcsize(form)
     file.seek(start + (count - 1) * size)
