@@ -48,7 +48,6 @@ BAD = [
     (MOCK + SPLIT + "--fine-grained-activation-offloading", "--fine-grained-activation-offloading follows"),
     (MOCK + SPLIT + "--mtp-num-layers 1", "--mtp-num-layers predicts tokens of the next segment"),
     (MOCK + SPLIT + "--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor makes"),
-    (MOCK + SPLIT + "--attention-backend fused", "use --attention-backend flash"),
     # Megatron's own checks
     (MOCK + "--num-layers 5 --num-layers-per-virtual-pipeline-stage 2", "--num-layers"),
     ("ranks=2 " + MOCK + "--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers 5"),

@@ -7,6 +7,7 @@ Conditions look at the settings of a run, by the names of Megatron's arguments; 
 
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -91,8 +92,14 @@ def _sees_later_tokens(settings: Mapping[str, Any]) -> bool:
     return bool(window) and window[1] != 0
 
 
-def _fused_attention(settings: Mapping[str, Any]) -> bool:
-    return getattr(settings.get("attention_backend"), "name", None) == "fused"
+def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
+    is_asked_for = getattr(settings.get("attention_backend"), "name", None) == "fused"
+    if not is_asked_for or not _is_on_gpu(settings):
+        return False
+    try:
+        return tuple(map(int, version("transformer-engine").split(".")[:2])) < (2, 20)
+    except PackageNotFoundError:
+        return True
 
 
 def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
@@ -215,9 +222,10 @@ SUPPORTED: tuple[Supported, ...] = (
         "masks follow from the seed and the split; fused on GPUs in 16 bits, plain matrix products, slower, elsewhere",
     ),
     Supported(
-        "`--attention-backend` `auto`, `flash`, `unfused`, `local`",
+        "`--attention-backend` `auto`, `flash`, `fused`, `unfused`, `local`",
         "tests/unit_tests/model/test_cuda_kernel.py::test_choice",
-        "PyTorch's flash attention, which needs no other package; the last two mean plain matrix products",
+        "the first two mean PyTorch's flash attention, which needs no other package, `fused` Transformer Engine's, "
+        "the last two plain matrix products",
     ),
     Supported(
         "`--flash-attention-version` 2, 3, 4",
@@ -348,10 +356,10 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         Unsupported("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
         Unsupported("--fp8-format", _given("fp8"), _UNTESTED, _WHOLE),
         Unsupported(
-            "--attention-backend fused",
-            _fused_attention,
-            "selects kernels that do not return their log-sum-exp, which segments need",
-            "use --attention-backend flash",
+            "--attention-backend fused without Transformer Engine 2.20 or later",
+            _fused_attention_is_missing,
+            "needs it",
+            "install transformer-engine, or use --attention-backend flash",
         ),
         Unsupported(
             "--flash-attention-version without its package",

@@ -83,7 +83,11 @@ def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_paral
         (["--sequence-splits", "4"], {"moe_router_load_balancing_type": ["quantile_balancing"]}, "quantile_balancing"),
         (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --context-parallel-size 1"),
         (["--sequence-splits", "4"], {"log_max_attention_logit": True}, "drop it"),
-        (["--sequence-splits", "4"], {"attention_backend": argparse.Namespace(name="fused")}, "-backend flash"),
+        (
+            ["--sequence-splits", "4"],
+            {"attention_backend": argparse.Namespace(name="fused"), "distributed_backend": "nccl"},
+            "-backend flash",
+        ),
         (["--sequence-splits", "4"], {"flash_attention_version": 3, "distributed_backend": "nccl"}, "install flash"),
         (["--sequence-splits", "4"], {"flash_attention_version": 2, "distributed_backend": "nccl"}, "install flash"),
         (["--pipeline-schedule", "1f1b"], {"cuda_graph_impl": "local"}, "use --cuda-graph-impl none"),

@@ -33,7 +33,10 @@ SETTINGS = {
     },
     "variable_seq_lengths of a program's configuration": {"variable_seq_lengths": True},
     "--fp8-format": {"fp8": "hybrid"},
-    "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
+    "--attention-backend fused without Transformer Engine 2.20 or later": {
+        "attention_backend": argparse.Namespace(name="fused"),
+        "distributed_backend": "nccl",
+    },
     "--flash-attention-version 3": {"flash_attention_version": 3},
     "--flash-attention-version without its package": {"flash_attention_version": 2, "distributed_backend": "nccl"},
     "--moe-grouped-gemm with --transformer-impl transformer_engine": {
@@ -76,3 +79,17 @@ def test_the_test_that_shows_a_row_exists(row):
 
 def test_the_readme_has_the_rows_that_people_ask_for():
     assert len([row for row in (*SUPPORTED, *(row for _, row in ROWS)) if row.is_in_readme]) == 10
+
+
+@pytest.mark.parametrize(
+    "installed, is_enough", [("2.19.1", False), ("2.20.0", True), ("3.0", True), ("2.21.0+cu13", True)]
+)
+def test_fused_attention_needs_a_transformer_engine_of_today(monkeypatch, installed, is_enough):
+    monkeypatch.setattr("megatron.seq1f1b.arguments.supported.version", lambda package: installed)
+    settings = SETTINGS["--attention-backend fused without Transformer Engine 2.20 or later"]
+    args = parsed("--sequence-splits", "4", "--device", "cuda", **settings)
+    if is_enough:
+        validate(args)
+    else:
+        with pytest.raises(SystemExit):
+            validate(args)

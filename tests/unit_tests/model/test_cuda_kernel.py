@@ -3,8 +3,10 @@
 What the real kernels compute, scripts/gpu_test.sh finds out.
 """
 
+import ast
 import inspect
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -28,8 +30,11 @@ from megatron.seq1f1b.model.kernels.cuda import CudaFlash
 from megatron.seq1f1b.model.kernels.flash_attn_2 import FlashAttention2
 from megatron.seq1f1b.model.kernels.flash_attn_4 import FlashAttention4
 from megatron.seq1f1b.model.kernels.padded import Padded
+from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineFused
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
+
+ROOT = Path(__file__).parents[3]
 
 # Sequences, query heads, KV heads, head size of queries and keys, of values.
 HEADS = {
@@ -222,8 +227,65 @@ def flash_attention_4(monkeypatch):
     return FlashAttention4
 
 
+def transformer_engine(monkeypatch):
+    """The functions of Transformer Engine 2.20: sequence first, or packed; the log-sum-exp as [..., 1]."""
+    layouts = {"sbhd": "causal_bottom_right", "thd": "padding_causal_bottom_right"}
+
+    def check(tensors, call):
+        assert call["fused_attention_backend"] == "16 bits" and call["fake_dtype"] == tensors[0].dtype
+        assert call["qkv_layout"] == "_".join([call["o_format"]] * 3) and call["window_size"] == (-1, 0)
+        assert call["attn_mask_type"] == layouts[call["o_format"]]
+        assert all(x.is_contiguous() for x in tensors)
+        lengths = [call[f"{name}_{of}"] for name in ("cu_seqlens", "max_seqlen") for of in ("q", "kv")]
+        ends, most = lengths[:2], lengths[2:]
+        for x, of_kind, longest in zip(tensors, ends, most, strict=False):
+            assert of_kind.dtype == torch.int32 and int(of_kind.diff().max()) == longest
+            if call["o_format"] == "sbhd":
+                assert x.shape[0] == longest and of_kind.tolist() == [i * longest for i in range(x.shape[1] + 1)]
+        if call["o_format"] == "thd":
+            assert call["cu_seqlens_q_padded"] is ends[0] and call["cu_seqlens_kv_padded"] is ends[1]
+            return lengths
+        assert call["cu_seqlens_q_padded"] is call["cu_seqlens_kv_padded"] is None
+
+    def forward(*, is_training, q, k, v, attn_scale, dropout, **call):
+        assert is_training
+        lengths = check((q, k, v), call)
+        state = fake_flash.random_state(dropout)
+        if lengths:
+            output, logsumexp = fake_flash.forward_packed(q, k, v, lengths, attn_scale, dropout, state)
+            return output, [logsumexp.t().unsqueeze(-1), state]
+        batch_first = (x.transpose(0, 1) for x in (q, k, v))
+        output, logsumexp = fake_flash.forward(*batch_first, attn_scale, dropout, state, one_size=False)
+        return output.transpose(0, 1).contiguous(), [logsumexp.unsqueeze(-1), state]
+
+    def backward(*, q, k, v, o, d_o, aux_ctx_tensors, attn_scale, dropout, do_format, dqkv_layout, **call):
+        assert call.pop("deterministic") is False
+        assert do_format == call["o_format"] and dqkv_layout == call["qkv_layout"]
+        lengths = check((q, k, v), call)
+        assert o.shape == d_o.shape and o.is_contiguous() and d_o.is_contiguous()
+        logsumexp, state = aux_ctx_tensors
+        logsumexp = logsumexp.squeeze(-1)
+        if lengths:
+            tensors = d_o, q, k, v, o, logsumexp.t()
+            return *fake_flash.backward_packed(*tensors, lengths, attn_scale, dropout, state), None
+        batch_first = [x.transpose(0, 1) for x in (d_o, q, k, v, o)]
+        grads = fake_flash.backward(*batch_first, logsumexp, attn_scale, dropout, state, one_size=False)
+        return *(x.transpose(0, 1) for x in grads), None
+
+    provide(
+        monkeypatch,
+        "transformer_engine.pytorch.cpp_extensions",
+        "fused_attn",
+        fused_attn_fwd=forward,
+        fused_attn_bwd=backward,
+        FusedAttnBackend={"F16_arbitrary_seqlen": "16 bits"},
+    )
+    return TransformerEngineFused
+
+
 NO_DROPOUT = torch.zeros(2, dtype=torch.uint64)
 RULE = AttentionRule(0.125)
+TAKE_TWO_SIZES = (FlashAttention4, TransformerEngineFused)
 
 
 def provide(monkeypatch, package, module, **functions):
@@ -238,7 +300,14 @@ def provide(monkeypatch, package, module, **functions):
     monkeypatch.setitem(sys.modules, f"{package}.{module}", content)
 
 
-KERNELS = {"PyTorch": torch_operators, "flash-attn": flash_attention_2, "flash-attn-4": flash_attention_4}
+KERNELS = {
+    "PyTorch": torch_operators,
+    "flash-attn": flash_attention_2,
+    "flash-attn-4": flash_attention_4,
+    "Transformer Engine": transformer_engine,
+}
+# Those that take dropout, and packed documents in one call.
+ALL_IN_ONE_CALL = {name: provider for name, provider in KERNELS.items() if name != "flash-attn-4"}
 BOUNDS = [(0, 11), (11, 12), (12, 40)]
 
 
@@ -273,7 +342,7 @@ def inputs(heads):
 def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
     kernel_of = provider(monkeypatch)
     tensors = inputs(heads)
-    if heads[3] % 8 or heads[3] != heads[4] and kernel_of is not FlashAttention4:
+    if heads[3] % 8 or heads[3] != heads[4] and kernel_of not in TAKE_TWO_SIZES:
         results = step(lambda rule: Padded(kernel_of(rule), 8), *tensors)
     else:
         results = step(kernel_of, *tensors)
@@ -284,7 +353,7 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
 
 
 @pytest.mark.parametrize("documents", [((0,),), ((0, 5, 11, 25, 39),), ((0, 12, 13), (0, 30))], ids=str)
-@pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
+@pytest.mark.parametrize("provider", ALL_IN_ONE_CALL.values(), ids=ALL_IN_ONE_CALL)
 def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
     kernel_of = provider(monkeypatch)
     assert isinstance(keep_documents_apart(kernel_of(RULE), documents), DocumentsPacked)
@@ -303,7 +372,7 @@ def test_what_is_saved_is_the_logsumexp_and_a_random_state(monkeypatch, provider
     assert sum(x.nbytes for x in statistics) <= 4 * 10 * 2 * 4 + 24
 
 
-@pytest.mark.parametrize("provider", [torch_operators, flash_attention_2], ids=["PyTorch", "flash-attn"])
+@pytest.mark.parametrize("provider", ALL_IN_ONE_CALL.values(), ids=ALL_IN_ONE_CALL)
 def test_dropout_draws_once_and_the_backward_gets_the_same_state(monkeypatch, provider):
     kernel_of = provider(monkeypatch)
     tensors = inputs(HEADS["80, grouped"])
@@ -367,6 +436,28 @@ def test_stand_ins_take_what_the_installed_package_takes(monkeypatch, provider, 
         assert stand_in.keys() <= parameters.keys()
 
 
+def test_what_transformer_engine_is_given_has_the_names_of_its_own():
+    """By the source of its Python alone, which scripts/setup.sh installs away from other packages."""
+    path = ROOT / ".venv/transformer-engine/transformer_engine/pytorch/cpp_extensions/fused_attn.py"
+    if not path.is_file():
+        pytest.skip("Transformer Engine's Python is not there: run scripts/setup.sh")
+    functions = {each.name: each.args for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)}
+    calls = {}
+    kernel = object.__new__(TransformerEngineFused)
+    kernel._rule = RULE
+    kernel._package = SimpleNamespace(
+        FusedAttnBackend={"F16_arbitrary_seqlen": 1},
+        fused_attn_fwd=lambda **call: calls.update(fused_attn_fwd=call) or (call["q"], [call["q"]]),
+        fused_attn_bwd=lambda **call: calls.update(fused_attn_bwd=call) or (call["q"], call["k"], call["v"]),
+    )
+    x = torch.zeros(2, 1, 1, 8)
+    kernel.backward(torch.zeros(2, 1, 8), Saved(x, x, x, *kernel.forward(x, x, x)))
+    for name, call in calls.items():
+        parameters = [each.arg for each in functions[name].args]
+        required = parameters[: len(parameters) - len(functions[name].defaults)]
+        assert set(required) <= call.keys() <= set(parameters)
+
+
 def tensor(size, dtype=torch.bfloat16, is_cuda=True):
     return SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(4, 1, 2, size))
 
@@ -393,10 +484,16 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
         ({"flash_attention_version": 3}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
         ({"flash_attention_version": 4}, 64, 64, torch.bfloat16, True, 0.1, "CudaFlash"),
         ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, False, 0.0, "CpuFlash"),
+        ({"backend": "fused"}, 64, 64, torch.bfloat16, True, 0.1, "TransformerEngineFused"),
+        ({"backend": "fused"}, 192, 128, torch.bfloat16, True, 0.0, "TransformerEngineFused"),
+        ({"backend": "fused"}, 100, 100, torch.bfloat16, True, 0.0, "Padded TransformerEngineFused"),
+        ({"backend": "fused"}, 64, 64, torch.float32, True, 0.0, "Unfused"),
+        ({"backend": "fused"}, 64, 64, torch.float32, False, 0.0, "CpuFlash"),
     ],
 )
 def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, expected):
     flash_attention_2(monkeypatch)
+    transformer_engine(monkeypatch)
     flash_attention_4(monkeypatch) if flags.get("flash_attention_version") == 4 else None
     monkeypatch.setattr(choice, "activate_flash_attention", lambda version: 2)
     rule, kernels = AttentionRule(0.125, dropout), KernelChoice(**flags, has_dropout=dropout > 0)

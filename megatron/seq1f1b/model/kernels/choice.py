@@ -14,6 +14,7 @@ from .flash_attn_4 import FlashAttention4
 from .flash_version import activate_flash_attention
 from .interface import AttentionRule, Kernel
 from .padded import Padded
+from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
 
 _log = logging.getLogger(__name__)
@@ -26,17 +27,17 @@ _HEAD_MULTIPLE = 8
 class KernelChoice:
     """Made once for the attention layers of a model; warns once, on rank 0, where no fused kernel serves.
 
-    `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, anything else for
-    the fastest kernel. `flash_attention_version` is its --flash-attention-version: None for PyTorch's own operators on
-    the fastest FlashAttention that is installed, 3 and 4 for those operators on that version, 2 for the package
-    flash-attn. Versions 3 and 4 have no dropout, and a process has one of them: where a model `has_dropout`, PyTorch's
-    built-in version 2 stays.
+    `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` means
+    Transformer Engine's attention on GPUs, anything else the fastest kernel. `flash_attention_version` is its
+    --flash-attention-version: None for PyTorch's own operators on the fastest FlashAttention that is installed, 3 and 4
+    for those operators on that version, 2 for the package flash-attn. Versions 3 and 4 have no dropout, and a process
+    has one of them: where a model `has_dropout`, PyTorch's built-in version 2 stays.
     """
 
     def __init__(
         self, backend: str = "auto", flash_attention_version: int | None = None, has_dropout: bool = False
     ) -> None:
-        self._is_unfused = backend in ("unfused", "local")
+        self._backend = backend
         self._version = flash_attention_version
         self._has_dropout = has_dropout
         self._is_activated = False
@@ -59,7 +60,7 @@ class KernelChoice:
         return tensor.is_cuda
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
-        if self._is_unfused:
+        if self._backend in ("unfused", "local"):
             return Unfused(rule)
         if not is_cuda:
             if rule.dropout:
@@ -70,12 +71,14 @@ class KernelChoice:
             return self._unfused(rule, f"attention in {dtype} on a GPU")
         if max(size, value_size) > _LARGEST_HEAD:
             return self._unfused(rule, f"attention heads of more than {_LARGEST_HEAD}")
-        kernel = self._flash(rule, size == value_size)
-        sizes_fit = size == value_size or isinstance(kernel, FlashAttention4)
+        kernel = self._fused(rule, size == value_size)
+        sizes_fit = size == value_size or isinstance(kernel, FlashAttention4 | TransformerEngineFused)
         fits = sizes_fit and not size % _HEAD_MULTIPLE and not value_size % _HEAD_MULTIPLE
         return kernel if fits else Padded(kernel, _HEAD_MULTIPLE)
 
-    def _flash(self, rule: AttentionRule, is_one_size: bool) -> Kernel:
+    def _fused(self, rule: AttentionRule, is_one_size: bool) -> Kernel:
+        if self._backend == "fused":
+            return TransformerEngineFused(rule)
         if self._version == 2:
             return FlashAttention2(rule)
         if self._version == 4 and not is_one_size and not self._has_dropout and rule.window is None:

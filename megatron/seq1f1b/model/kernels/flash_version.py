@@ -46,7 +46,9 @@ def activate_flash_attention(version: int | None) -> int:
         _log.info("attention of segments runs on FlashAttention-%d", used)
     if candidates and used != candidates[0]:
         better = _VERSIONS[candidates[0]]
-        why = f"install {better.package}" if major in better.majors else "it is made for other GPUs"
+        why = "it is made for other GPUs"
+        if major in better.majors:
+            why = f"install {better.package}, or take Transformer Engine's by --attention-backend fused"
         warn_on_rank_0(_log, f"attention runs on FlashAttention-{used} instead of {candidates[0]}: {why}")
     return used
 
