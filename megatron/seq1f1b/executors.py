@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from .arguments import Naming, PipelineConfig, pipeline_config
-from .arguments.config import warn_of_short_segments
 from .arguments.from_program import run_of_program
+from .arguments.short_segments import warn_of_short_segments
 from .patches import Patch, PatchTable, Scope, patched
 from .runtime import Packing, PipelineExecutor, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape

@@ -160,19 +160,6 @@ def _words(shape: Shape) -> str:
     )
 
 
-def warn_of_short_segments(config: PipelineConfig) -> None:
-    """To be called once in a process; only CPUs are slower for them."""
-    lengths = config.lengths
-    is_on_cpu = config.partition.throughput is CPU_CORE
-    if is_on_cpu and len(lengths) > 1 and min(lengths) < CPU_CORE.full_speed_rows:
-        warn_on_rank_0(
-            _log,
-            f"the shortest segment has {min(lengths)} tokens; on a CPU attention is up to 2.3 times slower for "
-            f"segments of less than {CPU_CORE.full_speed_rows}. Fewer --sequence-splits or a longer --seq-length "
-            "avoid that.",
-        )
-
-
 def _is_on_cpu(device: str) -> bool:
     import torch
 

@@ -5,7 +5,7 @@ Start with stage_costs (what a segment costs on a stage) and action_costs (what 
 
 from .action_costs import action_costs
 from .device_throughput import A100, CPU_CORE, DeviceThroughput
-from .flops import authors_flops
+from .flops import authors_flops, layer_flops
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
 from .stage_costs import AnalyticTime, StageCost, analytic_costs, bottleneck_time
@@ -31,6 +31,7 @@ __all__ = [
     "bottleneck_time",
     "check_profile",
     "is_trace",
+    "layer_flops",
     "read_profile",
     "read_traced_costs",
     "traced_costs",

@@ -3,7 +3,7 @@
 import argparse
 
 from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
-from ..arguments.config import warn_of_short_segments
+from ..arguments.short_segments import warn_of_short_segments
 from .ending import end
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import re
 
 import pytest
 
@@ -267,6 +268,21 @@ def test_short_segments_on_a_cpu_are_warned_of_once(caplog, monkeypatch, device,
     caplog.clear()
     validate(parsed("--sequence-splits", "4", "--device", device, seq_length=4096))
     assert caplog.text == ""
+
+
+def test_segments_too_short_for_a_gpu_are_warned_of_with_the_number_that_keeps_it_busy(caplog):
+    """A layer of 7B, 1/8 of it a rank: 402 MFLOP a token over 8 · 210 TFLOP/s, and 0.9 ms of its host."""
+    eighth = dict(ffn_hidden_size=16384, tensor_model_parallel_size=8, micro_batch_size=1, seq_length=32768)
+    validate(parsed("--sequence-splits", "32", "--device", "cuda", **eighth))
+    (sentence,) = caplog.messages
+    assert "the segment of 1024 tokens takes a GPU about 0.2" in sentence
+    most = int(re.search(r"--sequence-splits (\d+) keeps GPUs busy", sentence)[1])
+    assert 8 <= most <= 16
+    caplog.clear()
+    validate(parsed("--sequence-splits", str(most // 2), "--device", "cuda", **eighth))
+    assert caplog.text == ""
+    validate(parsed("--sequence-splits", "4", "--device", "cuda", **{**eighth, "seq_length": 2048}))
+    assert "whole sequences keep GPUs busier" in caplog.text
 
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "sft", "dataloader_inter_document_masking"])

@@ -1,0 +1,71 @@
+"""A warning where segments are too short for the device that runs them."""
+
+import logging
+from itertools import accumulate
+
+from ..costs import CPU_CORE, layer_flops
+from ..costs.machine import Machine, read_machine
+from ..ranks import warn_on_rank_0
+from .config import PipelineConfig
+from .megatron_run import MegatronRun
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_short_segments(config: PipelineConfig) -> None:
+    """To be called once in a process."""
+    if config.num_segments == 1:
+        return
+    if config.partition.throughput is CPU_CORE:
+        _warn_of_slow_kernels(min(config.lengths))
+    elif config.run.model is not None:
+        machine = read_machine("h100-80gb" if _is_hopper_or_later() else "a100-80gb")
+        _warn_of_waiting_gpus(config.lengths, _layer_seconds(config.run, config.lengths, machine), machine)
+
+
+def _warn_of_slow_kernels(shortest: int) -> None:
+    if shortest < CPU_CORE.full_speed_rows:
+        warn_on_rank_0(
+            _log,
+            f"the shortest segment has {shortest} tokens; on a CPU attention is up to 2.3 times slower for "
+            f"segments of less than {CPU_CORE.full_speed_rows}. Fewer --sequence-splits or a longer --seq-length "
+            "avoid that.",
+        )
+
+
+def _warn_of_waiting_gpus(lengths: tuple[int, ...], seconds: list[float], machine: Machine) -> None:
+    """`seconds` are those of a layer's forward for each segment; the host needs as long for a short one as for a long.
+
+    Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's.
+    """
+    host = machine.host.layer_forward
+    shortest = min(range(len(seconds)), key=seconds.__getitem__)
+    if seconds[shortest] < host:
+        most = int(sum(seconds) / host)
+        way_out = f"--sequence-splits {most} keeps GPUs busy" if most > 1 else "whole sequences keep GPUs busier"
+        warn_on_rank_0(
+            _log,
+            f"the segment of {lengths[shortest]} tokens takes a GPU about {1e3 * seconds[shortest]:.2g} ms a layer, "
+            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits; {way_out}.",
+        )
+
+
+def _layer_seconds(run: MegatronRun, lengths: tuple[int, ...], machine: Machine) -> list[float]:
+    """Time of the forward of a segment in a layer on the device, the mean over all layers."""
+    assert run.model is not None
+    layers = [layer_flops(run.model, layer) for layer in range(run.model.num_layers)]
+    device, share = machine.device, (run.settings.get("micro_batch_size") or 1) / run.tensor_parallel_size
+    token = sum(each.per_token for each in layers) / (device.peak_flops * device.matmul_efficiency)
+    pair = sum(each.per_pair for each in layers) / (device.peak_flops * device.flash_forward)
+    ends = accumulate(lengths)
+    # A query sees the keys before it: half of those of its own segment.
+    return [
+        share * (token * length + pair * length * (end - length / 2)) / len(layers)
+        for length, end in zip(lengths, ends, strict=True)
+    ]
+
+
+def _is_hopper_or_later() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
