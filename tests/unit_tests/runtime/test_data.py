@@ -3,7 +3,7 @@
 import torch
 
 from megatron.seq1f1b.model import Segment
-from megatron.seq1f1b.runtime.data import SegmentIterator
+from megatron.seq1f1b.runtime.data import SegmentIterator, cut
 
 
 def batch(number):
@@ -67,3 +67,16 @@ def test_a_whole_sequence_is_handed_through_untouched():
     original = batch(0)
     batches = SegmentIterator(iter([original]))
     assert next(batches.at(Segment(0, 0, 0, 8, 8))) is original
+
+
+def test_a_part_of_a_pinned_batch_is_pinned(monkeypatch):
+    """The copy to a GPU would hold up the host otherwise. Here nothing can be pinned: what is asked for counts."""
+    empty, asked = torch.empty, []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kwargs: asked.append(pin_memory) or empty(*args))
+    tokens, segment = torch.arange(16.0).view(2, 8), Segment(0, 1, 4, 8, 8)
+    part = cut(tokens, segment)
+    assert asked == [True] and part.is_contiguous() and torch.equal(part, tokens[:, 4:])
+    # Of one sequence a part is contiguous, and lies in the pinned batch already.
+    part = cut(tokens[:1], segment)
+    assert asked == [True] and part.data_ptr() == tokens[0, 4:].data_ptr()
