@@ -18,8 +18,9 @@ MAY_IMPORT = {
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
-    "cpu": {"ranks", "patches", "model"},
-    "model": {"ranks", "patches"},
+    "local_hybrid": set(),
+    "cpu": {"ranks", "patches", "local_hybrid"},
+    "model": {"ranks", "patches", "local_hybrid"},
     "runtime": {"ranks", "patches", "schedule", "model"},
     "rehearsal": {"errors", "ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
 }

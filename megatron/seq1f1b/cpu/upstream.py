@@ -126,7 +126,7 @@ def from_local_layers(build_model):
 
     @functools.wraps(build_model)
     def build(self, *args, **kwargs):
-        from megatron.seq1f1b.model import local_hybrid_spec
+        from megatron.seq1f1b.local_hybrid import local_hybrid_spec
 
         config = self._model_config
         if config.hybrid_stack_spec is None:

@@ -1,10 +1,10 @@
 """A Megatron model on one segment: attention with a KV cache, positions that start where the segment
 starts, weight gradients apart from input gradients."""
 
+from ..local_hybrid import local_hybrid_spec
 from .attach import attach
 from .documents import Documents
 from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
-from .local_hybrid import local_hybrid_spec
 from .segment import Segment, SegmentContext
 from .self_attention import refuse_attention_to_later_tokens, use_segment_attention
 from .weight_gradient import WeightGradientStore
