@@ -3,6 +3,7 @@
 A command is a module here with `main(argv) -> int | None`, and a line in COMMANDS. It is imported when it runs.
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -39,11 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(name: str, argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a mistake of the user's is one sentence and the code 2."""
-    command = import_module(f".{COMMANDS[name][0]}", __name__)
     try:
+        command = import_module(f".{COMMANDS[name][0]}", __name__)
         return command.main(argv) or 0
+    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `seq1f1b plan-split | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ModuleNotFoundError as error:
-        sentence = f"the package {error.name} is missing; pip install 'megatron-seq1f1b[report]' brings matplotlib"
+        extra = "[report]" if error.name == "matplotlib" else ""
+        sentence = f"the package {error.name} is missing; pip install 'megatron-seq1f1b{extra}' brings it"
     except OSError as error:
         sentence = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except ValueError as error:
