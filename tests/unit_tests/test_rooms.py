@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "partition": {"errors"},
     "costs": {"errors", "schedule", "partition"},
     "simulator": {"errors", "schedule", "partition", "costs"},
+    "planner": {"errors", "schedule", "partition", "costs", "simulator"},
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
@@ -24,7 +25,14 @@ MAY_IMPORT = {
     "runtime": {"ranks", "patches", "schedule", "model"},
     "rehearsal": {"errors", "ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
 }
-PURE = {"errors": set(), "schedule": set(), "partition": {"numpy"}, "costs": {"numpy"}, "simulator": {"numpy"}}
+PURE = {
+    "errors": set(),
+    "schedule": set(),
+    "partition": {"numpy"},
+    "costs": {"numpy"},
+    "simulator": {"numpy"},
+    "planner": {"numpy"},
+}
 
 
 def imported(path: Path) -> set[str]:

@@ -4,7 +4,7 @@ Activations follow arXiv 2205.05198, section 4 (34 bytes per token and hidden un
 scores are stored), gradients and states Megatron's mixed precision with Adam.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schedule import Kind, Schedule
 from ..schedule.costs import Table
@@ -147,8 +147,6 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
 
 
 def layer_activation_without_recomputation(setup: TrainingSetup, length: int) -> float:
-    from dataclasses import replace
-
     return layer_activation(replace(setup, recompute="none"), setup.sequence_length - length, setup.sequence_length)
 
 

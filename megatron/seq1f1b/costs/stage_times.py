@@ -5,10 +5,11 @@ projection, norm, feed-forward block. FLOPs follow arXiv 2104.04473, section 3.4
 exchange follows arXiv 2205.05198, section 4.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
-from ..schedule import Costs
+from ..schedule import Costs, Placement
 from .collectives import all_gather_time, all_reduce_time, all_to_all_time, message_time
 from .kernels import BYTES, flash_time, matmul_time, moving_time, unfused_attention_time
 from .machine import Machine
@@ -152,49 +153,71 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> E
     return EndTime(forward, back, max(matmul_time(device, columns, hidden, rows), adding))
 
 
+Row = tuple[float, ...]
+
+
+@lru_cache(maxsize=4096)
+def _parts(setup: TrainingSetup, machine: Machine) -> tuple[tuple[LayerTime, EndTime, EndTime], ...]:
+    """Of a layer, the embedding and the head, by segment."""
+    spans = pairwise(accumulate(setup.segments, initial=0))
+    return tuple(
+        (
+            layer_time(setup, machine, *span),
+            embedding_time(setup, machine, *span),
+            head_time(setup, machine, *span),
+        )
+        for span in spans
+    )
+
+
+@lru_cache(maxsize=8192)
+def _rows(setup: TrainingSetup, machine: Machine, layers: int, first: bool, last: bool) -> tuple[Row, Row, Row]:
+    host = machine.host
+    row_f, row_i, row_w = [], [], []
+    for layer, embedding, head in _parts(replace(setup, recompute="none"), machine):
+        forward, back, weight = layers * layer.forward, layers * layer.input, layers * layer.weight
+        repeated = {"none": 0.0, "selective": layers * layer.forward_attention, "full": forward}[setup.recompute]
+        for end, there in ((embedding, first), (head, last)):
+            if there:
+                forward += end.forward
+                back += end.input
+                weight += end.weight
+        launch_f = layers * host.layer_forward
+        launch_b = layers * host.layer_backward + (launch_f if setup.recompute == "full" else 0.0)
+        total = max(back + weight + repeated, launch_b) + host.action
+        weight *= (total - host.action) / (back + weight + repeated) if setup.splits_backward else 1.0
+        row_f.append(max(forward, launch_f) + host.action)
+        row_i.append(total - weight)
+        row_w.append(weight)
+    return tuple(row_f), tuple(row_i), tuple(row_w)
+
+
+def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
+    """For every stage, durations of F, I and W by segment. Seconds."""
+    # Whatever does not matter on a single stage is the same for all, so that few set-ups are computed.
+    alone = replace(
+        setup,
+        num_microbatches=1,
+        data_parallel=1,
+        placement=Placement(1),
+        layers_per_stage=(setup.model.num_layers,),
+        family="zb-h1" if setup.splits_backward else "1f1b",
+    )
+    last = setup.placement.num_stages - 1
+    kinds = [(layers, stage == 0, stage == last) for stage, layers in enumerate(setup.layers_per_stage)]
+    rows = {kind: _rows(alone, machine, *kind) for kind in set(kinds)}
+    return [rows[kind] for kind in kinds]
+
+
 @lru_cache(maxsize=256)
 def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
     """Durations of F, I and W and of the messages, by stage and segment, in seconds; memory in bytes is in `memory`."""
     from .memory import activation_tables
 
-    host = machine.host
-    f: list[tuple[float, ...]] = []
-    i: list[tuple[float, ...]] = []
-    w: list[tuple[float, ...]] = []
-    bounds = [0]
-    for length in setup.segments:
-        bounds.append(bounds[-1] + length)
-    spans = list(zip(bounds, bounds[1:], strict=False))
-    layers = [layer_time(setup, machine, *span) for span in spans]
-    first = [embedding_time(setup, machine, *span) for span in spans]
-    last = [head_time(setup, machine, *span) for span in spans]
-    for stage, count in enumerate(setup.layers_per_stage):
-        row_f, row_i, row_w = [], [], []
-        for segment, layer in enumerate(layers):
-            forward, back, weight = count * layer.forward, count * layer.input, count * layer.weight
-            repeated = 0.0
-            if setup.recompute == "full":
-                repeated = forward
-            elif setup.recompute == "selective":
-                repeated = count * layer.forward_attention
-            for end, there in ((first, stage == 0), (last, stage == setup.placement.num_stages - 1)):
-                if there:
-                    forward += end[segment].forward
-                    back += end[segment].input
-                    weight += end[segment].weight
-            launch_f = count * host.layer_forward
-            launch_b = count * host.layer_backward + (launch_f if setup.recompute == "full" else 0.0)
-            total = max(back + weight + repeated, launch_b) + host.action
-            weight *= (total - host.action) / (back + weight + repeated) if setup.splits_backward else 1.0
-            row_f.append(max(forward, launch_f) + host.action)
-            row_i.append(total - weight)
-            row_w.append(weight)
-        f.append(tuple(row_f))
-        i.append(tuple(row_i))
-        w.append(tuple(row_w))
+    f, i, w = zip(*stage_rows(setup, machine), strict=True)
     messages = message_times(setup, machine)
     activation, kept = activation_tables(setup)
-    return Costs(tuple(f), tuple(i), tuple(w), messages[0], messages[1], activation, kept)
+    return Costs(f, i, w, messages[0], messages[1], activation, kept)
 
 
 def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[float, ...], ...], ...]:

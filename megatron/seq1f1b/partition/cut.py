@@ -70,11 +70,11 @@ def _balanced(task: Task) -> tuple[int, ...]:
         return balanced_by_documents(task.sequence_length, task.num_segments, time, task.documents, task.multiple_of)
     # Where the kernels are slower for short segments, the time jumps as a segment shrinks, and equal times may not
     # exist; it can then be better to keep every segment long enough, or worse.
-    options = [
-        balanced(task.sequence_length, task.num_segments, time, task.multiple_of, min_length)
-        for min_length in (1, task.full_speed_rows)
-    ]
-    return min(options, key=lambda lengths: max(segment_times(lengths, time)))
+    free = balanced(task.sequence_length, task.num_segments, time, task.multiple_of, 1)
+    if min(free) >= task.full_speed_rows:
+        return free
+    long = balanced(task.sequence_length, task.num_segments, time, task.multiple_of, task.full_speed_rows)
+    return min((free, long), key=lambda lengths: max(segment_times(lengths, time)))
 
 
 def _terapipe(task: Task) -> tuple[int, ...]:

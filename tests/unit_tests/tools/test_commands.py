@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[3]
 FACES = {
     "plot_schedule": "plot",
     "check_schedule": "check",
+    "plan": "plan",
     "plan_split": "plan-split",
     "profile_segments": "profile",
     "compare_runs": "compare",

@@ -1,0 +1,128 @@
+"""Find the fastest configuration of Megatron that fits a cluster.
+
+    seq1f1b plan --model 13b --gpus 64 --machine a100-80gb --seq-length 65536 --global-batch-size 16
+    seq1f1b plan --gpus 64 --machine a100-80gb <the flags of your launch script>
+
+Tensor, context, pipeline and data parallelism, model chunks, layers of the first and the last stage, segments and where
+they are cut, the schedule, the micro-batch and recomputation are chosen. What a launch script has of these is predicted
+as it is, for comparison; its other flags come back unchanged, so that the result can be pasted in its place. How far
+predictions are off is shown in docs/paper_tables.md.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..costs.machine import machine_names, read_machine
+from ..planner import PRESETS, Question, Search, decided_flags, model_flags, predict_candidate, preset, way_out
+from .launch_flags import as_given, model_of, read_launch, undecided
+from .parsing import Parser, count
+from .plan_text import explained, memory_by_stage, overview, short_name, title
+
+# Of the memory of a device, in a picture.
+_SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+# What a rehearsal needs beside the flags of a plan.
+_TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and the words of the launch."""
+    parser = Parser(__doc__, allow_abbrev=False)
+    parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
+    parser.add_argument("--gpus", type=count, default=os.environ.get("WORLD_SIZE"), help="default: WORLD_SIZE")
+    parser.add_argument(
+        "--machine", default="a100-80gb", help=f"{', '.join(machine_names())}, or your own file; default: a100-80gb"
+    )
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="default: what a device of the machine has")
+    parser.add_argument("--best", type=count, default=5, metavar="N", help="configurations to show; default: 5")
+    parser.add_argument("--explain", action="store_true", help="where the time goes, and what the second best lacks")
+    parser.add_argument("--output", type=Path, help="throughput against memory: .png, .svg or .pdf (needs matplotlib)")
+    parser.add_argument(
+        "--rehearse",
+        type=Path,
+        nargs="?",
+        const=Path("pretrain_gpt.py"),
+        metavar="SCRIPT",
+        help="rehearse the best on this machine (--dry-run) with your training script; default: pretrain_gpt.py",
+    )
+    args, words = parser.parse_known_args(argv)
+    if args.gpus is None:
+        parser.error("--gpus is missing")
+    return args, words
+
+
+def question(args: argparse.Namespace, launch: argparse.Namespace) -> Question:
+    """Raises ValueError for what is missing, unknown or does not go together."""
+    for name in ("seq_length", "global_batch_size"):
+        if getattr(launch, name) is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing")
+    return Question(
+        model=model_of(launch) if args.model is None else preset(args.model),
+        machine=read_machine(args.machine),
+        num_devices=int(args.gpus),
+        sequence_length=launch.seq_length,
+        global_batch_size=launch.global_batch_size,
+        memory_gib=args.device_memory,
+    )
+
+
+def show(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r[{'#' * round(30 * done / total):30}]", end=end, file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, words = parse(argv)
+    launch = read_launch(words)
+    asked = question(args, launch)
+    given = as_given(launch, asked)
+    search = Search(asked, show)
+    found = search.best(args.best)
+    if not found:
+        raise ValueError(way_out(asked))
+    best = found[0]
+    print(title(asked))
+    print(overview(found, None if given is None else predict_candidate(given, asked)))
+    print(memory_by_stage(best, asked))
+    flags = undecided(words) if args.model is None else model_flags(asked.model, asked.sequence_length)
+    flags += decided_flags(best.candidate)
+    print("Flags of the best:\n  " + " \\\n  ".join(flags))
+    if args.explain:
+        print(explained(found))
+    if args.output is not None:
+        draw(search, args.output)
+    return 0 if args.rehearse is None else rehearse(args.rehearse, flags, asked, args.model is not None)
+
+
+def draw(search: Search, path: Path) -> None:
+    """Every configuration that was simulated, for this and for less memory."""
+    from ..report.frontier import Point, plot_frontier
+
+    asked = search.question
+    for share in _SHARES:
+        search.best(1, share * asked.memory_limit)
+    groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
+    for each in search.plans.values():
+        setup = each.candidate.setup
+        group = "segments" if len(setup.segments) > 1 else "whole sequences"
+        point = Point(each.memory_gib, each.prediction.tokens_per_second, short_name(each))
+        groups["recomputation" if setup.recompute != "none" else group].append(point)
+    plot_frontier(groups, asked.memory_limit, title(asked), path)
+    print(f"{path} written.")
+
+
+def rehearse(script: Path, flags: Sequence[str], asked: Question, is_preset: bool) -> int:
+    """Run the training script with --dry-run; returns its exit code."""
+    if not script.is_file():
+        raise ValueError(f"--rehearse {script}: there is no such script; name your own")
+    words = shlex.split(" ".join(flags))
+    if is_preset:
+        words += [*_TRAINING.split(), "--vocab-size", str(asked.model.vocab_size)]
+    environment = {**os.environ, "WORLD_SIZE": str(asked.num_devices)}
+    memory = ["--device-memory", str(asked.memory_limit)]
+    return subprocess.run([sys.executable, str(script), *words, "--dry-run", *memory], env=environment).returncode

@@ -1,0 +1,107 @@
+"""Plans as text."""
+
+from collections.abc import Sequence
+
+from ..costs.memory import GIB
+from ..costs.paper_flops import model_flops
+from ..costs.training_setup import parameters_of_layer
+from ..planner import Plan, Question, breakdown
+
+_COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
+
+
+def title(question: Question) -> str:
+    model = question.model
+    parameters = model.num_layers * parameters_of_layer(model) + 2 * model.vocab_size * model.hidden_size
+    return (
+        f"{parameters / 1e9:.3g} B parameters on {question.num_devices} x {question.machine.device.name}, "
+        f"{question.sequence_length} tokens, batch of {question.global_batch_size}, "
+        f"{question.memory_limit:.1f} GiB a device"
+    )
+
+
+def short_name(plan: Plan) -> str:
+    """Its sizes in a few letters, such as T8 P4 k4."""
+    setup = plan.prediction.setup
+    sizes = {
+        "T": setup.tensor_parallel,
+        "X": setup.context_parallel,
+        "P": setup.pipeline_parallel,
+        "C": setup.placement.num_chunks,
+        "k": len(setup.segments),
+    }
+    words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
+    words += ["zero bubble"] * (setup.family == "zb-h1") + ["recompute"] * (setup.recompute == "full")
+    return " ".join(words)
+
+
+def tflops(plan: Plan) -> float:
+    """Of the model's own FLOPs, a device: attention causal, nothing for recomputation."""
+    setup, seconds = plan.prediction.setup, plan.prediction.seconds
+    total = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
+    return total / seconds / setup.num_devices / 1e12
+
+
+def overview(plans: Sequence[Plan], given: Plan | None) -> str:
+    """One line a configuration; that of the launch, if it has one, comes last."""
+    head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB"]
+    rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
+    if given is not None:
+        rows.append(["as given", *_row(given)])
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    if given is not None and not given.prediction.fits:
+        lines.append("As given it does not fit.")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _row(plan: Plan) -> list[str]:
+    prediction, setup = plan.prediction, plan.prediction.setup
+    parallel = (setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel)
+    segments = len(setup.segments)
+    return [
+        *map(str, parallel),
+        str(setup.placement.num_chunks),
+        str(segments),
+        plan.candidate.strategy if segments > 1 else "-",
+        setup.family if setup.pipeline_parallel > 1 else "-",
+        str(setup.num_microbatches),
+        str(setup.micro_batch_size),
+        setup.recompute,
+        f"{prediction.seconds:.3f}",
+        f"{prediction.tokens_per_second:.0f}",
+        f"{tflops(plan):.0f}",
+        f"{100 * prediction.bubble:.1f} %",
+        f"{plan.memory_gib:.1f}",
+    ]
+
+
+def memory_by_stage(plan: Plan, question: Question) -> str:
+    """One line a pipeline rank: what it takes at its peak, of what."""
+    setup = plan.prediction.setup
+    lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
+    for rank, memory in enumerate(plan.prediction.memory):
+        layers = sum(setup.layers_per_stage[stage] for stage in setup.placement.stages_of(rank))
+        static = memory.weights + memory.gradients + memory.optimizer
+        moving = memory.total - static - memory.reserved
+        lines.append(
+            f"  rank {rank:2}, {layers} layers: {memory.total / GIB:5.1f} GiB = {static / GIB:.1f} weights, gradients, "
+            f"optimizer + {moving / GIB:.1f} activations + {memory.reserved / GIB:.1f} held by the allocator"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def explained(plans: Sequence[Plan]) -> str:
+    """Where the time of the best goes, and of the second best if there is one."""
+    best = breakdown(plans[0].prediction)
+    others = [breakdown(each.prediction) for each in plans[1:2]]
+    lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + "".join(f"{'second':>10}{'more':>10}" for _ in others)]
+    for name, seconds in best.items():
+        line = f"  {name:40}{1e3 * seconds:10.1f}"
+        for other in others:
+            line += f"{1e3 * other[name]:10.1f}{1e3 * (other[name] - seconds):+10.1f}"
+        lines.append(line)
+    if others:
+        worst = max(best, key=lambda name: others[0][name] - best[name])
+        lines.append(f"The second best spends most of its difference on: {worst}.")
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""A configuration as the flags of pretrain_gpt.py."""
+
+from collections.abc import Iterator
+
+from ..costs import ModelShape
+from .question import Candidate
+
+
+def model_flags(model: ModelShape, sequence_length: int) -> list[str]:
+    """Each a flag with its values: the model, in 16 bit, without dropout."""
+    words = [
+        f"--num-layers {model.num_layers}",
+        f"--hidden-size {model.hidden_size}",
+        f"--ffn-hidden-size {model.ffn_hidden_size}",
+        f"--num-attention-heads {model.num_heads}",
+        f"--kv-channels {model.head_dim}",
+    ]
+    if model.num_kv_heads:
+        words.append(f"--group-query-attention --num-query-groups {model.num_kv_heads}")
+    if model.is_gated:
+        words.append("--swiglu --disable-bias-linear")
+    return [
+        *words,
+        "--untie-embeddings-and-output-weights",
+        "--position-embedding-type rope",
+        f"--max-position-embeddings {sequence_length}",
+        "--hidden-dropout 0",
+        "--attention-dropout 0",
+        "--bf16",
+    ]
+
+
+def decided_flags(candidate: Candidate) -> list[str]:
+    """Each a flag with its values: all that the planner has decided."""
+    setup = candidate.setup
+    words = [
+        f"--seq-length {setup.sequence_length}",
+        f"--tensor-model-parallel-size {setup.tensor_parallel}",
+        f"--pipeline-model-parallel-size {setup.pipeline_parallel}",
+        f"--micro-batch-size {setup.micro_batch_size}",
+        f"--global-batch-size {setup.global_batch_size}",
+        "--use-distributed-optimizer",
+    ]
+    if setup.sequence_parallel:
+        words.append("--sequence-parallel")
+    if setup.context_parallel > 1:
+        words.append(f"--context-parallel-size {setup.context_parallel} --cp-comm-type a2a")
+    if setup.recompute == "full":
+        words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    return [*words, *_layers(candidate), *_schedule(candidate)]
+
+
+def _layers(candidate: Candidate) -> Iterator[str]:
+    placement, layers = candidate.setup.placement, candidate.setup.layers_per_stage
+    if placement.num_chunks > 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {placement.num_chunks}"
+    elif len(set(layers)) > 1:
+        yield f"--decoder-first-pipeline-num-layers {layers[0]}"
+        yield f"--decoder-last-pipeline-num-layers {layers[-1]}"
+
+
+def _schedule(candidate: Candidate) -> Iterator[str]:
+    setup = candidate.setup
+    if setup.pipeline_parallel == 1:
+        return
+    yield f"--pipeline-schedule {setup.family}"
+    if len(setup.segments) > 1:
+        yield f"--sequence-splits {len(setup.segments)}"
+        yield f"--sequence-split-strategy {candidate.strategy}"

@@ -1,0 +1,39 @@
+"""Models by name."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..costs import ModelShape
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
+    return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
+
+
+def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
+    return ModelShape(layers, hidden, ffn, heads, hidden // heads, 128256, num_kv_heads=8, is_gated=True)
+
+
+PRESETS: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        # arXiv 2406.03488; scripts/models.sh has the same.
+        "2.7b": _gpt(32, 2560, 32),
+        "7b": _gpt(32, 4096, 32),
+        "13b": _gpt(40, 5120, 40),
+        "30b": _gpt(64, 6144, 64),
+        # arXiv 2407.21783, table 3.
+        "llama3-8b": _llama3(32, 4096, 32, 14336),
+        "llama3-70b": _llama3(80, 8192, 64, 28672),
+        # arXiv 2005.14165, table 2.1; the vocabulary is padded.
+        "gpt3-175b": _gpt(96, 12288, 96, 51200),
+        # arXiv 2104.04473, table 1.
+        "gpt-1t": _gpt(128, 25600, 160, 51200),
+    }
+)
+
+
+def preset(name: str) -> ModelShape:
+    """Raises ValueError for a name that is not among PRESETS."""
+    if name not in PRESETS:
+        raise ValueError(f"--model {name} is unknown; take {', '.join(PRESETS)}, or give --num-layers and its kin")
+    return PRESETS[name]

@@ -1,0 +1,46 @@
+"""What is asked, and what an answer looks like before anything is predicted of it."""
+
+from dataclasses import dataclass
+
+from ..costs import ModelShape
+from ..costs.machine import Machine
+from ..costs.training_setup import TrainingSetup
+
+# The CUDA context, and buffers of NCCL for half a dozen communicators: what a process takes beside its allocator (see
+# megatron/seq1f1b/rehearsal/outside.py).
+_OUTSIDE_GIB = 1.3
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, a number of devices of a machine, a length in tokens and a batch in sequences.
+
+    `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
+    tuples are the choices that the search has; `auto` is tried on the winners of the named families.
+    """
+
+    model: ModelShape
+    machine: Machine
+    num_devices: int
+    sequence_length: int
+    global_batch_size: int
+    memory_gib: float | None = None
+    families: tuple[str, ...] = ("1f1b", "zb-h1", "auto")
+    strategies: tuple[str, ...] = ("even", "uniform_comp", "balanced")
+    segments: tuple[int, ...] = (1, 2, 4, 8, 16)
+    chunks: tuple[int, ...] = (1, 2, 4)
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    recomputes: tuple[str, ...] = ("none", "full")
+
+    @property
+    def memory_limit(self) -> float:
+        """In GiB."""
+        return self.memory_gib or self.machine.device.memory_gib - _OUTSIDE_GIB
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set-up, with the name of the strategy that cut its sequences."""
+
+    setup: TrainingSetup
+    strategy: str = "even"

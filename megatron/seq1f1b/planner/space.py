@@ -1,0 +1,150 @@
+"""What there is to choose from: every configuration that Megatron's rules and ours allow."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+
+from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
+from ..costs.training_setup import TrainingSetup
+from ..partition import PartitionError, cut_sequence
+from ..schedule import Placement
+from .question import Candidate, Question
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """Whether one fits, and how fast it is, comes later.
+
+    Tensor- and context-parallel sizes are powers of two and stay within a node. Layers are spread evenly, or with fewer
+    on the stages of the embedding and of the head. Sequences are cut where context is not parallel.
+    """
+    for tensor, context, pipeline, data in layouts(question):
+        for chunks in question.chunks:
+            for layers in spreads(question.model, pipeline, chunks):
+                for micro_batch in question.micro_batches:
+                    microbatches, rest = divmod(question.global_batch_size, data * micro_batch)
+                    if rest:
+                        continue
+                    for recompute in question.recomputes:
+                        setup = TrainingSetup(
+                            model=question.model,
+                            sequence_length=question.sequence_length,
+                            num_microbatches=microbatches,
+                            micro_batch_size=micro_batch,
+                            tensor_parallel=tensor,
+                            context_parallel=context,
+                            data_parallel=data,
+                            placement=Placement(pipeline, chunks),
+                            layers_per_stage=layers,
+                            sequence_parallel=tensor > 1,
+                            recompute=recompute,
+                            distributed_optimizer=True,
+                        )
+                        yield from _scheduled(question, setup)
+
+
+def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
+    """Sizes of tensor, context, pipeline and data parallelism that divide what they must."""
+    model, devices, per_node = question.model, question.num_devices, question.machine.devices_per_node
+    kv_heads = model.num_kv_heads or model.num_heads
+    for tensor in powers_of_two(per_node):
+        if kv_heads % tensor or model.num_heads % tensor or question.sequence_length % tensor:
+            continue
+        for context in powers_of_two(per_node // tensor):
+            # By heads (--cp-comm-type a2a); Megatron gives every rank two parts of a sequence.
+            if context > 1 and (kv_heads % (tensor * context) or question.sequence_length % (2 * tensor * context)):
+                continue
+            ranks, rest = divmod(devices, tensor * context)
+            for pipeline in range(1, min(ranks, model.num_layers) + 1):
+                data, left = divmod(ranks, pipeline)
+                if not (rest or left or question.global_batch_size % data):
+                    yield tensor, context, pipeline, data
+
+
+def spreads(model: ModelShape, pipeline: int, chunks: int) -> list[tuple[int, ...]]:
+    """Layers of the stages: even ones, and those that make room for the head on the last stage.
+
+    Megatron takes other numbers on the first and the last rank (--decoder-first-pipeline-num-layers).
+    """
+    stages, layers = pipeline * chunks, model.num_layers
+    even = [(layers // stages,) * stages] if layers % stages == 0 else []
+    if pipeline == 1 and chunks > 1:
+        return []
+    if chunks > 1 or pipeline < 2:
+        return even
+    found = even
+    for middle in (ceil(layers / pipeline), ceil(layers / pipeline) + 1):
+        ends = layers - (pipeline - 2) * middle
+        for last in range(max(1, middle - 3), middle):
+            first = ends - last
+            if 1 <= first <= middle and (spread := (first, *(middle,) * (pipeline - 2), last)) not in found:
+                found.append(spread)
+    return found
+
+
+def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
+    if setup.pipeline_parallel == 1:
+        yield Candidate(setup)
+        return
+    for family in question.families:
+        # What W keeps is nearly all that recomputation saves.
+        if family == "auto" or (family == "zb-h1" and setup.recompute == "full"):
+            continue
+        named = replace(setup, family=family)
+        for segments in question.segments:
+            if segments == 1:
+                yield Candidate(named)
+            elif setup.context_parallel == 1:
+                seen = set()
+                for strategy in question.strategies:
+                    lengths = cut(named, strategy, segments)
+                    if lengths is not None and lengths not in seen:
+                        seen.add(lengths)
+                        yield Candidate(replace(named, segments=lengths), strategy)
+
+
+def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
+    """The lengths that training would have with these flags; None where a sequence is too short."""
+    return _cut(
+        setup.model,
+        setup.layers_per_stage,
+        setup.recompute == "full",
+        setup.sequence_length,
+        setup.tensor_parallel if setup.sequence_parallel else 1,
+        strategy,
+        segments,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    model: ModelShape,
+    layers: tuple[int, ...],
+    recomputes: bool,
+    length: int,
+    multiple: int,
+    strategy: str,
+    segments: int,
+) -> tuple[int, ...] | None:
+    try:
+        return cut_sequence(
+            strategy,
+            length,
+            segments,
+            multiple,
+            time=bottleneck_time(stage_costs(model, layers, recomputes)) if strategy == "balanced" else None,
+            flops=authors_flops(model),
+            full_speed_rows=A100.full_speed_rows,
+        )
+    except PartitionError:
+        return None
+
+
+@lru_cache(maxsize=512)
+def stage_costs(model: ModelShape, layers: tuple[int, ...], recomputes: bool) -> tuple[StageCost, ...]:
+    """What training cuts and plans by, whatever the machine: the costs of `megatron.seq1f1b.costs.analytic_costs`."""
+    return analytic_costs(model, layers, A100, recomputes)
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(max(most, 1).bit_length())]
