@@ -7,7 +7,8 @@ from math import ceil
 
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.training_setup import TrainingSetup
-from ..partition import PartitionError, cut_sequence
+from ..errors import ParameterError
+from ..partition import cut_sequence
 from ..schedule import Placement
 from .question import Candidate, Question
 
@@ -136,7 +137,7 @@ def _cut(
             flops=authors_flops(model),
             full_speed_rows=A100.full_speed_rows,
         )
-    except PartitionError:
+    except ParameterError:
         return None
 
 
