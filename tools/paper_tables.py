@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.seq1f1b.report.training_log import read_training_log
 from paper import megatron_tables, seq1f1b_tables, terapipe_tables, vtrain, zero_bubble
-from paper.row import Errors, Row
+from paper.row import Errors, Row, slug
 
 SOURCES: tuple[Callable[[], Iterable[Row]], ...] = (
     vtrain.multi_node,
@@ -67,10 +67,6 @@ def with_logs(rows: Iterable[Row], folder: Path) -> list[Row]:
         value = log.seconds_per_iteration if row.unit == "s" else log.tokens_per_second
         found.append(replace(row, measured=value))
     return found
-
-
-def slug(label: str) -> str:
-    return "-".join("".join(c if c.isalnum() or c == "." else " " for c in label.lower()).split())
 
 
 def wrong_orders(rows: Iterable[Row]) -> list[str]:

@@ -56,6 +56,11 @@ class Errors:
         return cls(len(errors), mean(map(abs, errors)), mean(errors), max(map(abs, errors)))
 
 
+def slug(label: str) -> str:
+    """The name of the log of a row, without `.log`: its words joined by `-`."""
+    return "-".join("".join(c if c.isalnum() or c == "." else " " for c in label.lower()).split())
+
+
 def read(name: str) -> list[dict[str, str]]:
     with (REFERENCE / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

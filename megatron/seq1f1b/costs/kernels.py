@@ -14,8 +14,9 @@ from .machine import Device
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
 # To fill and drain a tile takes as long as this many steps along the dimension that is summed over.
 _TILE_OVERHEAD = 128
-# FlashAttention gives a multiprocessor a block of so many queries of one head, two blocks at a time.
-_QUERY_BLOCK = 128
+# FlashAttention gives a multiprocessor a block of so many queries of one head, two blocks at a time; in the backward it
+# is a block of keys (arXiv 2307.08691, section 3.2).
+_BLOCK = 128
 BYTES = 2  # of an element, in 16 bit
 
 
@@ -39,9 +40,16 @@ def moving_time(device: Device, num_bytes: float, num_kernels: int = 0) -> float
 
 
 def flash_time(
-    device: Device, queries: int, pairs: float, heads: float, head_dim: int, batch: int, backward: bool = False
+    device: Device,
+    queries: int,
+    keys: int,
+    pairs: float,
+    heads: float,
+    head_dim: int,
+    batch: int,
+    backward: bool = False,
 ) -> float:
-    """FlashAttention of `queries` queries that see `pairs` keys in all, for each of `heads` heads.
+    """FlashAttention of `queries` queries on `keys` keys, of which they see `pairs` in all, for each of `heads` heads.
 
     The backward computes the scores again: five products for the two of the forward. Heads of less than 128 leave the
     tensor cores waiting for the exponentials, which are as many whatever the size of a head (arXiv 2307.08691, section
@@ -51,7 +59,7 @@ def flash_time(
     rate = device.peak_flops * (device.flash_backward if backward else device.flash_forward)
     rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)
     # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
-    blocks = ceil(queries / _QUERY_BLOCK) * heads * batch
+    blocks = ceil((keys if backward else queries) / _BLOCK) * heads * batch
     idle = device.multiprocessors / (2 * blocks) if blocks else 0.0
     return flops / rate * (1 + min(idle, device.multiprocessors)) + device.kernel_latency
 

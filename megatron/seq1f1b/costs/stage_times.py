@@ -65,8 +65,8 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> 
     heads = model.num_heads / tensor / context
     if software.flash_attention:
         pairs = length * (start + end + 1) / 2
-        forward_attention = flash_time(device, length, pairs, heads, model.head_dim, batch)
-        input_attention = flash_time(device, length, pairs, heads, model.head_dim, batch, backward=True)
+        forward_attention = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
+        input_attention = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
     else:
         sizes = (device, length, end, heads, model.head_dim, batch, software.dropout)
         forward_attention = unfused_attention_time(*sizes, backward=False)

@@ -48,12 +48,14 @@ class Search:
             self._bounded.append((least_seconds(each.setup, question.machine), each))
         self._bounded.sort(key=lambda entry: entry[0])
 
-    def best(self, count: int = 5, memory_gib: float | None = None) -> list[Plan]:
+    def best(
+        self, count: int = 5, memory_gib: float | None = None, accept: Callable[[Candidate], bool] = lambda _: True
+    ) -> list[Plan]:
         """The `count` fastest configurations that fit, fastest first; empty if none fits.
 
         Candidates are simulated in the order of their lower bounds, until the next is above the time of the last one
         kept: of the named families nothing faster is missed. `auto` then takes its turn on the winners. `memory_gib`
-        is less than that of the question.
+        is less than that of the question; what `accept` refuses takes no part.
         """
         limit = GIB * (memory_gib or self.question.memory_limit)
         kept: list[Plan] = []
@@ -70,11 +72,13 @@ class Search:
             if len(kept) == count and bound >= kept[-1].prediction.seconds:
                 break
             self.progress(total + done, 2 * total)
-            consider(candidate)
+            if accept(candidate):
+                consider(candidate)
         if "auto" in self.question.families:
             for winner in list(kept):
-                if _auto_is_possible(winner.candidate):
-                    consider(replace(winner.candidate, setup=replace(winner.candidate.setup, family="auto")))
+                automatic = replace(winner.candidate, setup=replace(winner.candidate.setup, family="auto"))
+                if _auto_is_possible(automatic) and accept(automatic):
+                    consider(automatic)
         self.progress(2 * total, 2 * total)
         return kept
 

@@ -52,6 +52,6 @@ def test_a_sequence_in_segments_takes_longer_in_attention_than_as_a_whole():
     def time(segments: int) -> float:
         length = 8192 // segments
         ends = range(length, 8193, length)
-        return sum(flash_time(device, length, length * (2 * end - length + 1) / 2, 4, 128, 1) for end in ends)
+        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128, 1) for end in ends)
 
     assert time(1) < time(4) < time(64)

@@ -43,6 +43,15 @@ def test_a_search_answers_for_less_memory_as_a_new_one_would():
     assert search.best(3, 2.5) == plan(small(memory_gib=2.5), 3)
 
 
+def test_what_is_not_accepted_takes_no_part(everything):
+    def is_whole(candidate):
+        return len(candidate.setup.segments) == 1
+
+    whole = [each for each in everything if is_whole(each.candidate) and each.memory_gib <= 4]
+    (found,) = Search(small(memory_gib=4)).best(1, accept=is_whole)
+    assert found.prediction.seconds == min(each.prediction.seconds for each in whole)
+
+
 def test_auto_takes_part_where_it_is_fast():
     with_auto = plan(small(families=("1f1b", "zb-h1", "auto")), best=1)
     assert with_auto[0].prediction.seconds <= plan(small(), best=1)[0].prediction.seconds

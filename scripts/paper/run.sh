@@ -1,0 +1,54 @@
+# shellcheck shell=bash
+# What the launchers of this folder share: run_table TABLE [--predict | --dry-run] [PATTERN].
+#
+# Under Slurm every run of a table takes place one after another in the allocation, and leaves a log in LOGS. Those whose
+# log is there already are skipped, so a job that ended early is submitted again as it is. Then
+#   python tools/paper_tables.py --logs logs/paper
+# sets the measured figures beside the published and the predicted ones.
+
+: "${LOGS:=logs/paper}"
+: "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
+
+run_table() {
+    local table=$1 mode=${2:-} pattern=.
+    if [ "$mode" = --predict ]; then
+        exec "$PYTHON" tools/paper_launches.py "$table" --predict
+    fi
+    if [ "$mode" = --dry-run ]; then
+        pattern=${3:-.}
+    else
+        pattern=${mode:-.}
+        [ -n "${SLURM_JOB_ID:-}" ] || {
+            echo "error: submit this with sbatch, or give --predict or --dry-run." >&2
+            exit 1
+        }
+    fi
+    mkdir -p "$LOGS"
+    local name gpus flags words
+    while IFS=$'\t' read -r name gpus flags; do
+        [[ $name =~ $pattern ]] || continue
+        read -ra words <<<"$flags"
+        if [ "$mode" = --dry-run ]; then
+            echo "== $name"
+            WORLD_SIZE=$gpus "$PYTHON" pretrain_gpt.py "${words[@]}" --dry-run </dev/null || true # OOM is an answer, too
+        elif [ -s "$LOGS/$name.log" ]; then
+            echo "$name: $LOGS/$name.log is there already"
+        else
+            run "$gpus" "${words[@]}" >"$LOGS/$name.part" 2>&1 </dev/null || echo "$name failed: $LOGS/$name.part"
+            ! grep -q 'elapsed time per iteration' "$LOGS/$name.part" || mv "$LOGS/$name.part" "$LOGS/$name.log"
+        fi
+    done < <("$PYTHON" tools/paper_launches.py "$table")
+}
+
+# run GPUS FLAG...: one training run on that many GPUs of the allocation.
+run() {
+    local gpus=$1 per_node=${GPUS_PER_NODE:-8} rank
+    shift
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))} CUDA_DEVICE_MAX_CONNECTIONS=1
+    ((gpus > per_node)) || per_node=$gpus
+    # shellcheck disable=SC2016 # expanded in the task
+    rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
+    srun --nodes=$((gpus / per_node)) --ntasks="$gpus" --ntasks-per-node="$per_node" --kill-on-bad-exit=1 \
+        bash -c "$rank" rank "$PYTHON" pretrain_gpt.py "$@"
+}

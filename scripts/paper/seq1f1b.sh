@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=seq1f1b
+#SBATCH --nodes=8
+#SBATCH --exclusive
+#SBATCH --output=%x-%j.out
+# Seq1F1B (arXiv 2406.03488): 2.7B, 7B, 13B and 30B, every length and method of its figures; 64 A100.
+#
+#   sbatch --gpus-per-node=8 scripts/paper/seq1f1b.sh      # measured
+#   bash scripts/paper/seq1f1b.sh --predict                # predicted, here
+#   bash scripts/paper/seq1f1b.sh --dry-run [PATTERN]      # rehearsed, here; those whose name matches
+set -euo pipefail
+cd "${REPOSITORY:-${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}}"
+# shellcheck source=scripts/paper/run.sh
+source scripts/paper/run.sh
+run_table seq1f1b "$@"

@@ -1,0 +1,96 @@
+"""The launchers in scripts/paper: the sizes of the authors as flags; logs of runs are read back into the tables."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b.commands.launch_flags import read_launch
+from paper.launches import TABLES, launches
+from paper.row import slug
+from paper.seq1f1b_tables import throughput
+from paper_tables import markdown, with_logs
+
+ROOT = Path(__file__).parents[3]
+LAUNCHERS = sorted(path.stem for path in (ROOT / "scripts" / "paper").glob("*.sh") if path.stem != "run")
+FAST = ("seq1f1b", "seq1f1b_7b", "seq1f1b_memory", "terapipe")
+
+
+def test_every_table_has_its_launcher():
+    assert sorted(TABLES) == LAUNCHERS
+    for name in LAUNCHERS:
+        assert f'run_table {name} "$@"' in (ROOT / "scripts" / "paper" / f"{name}.sh").read_text()
+
+
+@pytest.mark.parametrize("table", FAST)
+def test_flags_have_the_sizes_of_the_row(table):
+    for launch in launches(table):
+        setup, words = launch.row.setup, shlex.split(" ".join(launch.flags))
+        read = read_launch(words)
+        assert read.num_layers == setup.model.num_layers and read.hidden_size == setup.model.hidden_size
+        assert read.tensor_model_parallel_size * read.pipeline_model_parallel_size * setup.data_parallel == launch.gpus
+        assert read.global_batch_size == setup.global_batch_size
+        assert read.pipeline_schedule == setup.family
+        assert (read.num_virtual_stages_per_pipeline_rank or 1) == setup.placement.num_chunks
+        if table != "terapipe":  # whose programme finds the number of slices
+            assert (read.sequence_splits or 1) == len(setup.segments)
+        flags = [word for word in words if word.startswith("--")]
+        assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize("table", FAST)
+def test_every_run_has_a_log_of_its_own(table):
+    logs = [launch.log for launch in launches(table)]
+    assert len(logs) == len(set(logs))
+
+
+def test_all_lengths_and_methods_of_the_authors_are_there():
+    labels = [launch.row.label for launch in launches("seq1f1b")]
+    assert {label.split(",")[0] for label in labels} == {"2.7B", "7B", "13B", "30B"}
+    assert "30B, 65536 tokens, 16 micro-batches, Seq1F1B-I" in labels
+
+
+def test_a_prediction_runs_on_a_laptop():
+    command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh"), "--predict"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(Path("unused")))
+    assert run.returncode == 0, run.stderr
+    assert "7B, 131072 tokens, 8 micro-batches, 1F1B" in run.stdout and "out of memory" in run.stdout
+
+
+def test_without_slurm_a_launcher_says_what_it_needs():
+    command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(Path("unused")))
+    assert run.returncode == 1 and "sbatch" in run.stderr
+
+
+def test_the_logs_of_a_job_join_the_table(tmp_path):
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    iteration = "iteration {0}/ 4 | elapsed time per iteration (ms): 5000.0 | global batch size: 8 | lm loss: 1.0E+00 |"
+    lines = "\n".join(["  seq_length ......... 32768", *(iteration.format(number) for number in range(1, 5))])
+    stubs = {"scontrol": "echo node1", "srun": f'echo "$@" >> {tmp_path}/sruns\ncat <<"END"\n{lines}\nEND'}
+    for name, text in stubs.items():
+        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+    settings = environment(tmp_path / "logs") | {
+        "PATH": f"{bin_folder}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-4]",
+    }
+    command = ["bash", "scripts/paper/seq1f1b_7b.sh", "32768-tokens-8-micro-batches-seq1f1b$"]
+    for _ in range(2):  # the second time the log is there
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=settings, cwd=ROOT)
+        assert run.returncode == 0, run.stderr
+    assert (tmp_path / "sruns").read_text().count("--ntasks=32 --ntasks-per-node=8") == 1
+    row = next(row for row in throughput() if slug(row.label) == "7b-32768-tokens-8-micro-batches-seq1f1b")
+    (found,) = with_logs([row], tmp_path / "logs")
+    assert found.measured == pytest.approx(8 * 32768 / 5.0)
+    assert "| measured |" in markdown([found])
+
+
+def environment(logs: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return clean | {"LOGS": str(logs), "PYTHON": sys.executable, "REPOSITORY": str(ROOT)}

@@ -1,0 +1,79 @@
+"""What this package gains over published schedules on the same devices, predicted: the best of each by the planner."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.planner import Candidate, Plan, Question, Search, preset
+
+# Model, GPUs; each at every length.
+CASES = (
+    ("7b", 8),
+    ("7b", 32),
+    ("13b", 64),
+    ("30b", 64),
+    ("30b", 256),
+    ("llama3-70b", 256),
+    ("llama3-70b", 1024),
+)
+LENGTHS = (32768, 131072, 1048576)
+TOKENS = 4 << 20  # of a step
+MACHINE = "h100-80gb"
+
+
+def _is_megatrons(candidate: Candidate) -> bool:
+    """1F1B and its interleaved form, on whole sequences."""
+    return len(candidate.setup.segments) == 1 and candidate.setup.family == "1f1b"
+
+
+def _is_published(candidate: Candidate) -> bool:
+    """Those, ZB-H1 on whole sequences, and Seq1F1B with its own way to cut."""
+    setup = candidate.setup
+    if len(setup.segments) == 1:
+        return setup.family in ("1f1b", "zb-h1")
+    return setup.family == "1f1b" and candidate.strategy == "uniform_comp" and setup.placement.num_chunks <= 2
+
+
+# What each column of the table may take.
+COLUMNS: dict[str, Callable[[Candidate], bool]] = {
+    "Megatron": _is_megatrons,
+    "published": _is_published,
+    "this package": lambda candidate: True,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The best of every column; None where nothing fits."""
+
+    model: str
+    gpus: int
+    length: int
+    batch: int
+    best: dict[str, Plan | None]
+
+    def gain(self, over: str) -> float | None:
+        """Of throughput, relative."""
+        other, ours = self.best[over], self.best["this package"]
+        return None if other is None or ours is None else other.prediction.seconds / ours.prediction.seconds - 1
+
+    @property
+    def command(self) -> str:
+        return (
+            f"seq1f1b plan --model {self.model} --gpus {self.gpus} --machine {MACHINE} --seq-length {self.length} "
+            f"--global-batch-size {self.batch}"
+        )
+
+
+def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]:
+    for model, gpus in CASES:
+        for length in LENGTHS:
+            batch = max(TOKENS // length, 1)
+            question = Question(preset(model), read_machine(MACHINE), gpus, length, batch, micro_batches=(1,))
+            search = Search(question)
+            best: dict[str, Plan | None] = {}
+            for name, accept in COLUMNS.items():
+                best[name] = next(iter(search.best(1, accept=accept)), None)
+            found = Case(model, gpus, length, batch, best)
+            progress(f"{model}, {gpus} GPUs, {length} tokens: {found.gain('published')}\n")
+            yield found

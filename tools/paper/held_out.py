@@ -1,0 +1,135 @@
+"""How well fitted constants predict rows that they were not fitted on: each group of rows is left out once.
+
+A machine file says which of its constants are fitted, and on what. Here the same constants are fitted again, from those
+of the file, on all groups but one (least squares of the relative errors, by descent along one constant at a time).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.simulator import predict
+
+from . import megatron_tables, seq1f1b_tables, vtrain
+from .row import Row
+
+_STEPS = (0.08, 0.03)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Constants of a machine as `part.name`, the rows that they were fitted on, and which of these go together."""
+
+    machine: str
+    constants: tuple[str, ...]
+    rows: Callable[[], Iterable[Row]]
+    group: Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The errors of a group by constants that were fitted without it."""
+
+    machine: str
+    group: str
+    constants: dict[str, float]
+    count: int
+    mean: float
+    worst: float
+
+
+def _seq1f1b() -> Iterable[Row]:
+    yield from (row for row in seq1f1b_tables.throughput() if row.published is not None)
+    yield from (row for row in seq1f1b_tables.third_party() if row.unit == "s")
+
+
+def _megatron() -> Iterable[Row]:
+    yield from megatron_tables.sc21()
+    yield from megatron_tables.recomputation()
+
+
+FITS = (
+    Fit(
+        "a100-seq1f1b",
+        ("device.matmul_efficiency", "device.memory_efficiency", "host.action", "network.bandwidth"),
+        _seq1f1b,
+        lambda row: row.group.rsplit(",", 1)[0] if row.group else "third-party runs",
+    ),
+    Fit(
+        "a100-vtrain",
+        ("device.kernel_latency", "host.layer_forward", "host.layer_backward", "host.action", "host.step"),
+        vtrain.single_node,
+        lambda row: "hidden size " + row.label.split(",")[0].split(" x ")[1],
+    ),
+    Fit("a100-80gb", ("device.matmul_efficiency",), _megatron, lambda row: row.table),
+)
+
+
+def held_out(fits: Sequence[Fit] = FITS, progress: Callable[[str], None] = lambda text: None) -> list[HeldOut]:
+    """One entry a group."""
+    found = []
+    for fit in fits:
+        rows = list(fit.rows())
+        for group in dict.fromkeys(map(fit.group, rows)):
+            progress(f"{fit.machine} without {group}\n")
+            left_out = [row for row in rows if fit.group(row) == group]
+            machine = fitted(fit, [row for row in rows if fit.group(row) != group])
+            errors = [abs(error(row, machine)) for row in left_out]
+            constants = {name: _get(machine, name) for name in fit.constants}
+            mean = sum(errors) / len(errors)
+            found.append(HeldOut(fit.machine, group, constants, len(errors), mean, max(errors)))
+    return found
+
+
+def fitted(fit: Fit, rows: Sequence[Row]) -> Machine:
+    """The machine of the file, with the constants that fit `rows` best."""
+    machine = read_machine(fit.machine)
+    least = squares(rows, machine)
+    for step in _STEPS:
+        for name in fit.constants:
+            for factor in (1 + step, 1 / (1 + step)):
+                while (other := squares(rows, changed := _scaled(machine, name, factor))) < least:
+                    machine, least = changed, other
+    return machine
+
+
+def squares(rows: Iterable[Row], machine: Machine) -> float:
+    return sum(error(row, machine) ** 2 for row in rows)
+
+
+def error(row: Row, machine: Machine) -> float:
+    """Relative, of the prediction for another machine than that of the row."""
+    assert row.setup is not None and row.published is not None
+    prediction = predict(row.setup, machine)
+    value = prediction.seconds if row.unit == "s" else prediction.tokens_per_second
+    return value / row.published - 1
+
+
+def markdown(entries: Sequence[HeldOut]) -> str:
+    lines = [
+        "## Constants fitted without the rows they predict",
+        "",
+        "Every group is left out once: the constants are fitted on the others, and predict it. `python",
+        "tools/paper_tables.py --held-out` repeats this in some minutes.",
+        "",
+        "| machine | left out | rows | mean error | worst | constants |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in entries:
+        constants = ", ".join(f"{name.split('.')[1]} {value:.3g}" for name, value in each.constants.items())
+        lines.append(
+            f"| {each.machine} | {each.group} | {each.count} | {100 * each.mean:.1f} % | {100 * each.worst:.1f} % | "
+            f"{constants} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _get(machine: Machine, name: str) -> float:
+    return float(reduce(getattr, name.split("."), machine))
+
+
+def _scaled(machine: Machine, name: str, factor: float) -> Machine:
+    part, field = name.split(".")
+    changed = replace(getattr(machine, part), **{field: factor * _get(machine, name)})
+    return replace(machine, **{part: changed})

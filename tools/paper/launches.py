@@ -1,0 +1,152 @@
+"""The runs behind the published tables, as flags of pretrain_gpt.py: the authors' sizes, methods and precision."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planner import Candidate, decided_flags, model_flags
+from megatron.seq1f1b.simulator import predict
+
+from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
+from .row import Row, gpt, read, slug
+
+_TRAINING = (
+    "--mock-data",
+    "--tokenizer-type NullTokenizer",
+    "--train-iters 20",
+    "--lr 6e-5",
+    "--eval-iters 0",
+    "--clip-grad 1.0",
+    "--log-interval 1",
+    "--log-throughput",
+    "--manual-gc",
+)
+# The papers before Seq1F1B.
+_OF_2021 = {"--bf16": "--fp16", "--position-embedding-type rope": "--position-embedding-type learned_absolute"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run: its row of a table, the number of GPUs, and its flags, each with its values.
+
+    `log` is the name of the log that tools/paper_tables.py reads back, without `.log`.
+    """
+
+    row: Row
+    flags: tuple[str, ...]
+
+    @property
+    def gpus(self) -> int:
+        return _setup(self.row).num_devices
+
+    @property
+    def log(self) -> str:
+        return slug(self.row.label)
+
+
+def seq1f1b() -> Iterator[Row]:
+    """All that the authors ran: four models, three lengths each, four methods (seq1f1b_model_configs.csv).
+
+    The figures of 2.7B, 13B and 30B were not obtained; nor was the number of micro-batches of 13B, which is that of 7B.
+    """
+    machine = read_machine("a100-seq1f1b")
+    for config in read("seq1f1b_model_configs"):
+        if config["model"] not in seq1f1b_tables.MODELS:
+            continue
+        layers, hidden, heads, tensor, pipeline = seq1f1b_tables.MODELS[config["model"]]
+        for length in map(int, config["seqlens"].split(";")):
+            for microbatches in {"2.7B": (16, 32), "30B": (16,)}.get(config["model"], (8, 16)):
+                for method in seq1f1b_tables.METHODS:
+                    yield Row(
+                        "Seq1F1B, all models",
+                        f"{config['model']}, {length} tokens, {microbatches} micro-batches, {method}",
+                        "tokens/s",
+                        None,
+                        setup=seq1f1b_tables.setup_of(
+                            gpt(layers, hidden, heads, 32768), length, microbatches, tensor, pipeline, method
+                        ),
+                        machine=machine,
+                    )
+
+
+def terapipe() -> Iterator[Row]:
+    """The ten settings of table 1, whole and cut into four; training finds the best number of slices itself."""
+    machine = read_machine("v100-p3")
+    for setting in read("terapipe_settings"):
+        length = int(setting["seqlen"])
+        for name, slices in (("w/o TeraPipe", (length,)), ("w/ TeraPipe", (length // 4,) * 4)):
+            label = f"setting {setting['setting']}, {setting['model']}, {name}"
+            setup = terapipe_tables.setup_of(setting, slices)
+            yield Row("TeraPipe, ten settings", label, "s", None, setup=setup, machine=machine)
+
+
+# Name of a launcher in scripts/paper -> its rows.
+TABLES: Mapping[str, Callable[[], Iterable[Row]]] = MappingProxyType(
+    {
+        "seq1f1b": seq1f1b,
+        "seq1f1b_7b": seq1f1b_tables.throughput,
+        "seq1f1b_memory": seq1f1b_tables.memory,
+        "terapipe": terapipe,
+        "megatron_sc21": megatron_tables.sc21,
+        "megatron_recompute": megatron_tables.recomputation,
+        "zero_bubble": zero_bubble.bubble_rates,
+    }
+)
+
+
+def launches(table: str) -> list[Launch]:
+    """In the order of the table. Raises ValueError for a table that is not in TABLES."""
+    if table not in TABLES:
+        raise ValueError(f"there is no table {table}; there are {', '.join(TABLES)}")
+    # What no flag asks for: twice the memory of 1F1B for `auto`.
+    rows = [row for row in TABLES[table]() if not row.label.endswith("ZB-2p")]
+    return [Launch(row, tuple(_flags(table, row))) for row in rows]
+
+
+def predicted(launch: Launch) -> tuple[float, float, bool]:
+    """Seconds of a step, GiB of the fullest device, and whether that fits."""
+    assert launch.row.machine is not None
+    prediction = predict(_setup(launch.row), launch.row.machine)
+    return prediction.seconds, max(each.total for each in prediction.memory) / 2**30, prediction.fits
+
+
+def _setup(row: Row) -> TrainingSetup:
+    assert row.setup is not None
+    return row.setup
+
+
+def _flags(table: str, row: Row) -> Iterator[str]:
+    setup = _setup(row)
+    dropout = setup.software.dropout
+    for flag in (*model_flags(setup.model, setup.sequence_length), *decided_flags(Candidate(setup, _strategy(table)))):
+        name = flag.split()[0]
+        if (
+            (dropout and name in ("--hidden-dropout", "--attention-dropout"))  # Megatron's default of 0.1
+            or (setup.tied_embeddings and name == "--untie-embeddings-and-output-weights")
+            or (not setup.distributed_optimizer and name == "--use-distributed-optimizer")
+            or (_is_interleaved_with_ends_apart(setup) and name == "--num-virtual-stages-per-pipeline-rank")
+            or (table == "terapipe" and name == "--sequence-splits")
+        ):
+            continue
+        if not table.startswith("seq1f1b"):
+            flag = _OF_2021.get(flag, flag)
+        yield flag
+    if _is_interleaved_with_ends_apart(setup):
+        yield f"--pipeline-model-parallel-layout E|{'t|' * setup.model.num_layers}L"
+    if setup.pipeline_before_data:
+        yield "--use-tp-pp-dp-mapping"
+    if setup.recompute == "selective":
+        yield "--recompute-granularity selective"
+    yield f"--vocab-size {setup.model.vocab_size or 1024}"
+    yield from _TRAINING
+
+
+def _strategy(table: str) -> str:
+    return "terapipe" if table == "terapipe" else "uniform_comp"
+
+
+def _is_interleaved_with_ends_apart(setup: TrainingSetup) -> bool:
+    """As in Zero Bubble: every layer a stage, the embedding and the head stages, too."""
+    return setup.placement.num_chunks > 1 and setup.layers_per_stage[0] == 0
