@@ -1,15 +1,12 @@
-"""The flags of a plan mean what was planned: to our own parser here, to Megatron's in the functional tests."""
+"""The flags of a plan mean what was planned."""
 
 import shlex
 
 import pytest
 
-from megatron.seq1f1b import arguments
-from megatron.seq1f1b.arguments import run_of_arguments
 from megatron.seq1f1b.commands.launch_flags import as_given, model_of, read_launch, undecided
 from megatron.seq1f1b.planner import PRESETS, candidates, decided_flags, model_flags, preset
 from megatron.seq1f1b.planner.question import Candidate
-from unit_tests.arguments.parsed import parsed
 from unit_tests.planner.question import small
 
 
@@ -27,31 +24,6 @@ def test_a_plan_read_back_is_the_same():
         launch = read_launch([*words_of(candidate), "--vocab-size", "32768"])
         assert model_of(launch) == candidate.setup.model
         assert as_given(launch, small()) == candidate
-
-
-def test_training_cuts_sequences_where_the_plan_does():
-    for candidate in sample():
-        setup = candidate.setup
-        if setup.pipeline_parallel == 1:
-            continue
-        ours = [
-            flag for flag in decided_flags(candidate) if flag.startswith(("--pipeline-schedule", "--sequence-split"))
-        ]
-        chunks = setup.placement.num_chunks
-        megatron = vars(read_launch(words_of(candidate))) | {
-            "padded_vocab_size": 32768,
-            "data_parallel_size": setup.data_parallel,
-            "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        }
-        megatron = {
-            name: value for name, value in megatron.items() if value is not None and "sequence_split" not in name
-        }
-        args = parsed("--device", "cuda", *shlex.split(" ".join(ours)), **megatron)
-        config = arguments.pipeline_config(args, run_of_arguments(args))
-        assert config.lengths == setup.segments
-        assert config.run.layers_per_stage == setup.layers_per_stage
-        assert config.schedule.name == setup.family
-        assert config.run.num_microbatches == setup.num_microbatches
 
 
 def test_other_flags_of_a_launch_come_back_unchanged():
