@@ -37,7 +37,7 @@ def _silent(done: int, total: int) -> None:
 class Search:
     """The candidates of a question by their lower bounds, and the predictions that have been made."""
 
-    def __init__(self, question: Question, progress: Progress = _silent):
+    def __init__(self, question: Question, progress: Progress = _silent) -> None:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         limit = question.memory_limit * GIB
