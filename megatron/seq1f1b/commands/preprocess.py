@@ -37,6 +37,13 @@ from .parsing import Parser
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
+    _add_input(parser)
+    _add_output(parser)
+    _add_tokenizer(parser)
+    return parser.parse_args(argv)
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input",
@@ -74,6 +81,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "JSON, key missing): stop and write nothing (default), or report and skip it",
     )
 
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
@@ -99,6 +108,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="processes that tokenize (default: one for every core)",
     )
 
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokenizer", "Megatron's flags, with Megatron's meaning.")
     group.add_argument(
         "--train-tokenizer",
@@ -125,7 +136,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     group.add_argument("--tokenizer-hf-no-use-fast", action="store_true")
     group.add_argument("--tokenizer-hf-no-include-special-tokens", action="store_true")
     group.add_argument("--trust-remote-code", action="store_true")
-    return parser.parse_args(argv)
 
 
 def usable_cores() -> int:

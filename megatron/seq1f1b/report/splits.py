@@ -1,7 +1,8 @@
-"""Splits of a sequence as a figure: where each strategy cuts, and what its segments then cost."""
+"""Partitions of a sequence as a figure: where each strategy cuts, and what its segments then cost."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _LIGHT, _DARK = (0.81, 0.88, 0.96), (0.16, 0.38, 0.64)  # first and last segment
 _LINES = ("#8c8c8c", "#c2588a", "#3f7fc1", "#e0822d", "#4fa35c", "#7a5fb5")
@@ -9,14 +10,15 @@ _MARKS = "osD^vP"
 _MOST_LABELS = 16  # of segments with their length or a mark
 
 
-def plot_splits(
-    splits: Sequence[tuple[str, Sequence[int], Sequence[float], str]], title: str, path: str | Path
-) -> None:
+# Its name, the lengths of its segments in tokens, their costs in seconds, and its bubble in words.
+Partition = tuple[str, Sequence[int], Sequence[float], str]
+
+
+def plot_splits(splits: Sequence[Partition], title: str, path: str | Path) -> None:
     """Writes a .png, .svg or .pdf file.
 
-    A split is its name, the lengths of its segments in tokens, their costs in seconds and its bubble in words. Left, a
-    bar of segments for each split, dark is late; right, the cost of each segment over the mean of its split, where a
-    perfect split is a flat line at 1. Needs matplotlib.
+    Left, a bar of segments for each partition, dark is late; right, the cost of each segment over the mean of its
+    partition, where a perfect partition is a flat line at 1. Needs matplotlib.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
@@ -24,6 +26,20 @@ def plot_splits(
     figure = Figure(figsize=(11.5, 1.1 + max(2.6, 0.42 * len(splits))), layout="constrained")
     bars, lines = figure.subplots(1, 2, width_ratios=(1.25, 1))
     total = sum(splits[0][1])
+    _draw_bars(bars, splits, total)
+    _draw_costs(lines, splits)
+    for axes in (bars, lines):
+        axes.set_xlim(0, total)
+        axes.set_xticks([total * i / 4 for i in range(5)])
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x else "0"))
+        axes.spines[["top", "right"]].set_visible(False)
+    bars.spines["left"].set_visible(False)
+    bars.tick_params(left=False)
+    figure.suptitle(title, fontsize=10.5)
+    figure.savefig(path, dpi=160)
+
+
+def _draw_bars(bars: Any, splits: Sequence[Partition], total: int) -> None:
     for row, (_, lengths, _, bubble) in enumerate(splits):
         start = 0
         for index, length in enumerate(lengths):
@@ -42,6 +58,8 @@ def plot_splits(
     bars.set_xlabel("tokens")
     bars.set_title("Segments, first to last", fontsize=10)
 
+
+def _draw_costs(lines: Any, splits: Sequence[Partition]) -> None:
     for index, (name, lengths, costs, _) in enumerate(splits):
         mean = sum(costs) / len(costs)
         places = [sum(lengths[:i]) + length / 2 for i, length in enumerate(lengths)]
@@ -60,12 +78,3 @@ def plot_splits(
     lines.set_ylabel("cost / mean, slowest stage")
     lines.set_title("Cost of each segment (highest over mean)", fontsize=10)
     lines.legend(fontsize=8, frameon=False)
-    for axes in (bars, lines):
-        axes.set_xlim(0, total)
-        axes.set_xticks([total * i / 4 for i in range(5)])
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x else "0"))
-        axes.spines[["top", "right"]].set_visible(False)
-    bars.spines["left"].set_visible(False)
-    bars.tick_params(left=False)
-    figure.suptitle(title, fontsize=10.5)
-    figure.savefig(path, dpi=160)
