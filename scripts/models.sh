@@ -46,7 +46,7 @@ esac
 
 # --------------------------------------------------------------------------------- the schedule
 : "${PIPELINE_SCHEDULE:=1f1b}" # megatron: Megatron's own, for comparison
-: "${SEQUENCE_SPLITS:=4}"
+: "${SEQUENCE_SPLITS:=4}" # or auto: the number of the shortest predicted step that fits the memory
 : "${SEQUENCE_SPLIT_STRATEGY:=balanced}" # the paper: uniform_comp
 
 # --------------------------------------------------------------------------------- the training
@@ -114,7 +114,8 @@ check_numbers() {
 # check_world NODES: check the sizes, set GPUS_PER_NODE if need be, and check that the model can be laid out.
 check_world() {
     check_numbers TP PP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
-        SEQUENCE_SPLITS TRAIN_ITERS SAVE_INTERVAL
+        TRAIN_ITERS SAVE_INTERVAL
+    [ "$SEQUENCE_SPLITS" = auto ] || check_numbers SEQUENCE_SPLITS
     if [ "$DRY_RUN" = 1 ]; then
         : "${WORLD_SIZE:=$((TP * PP))}"
         DP=$((WORLD_SIZE / (TP * PP)))

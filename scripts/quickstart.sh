@@ -39,6 +39,7 @@ train() {
         --data-path "$OUTPUT/data/stdlib" --split 98,2,0 \
         --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUTPUT/data/tokenizer" \
         --log-interval 1 --eval-iters 1 --eval-interval 1000 \
+        --tensorboard-dir "$OUTPUT/$name/tensorboard" \
         --pipeline-trace "$OUTPUT/$name/trace" --pipeline-trace-iterations "$traced" \
         "$@" 2>&1 | tee "$log" | show_progress ||
         die "training failed; see the end of $log: $(grep -E 'Error|error:' "$log" | tail -n 1)"
@@ -74,3 +75,4 @@ train seq1f1b --sequence-splits "$SEQUENCE_SPLITS"
 
 echo "== Side by side"
 .venv/bin/python tools/compare_runs.py "$OUTPUT/megatron" "$OUTPUT/seq1f1b" --output "$OUTPUT/timelines.png"
+echo "Curves of both: .venv/bin/tensorboard --logdir $OUTPUT"

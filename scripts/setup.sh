@@ -51,7 +51,7 @@ if ! is_python .venv/bin/python; then
     "$uv" venv --quiet --clear --python "$python" .venv
 fi
 echo "Installing into .venv ($(.venv/bin/python --version)) ..."
-"$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[report,test]'
+"$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[report,test,tensorboard,docs]'
 # Its Python alone, without CUDA libraries, apart from the rest: Megatron fails to start where it finds just that.
 "$uv" pip install --quiet --python .venv/bin/python -c constraints.txt --no-deps --target .venv/transformer-engine \
     transformer-engine einops ml-dtypes onnx onnx-ir onnxscript

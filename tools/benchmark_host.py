@@ -123,7 +123,7 @@ def scheduled(step: Step, actions: Program) -> None:
         losses=LossLedger(per_token_loss=False),
         sync=GradientSync(model.config, [model]),
         sequence_length_is=nullcontext,
-        recorder=None,
+        recorders=(),
         around=str,
     )
     Interpreter(step, services).run(actions)

@@ -11,10 +11,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from .arguments import Naming, PipelineConfig, pipeline_config
+from .arguments.equal_lengths import warn_of_equal_lengths
 from .arguments.from_program import run_of_program
 from .arguments.short_segments import warn_of_short_segments
 from .patches import Patch, PatchTable, Scope, patched
-from .runtime import Packing, PipelineExecutor, Tracer, UpstreamSteps, trace_collectives
+from .runtime import Packing, PipelineExecutor, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
 
 
@@ -29,6 +30,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         sequence_length_is=partial(_sequence_length_is, args),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         packing=packing,
+        meter=StepMeter(),
     )
 
 
@@ -57,9 +59,10 @@ class ProgramExecutor:
         **step: Any,
     ) -> list[Any]:
         if self._run is None:
-            run = run_of_program(model, num_microbatches, seq_length)
+            run = run_of_program(model, num_microbatches, seq_length, step.get("micro_batch_size"))
             config = pipeline_config(self._options, run, self._placement, Naming.KEYWORDS)
             warn_of_short_segments(config)
+            warn_of_equal_lengths(config)
             self._run = _executor(config, lambda: self._training_steps)
         self._training_steps += not forward_only
         return self._run(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from .model import Segment
+    from .runtime import Reading
 
 
 def install(add_flags: bool = False, placement: str = "looped", **flags: Any) -> None:
@@ -136,6 +137,10 @@ class Overlay:
         """The segment that our executor runs at this moment."""
         return getattr(self.executor, "running", None)
 
+    def last_step(self) -> Reading | None:
+        """What our executor measured on this rank in the last training step."""
+        return self.executor.last_step() if hasattr(self.executor, "last_step") else None
+
     def with_our_flags(self, parse_and_validate: Callable) -> Callable:
         """Megatron's `parse_and_validate_args` for a script that does not have our flags."""
 
@@ -183,7 +188,7 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
             )
         )
         rows += startup.CommandLine().patches()
-        rows += startup.TrainingLoop(overlay.megatron_args, overlay.running).patches()
+        rows += startup.TrainingLoop(overlay.megatron_args, overlay.running, overlay.last_step).patches()
     if add_flags:
         rows.append(
             Patch(

@@ -19,7 +19,10 @@ BAD = [
     (MOCK + "--sequence-splits 0", "--sequence-splits 0 must be at least 1"),
     (MOCK + "--sequence-splits -3", "--sequence-splits -3 must be at least 1"),
     (MOCK + "--sequence-splits 65", "use at most 64 segments"),
-    (MOCK + "--sequence-splits x", "argument --sequence-splits/--pipe-sp-splits: invalid int value: 'x'"),
+    (
+        MOCK + "--sequence-splits x",
+        "argument --sequence-splits/--pipe-sp-splits: 'x' is neither a number of segments nor 'auto'",
+    ),
     (MOCK + "--sequence-splitz 4", "did you mean --sequence-splits?"),
     (MOCK + "--pipeline-schedule 2f2b", "invalid choice: '2f2b'"),
     (MOCK + SPLIT + "--sequence-split-strategy odd", "invalid choice: 'odd'"),

@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,15 @@ def test_figures_of_the_decision_table(family, segments, chunks, idle, memory):
     schedule = build(family, Shape(Placement(8, int(chunks)), 8, int(segments)))
     peak = max(peak_units(actions) for actions in schedule.ranks) / int(segments) / int(chunks)
     assert f"{100 * simulate(schedule).bubble_ratio:.1f}" == idle and f"{peak:.2f}" == memory
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml", "-d", site]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert all((site / page.stem).is_dir() or page.stem == "index" for page in PAGES)
 
 
 def test_the_decision_table_has_figures():

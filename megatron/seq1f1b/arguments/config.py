@@ -2,15 +2,19 @@
 
 import argparse
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..costs import A100, CPU_CORE, action_costs
+from ..costs.machine import Machine, read_machine
+from ..costs.memory import GIB
 from ..ranks import warn_on_rank_0
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .megatron_run import MegatronRun
 from .naming import Naming
+from .segment_count import best_num_segments
 from .sequence_partition import SequencePartition
 from .supported import Scope, first_unsupported, packs_documents, segments_are_possible
 
@@ -23,6 +27,7 @@ class PipelineConfig:
 
     `schedule` is None if Megatron's own is to run untouched.
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens.
+    `takes_authors_default` if --pipe-sp-splits was given without a strategy, which means equal lengths.
     """
 
     run: MegatronRun
@@ -31,6 +36,7 @@ class PipelineConfig:
     lengths: tuple[int, ...]
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
+    takes_authors_default: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -80,14 +86,18 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str
     is_on_cpu = _is_on_cpu(flags.device)
     partition = SequencePartition(
         run=run,
-        strategy=flags.sequence_split_strategy,
-        num_segments=flags.sequence_splits,
+        strategy=_strategy(flags, run),
+        num_segments=None if flags.sequence_splits == "auto" else flags.sequence_splits,
         file=flags.sequence_split_file,
         profile=flags.sequence_split_profile,
         throughput=CPU_CORE if is_on_cpu else A100,
         naming=naming,
     )
     schedule = _schedule(flags, run, placement)
+    if schedule is not None:  # before a cut, which takes costs that an unsupported layer may not have
+        _refuse_unsupported(run, schedule, flags.sequence_splits not in (None, 1) or partition.file is not None)
+    if flags.sequence_splits == "auto" and partition.file is None:
+        partition = replace(partition, num_segments=_best_number(flags, schedule, partition))
     lengths = (run.sequence_length,) if schedule is None else partition.cut(run.sequence_length)
     config = PipelineConfig(
         run=run,
@@ -96,10 +106,29 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str
         lengths=lengths,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
+        takes_authors_default=flags.has_authors_splits and flags.sequence_split_strategy is None,
     )
     if schedule is not None:
         _check(config, placement)
     return config
+
+
+def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
+    """The one asked for, or the default."""
+    if flags.sequence_split_strategy is not None:
+        return flags.sequence_split_strategy
+    # What a segment costs is not known of every model that a program may bring.
+    return "even" if flags.has_authors_splits or run.model is None else "balanced"
+
+
+def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition: SequencePartition) -> int:
+    if isinstance(schedule, Given):
+        return schedule.schedule.shape.num_segments
+    if partition.run.model is None:
+        raise ValueError(
+            "--sequence-splits auto needs the sizes of a transformer, which this model does not tell; give a number"
+        )
+    return best_num_segments(partition, schedule, _machine(flags), _device_memory(flags))
 
 
 def _schedule(flags: argparse.Namespace, run: MegatronRun, placement: str) -> ScheduleChoice | None:
@@ -127,12 +156,16 @@ def _check(config: PipelineConfig, placement: str) -> None:
     """Raise ValueError for what does not fit together."""
     if isinstance(config.schedule, Given):
         _check_sizes(config.schedule.schedule.shape, config, placement)
+    _refuse_unsupported(config.run, config.schedule, config.num_segments > 1)
+
+
+def _refuse_unsupported(run: MegatronRun, schedule: ScheduleChoice, has_segments: bool) -> None:
     scopes = {Scope.ANY_SCHEDULE}
-    if config.num_segments > 1:
+    if has_segments:
         scopes.add(Scope.SEGMENTS)
-    if config.schedule.splits_backwards:
+    if schedule.splits_backwards:
         scopes.add(Scope.SPLIT_BACKWARDS)
-    message = first_unsupported(config.run.settings, scopes)
+    message = first_unsupported(run.settings, scopes)
     if message is not None:
         raise ValueError(message)
 
@@ -158,6 +191,30 @@ def _words(shape: Shape) -> str:
         f"{shape.num_ranks} ranks with {shape.num_chunks} model chunks each ({shape.placement.style}), "
         f"{shape.num_microbatches} micro-batches and {shape.num_segments} segments"
     )
+
+
+def _machine(flags: argparse.Namespace) -> Machine:
+    """The one of this package that comes closest."""
+    import torch
+
+    if _is_on_cpu(flags.device):
+        return read_machine("cpu")
+    is_known = not flags.dry_run and torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if is_known else "A100"
+    return read_machine("a100-80gb" if "A100" in name else "h100-80gb")
+
+
+def _device_memory(flags: argparse.Namespace) -> float:
+    """Bytes that this process can have, in whole GiB, so that ranks on like machines come to the same number."""
+    import torch
+
+    if flags.dry_run:
+        return flags.device_memory * GIB
+    if _is_on_cpu(flags.device):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return max(1, total // GIB) * GIB
 
 
 def _is_on_cpu(device: str) -> bool:

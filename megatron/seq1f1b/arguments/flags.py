@@ -1,16 +1,32 @@
 """Our command-line flags."""
 
 import argparse
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..partition import STRATEGIES
+from ..ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, splitting_families
 from .rehearsal_flags import add_rehearsal_flags
 
+_log = logging.getLogger(__name__)
+
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
+
+AUTHORS_SPLITS = "--pipe-sp-splits"
+
+# Flags of the authors' Megatron that the one of today has no more: how many values follow, and what became of it.
+_REMOVED: Mapping[str, tuple[int, str]] = MappingProxyType(
+    {
+        "--no-async-tensor-model-parallel-allreduce": (0, "Megatron always overlaps these all-reduces"),
+        "--DDP-impl": (1, "Megatron has one implementation, its own"),
+        "--data-impl": (1, "Megatron reads .bin/.idx pairs only"),
+    }
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -39,6 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell; see docs/schedules.md.",
     )
     _add_split_arguments(group)
+    parser.set_defaults(has_authors_splits=False)
+    for flag, (num_values, _) in _REMOVED.items():
+        if flag not in parser._option_string_actions:
+            group.add_argument(
+                flag,
+                action=_Removed,
+                nargs=num_values,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
     group.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -66,31 +93,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+class _Removed(argparse.Action):
+    """Takes a flag that has no effect any more, so that an old launch script runs, and says so once."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        warn_on_rank_0(_log, f"{option} has no effect and can be dropped: {_REMOVED[str(option)][1]}")
+
+
+class _Splits(argparse.Action):
+    """Keeps whether the authors' spelling was used, which has their default strategy."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.has_authors_splits = option == AUTHORS_SPLITS
+
+
+def _splits(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of segments nor 'auto'") from None
+
+
 def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags for where sequences are cut."""
     group.add_argument(
         "--sequence-splits",
-        "--pipe-sp-splits",
-        type=int,
+        AUTHORS_SPLITS,
+        action=_Splits,
+        type=_splits,
         metavar="K",
-        help="Number of segments that every sequence is cut into. 4 is a good start: the bubble and the activation "
-        "memory shrink with K until the segments become too short to keep the device busy. Default: 1, sequences "
-        "stay whole.",
+        help="Number of segments that every sequence is cut into, or 'auto'. 4 is a good start: the bubble and the "
+        "activation memory shrink with K until the segments become too short to keep the device busy. 'auto' takes the "
+        "number of the shortest predicted step that fits the device's memory. Default: 1, sequences stay whole.",
     )
     group.add_argument(
         "--sequence-split-strategy",
         "--pipe-sp-strategy",
         type=lambda name: _STRATEGY_ALIASES.get(name, name),
         choices=sorted(STRATEGIES),
-        default="even",
         help="Where sequences are cut. Later segments attend to more tokens, so equal lengths mean unequal work, and "
-        "ranks wait for each other; it shows from about 16k tokens on. 'even': equal lengths. 'balanced': equal "
-        "forward-plus-backward time on the slowest stage, by the FLOPs of your model; the one for long sequences. "
-        "Where documents are packed and stay apart, it cuts each micro-batch by its own. "
+        "ranks wait for each other; it shows from about 16k tokens on. 'balanced': equal forward-plus-backward time on "
+        "the slowest stage, by the FLOPs of your model. Where documents are packed and stay apart, it cuts each "
+        "micro-batch by its own. 'even' or 'average': equal lengths. "
         "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
         "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
         "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
-        "Default: 'even' (also accepted as 'average').",
+        "Default: 'balanced'; with --pipe-sp-splits 'even', as in the code of the Seq1F1B authors.",
     )
     group.add_argument(
         "--sequence-split-profile",

@@ -19,7 +19,10 @@ _NAMES = {
 
 
 def run_of_program(
-    model: torch.nn.Module | list[torch.nn.Module], num_microbatches: int, seq_length: int | None
+    model: torch.nn.Module | list[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int | None,
+    micro_batch_size: int | None,
 ) -> MegatronRun:
     """The run that the configuration of the model chunks and the sizes of a step describe."""
     chunks = model if isinstance(model, list) else [model]
@@ -31,6 +34,7 @@ def run_of_program(
         # The configuration names the default, whatever the model is made of.
         "transformer_impl": "transformer_engine" if any(map(_has_transformer_engine, chunks)) else "local",
         "distributed_backend": dist.get_backend(),
+        "micro_batch_size": micro_batch_size,
         "seq_length": seq_length or 0,  # left out where no message is sent
         "padded_vocab_size": _attribute(chunks[0], "vocab_size"),
         "position_embedding_type": _attribute(chunks[0], "position_embedding_type"),

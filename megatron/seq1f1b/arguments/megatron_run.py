@@ -21,6 +21,7 @@ class MegatronRun:
     layers_per_stage: tuple[int, ...]
     sequence_length: int
     num_microbatches: int
+    micro_batch_size: int
     pipeline_parallel_size: int
     num_chunks: int
     tensor_parallel_size: int
@@ -38,6 +39,7 @@ def megatron_run(settings: Mapping[str, Any], num_microbatches: int) -> Megatron
         layers_per_stage=layers_per_stage(settings) if has_sizes else (),
         sequence_length=settings["seq_length"],
         num_microbatches=num_microbatches,
+        micro_batch_size=settings.get("micro_batch_size") or 1,
         pipeline_parallel_size=settings["pipeline_model_parallel_size"],
         num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
         tensor_parallel_size=tensor_parallel_size,

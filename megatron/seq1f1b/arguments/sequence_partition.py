@@ -81,14 +81,16 @@ class SequencePartition:
 
     @cached_property
     def costs(self) -> tuple[StageCost, ...]:
-        """The cost of a segment on every stage, measured if there is a profile; raises ValueError."""
+        """What a segment of a micro-batch costs on every stage; measured with a profile. Raises ValueError."""
         with self.naming.in_errors():
             return self._costs()
 
     def _costs(self) -> tuple[StageCost, ...]:
         run = self.run
         if self.profile is None:
-            return analytic_costs(run.model, run.layers_per_stage, self.throughput, run.recomputes_layers)
+            # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
+            group = self.throughput.times(run.tensor_parallel_size / run.micro_batch_size)
+            return analytic_costs(run.model, run.layers_per_stage, group, run.recomputes_layers)
         if is_trace(self.profile):
             costs, _ = read_traced_costs(self.profile, len(run.layers_per_stage))
             return costs

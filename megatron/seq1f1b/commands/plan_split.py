@@ -11,7 +11,7 @@ of every stage and segment, messages left out. 'terapipe, free' is the dynamic p
 
 import argparse
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..arguments import Naming
@@ -110,13 +110,7 @@ def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
         print(f"Measured on {profile.device}; {fit_error(profile.fit_error())}.\n")
         return profile.costs(layers)
     device = CPU_CORE if args.device == "cpu" else A100
-    group = replace(
-        device,
-        matmul=device.matmul * tensor_parallel_size,
-        attention=device.attention * tensor_parallel_size,
-        attention_backward=device.attention_backward * tensor_parallel_size,
-    )
-    return analytic_costs(model, layers, group, args.recompute)
+    return analytic_costs(model, layers, device.times(tensor_parallel_size), args.recompute)
 
 
 def fit_error(error: FitError) -> str:

@@ -65,6 +65,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="UNITS",
         help="activation memory of a rank for auto; default: the peak of 1f1b",
     )
+    parser.add_argument(
+        "--width", type=float, metavar="INCHES", help="of a figure, such as 3.3 for one column of a paper"
+    )
+    parser.add_argument("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     parser.add_argument("--output", type=Path, required=True, help="the file to write; its ending determines the form")
     return parser.parse_args(argv)
 
@@ -109,6 +113,8 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--output {name}: expected .png, .svg, .pdf, .trace.json, .json, or .csv for a schedule")
     if not output.parent.is_dir():
         raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    if args.width is not None and not 2 <= args.width <= 100:
+        raise ValueError(f"--width {args.width:g} is not from 2 to 100 inches")
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
@@ -127,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": args.costs})]
 
     if name.endswith((".png", ".svg", ".pdf")):
-        plot_timelines(timelines, output)
+        plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)
     elif len(timelines) > 1:
         raise ValueError(f"{name} holds one timeline, {len(timelines)} are given")
     elif name.endswith(".trace.json"):

@@ -1,7 +1,7 @@
 """How fast the operations of a model run on a device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 def cpu_slowdown(num_rows: int) -> float:
@@ -38,6 +38,16 @@ class DeviceThroughput:
     attention_backward_flops: float = 2.5
     slowdown: Callable[[int], float] | None = None
     full_speed_rows: int = 128
+
+    def times(self, factor: float) -> "DeviceThroughput":
+        """The throughput of `factor` devices together, each with the same overhead."""
+        return replace(
+            self,
+            matmul=self.matmul * factor,
+            attention=self.attention * factor,
+            attention_backward=self.attention_backward * factor,
+            memory=self.memory * factor,
+        )
 
 
 # Round figures of one device. For your own, measure with tools/profile_segments.py.

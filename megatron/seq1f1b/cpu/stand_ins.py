@@ -99,8 +99,10 @@ def resident_bytes(device=None) -> int:
 
 def peak_resident_bytes(device=None) -> int:
     """The most memory that this process has had in RAM."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The kernel counts the peak now and then only, and may be behind.
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
 
 
 def memory_stats(device=None) -> dict[str, int]:

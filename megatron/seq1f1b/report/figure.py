@@ -11,25 +11,36 @@ from typing import Any
 
 from ..schedule import Kind, Span, Timeline, peak_units
 
-# Light and dark end of the shades of each kind; distinct also to colour-blind readers and in grey.
-_COLOURS = {
-    Kind.F: ("#cfe1f5", "#3f7fc1"),
-    Kind.B: ("#fbdcb8", "#e0822d"),
-    Kind.I: ("#f7d9e6", "#c2588a"),
-    Kind.W: ("#d3ecd0", "#4fa35c"),
+# Light and dark end of the shades of each kind. Hues that the colour-blind tell apart (after Okabe and Ito), and
+# lightnesses that do not overlap, for print in grey: forward is the lightest, a whole backward the darkest.
+COLOURS = {
+    Kind.F: ("#e6f3fd", "#aadcfb"),
+    Kind.W: ("#9ccb6c", "#6fb04a"),
+    Kind.I: ("#c074a4", "#a65785"),
+    Kind.B: ("#a54309", "#742b03"),
 }
+_WHITE_LABELS = (Kind.I, Kind.B)
 _LINES = {Kind.GATHER: ("#5e3c99", "parameter gathering"), Kind.REDUCE: ("#b2182b", "gradient reduction")}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _ROW, _BOX = 0.28, 0.14  # inches: height of a rank, width of a short action
+_NARROW = 5.0  # inches: a figure of one column of a paper, which has no room for the table at the right
 _MAX_LABELS = 6000  # more would be too small to read and slow to draw
 
 
-def plot_timelines(timelines: Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None) -> None:
+def plot_timelines(
+    timelines: Sequence[Timeline],
+    path: str | Path,
+    titles: Sequence[str] | None = None,
+    width: float | None = None,
+    has_labels: bool = True,
+) -> None:
     """Writes one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file.
 
     The right margin of a panel shows, for each rank, the most units in flight and the idle share of
-    the step. A title is taken from `meta["schedule"]` and the sizes if it is not given. Needs
-    matplotlib; raises ValueError for timelines of different time units.
+    the step; a figure of less than 5 inches does without. A title is taken from `meta["schedule"]`
+    and the sizes if it is not given. `width` is that of the figure in inches, by default as wide as
+    the numbers in the boxes need, which drop out where they do not fit, and all with
+    `has_labels=False`. Needs matplotlib; raises ValueError for timelines of different time units.
     """
     from matplotlib.figure import Figure
 
@@ -37,11 +48,16 @@ def plot_timelines(timelines: Sequence[Timeline], path: str | Path, titles: Sequ
         raise ValueError("timelines of different time units cannot share an axis")
     titles = titles or [_title(timeline) for timeline in timelines]
     longest = max(timeline.makespan for timeline in timelines)
-    width = min(max(longest / _typical_duration(timelines) * _BOX, 7), 40)
+    is_narrow = width is not None and width < _NARROW
+    left, right = (0.3, 0.1) if is_narrow else (0.65, 1.45)
+    if width is None:
+        width = min(max(longest / _typical_duration(timelines) * _BOX, 7), 40)
+    else:
+        width -= left + right
     heights = [len(timeline.ranks) * _ROW for timeline in timelines]
-    gap, top, bottom = 0.5, 0.55, 0.4  # inches: between panels, for the legend, for the axis
+    # Inches: between panels, for the legend, for the axis.
+    gap, top, bottom = (0.35, 0.75, 0.35) if is_narrow else (0.5, 0.55, 0.4)
     height = sum(heights) + gap * (len(timelines) - 1) + top + bottom
-    left, right = 0.65, 1.45
     figure = Figure(figsize=(width + left + right, height))
 
     above = top
@@ -54,11 +70,17 @@ def plot_timelines(timelines: Sequence[Timeline], path: str | Path, titles: Sequ
                 panel / height,
             )
         )
-        _draw(axes, timeline, title, longest)
+        _draw(axes, timeline, title, longest, is_narrow)
+        if has_labels:
+            _label(axes, timeline, longest)
         above += panel + gap
-    axes.set_xlabel(f"time [{timelines[0].time_unit}]" if timelines[0].time_unit else "time", fontsize=8)
-    _add_legend(figure, timelines, height)
-    figure.savefig(path, dpi=200)
+    axes.set_xlabel(
+        f"time [{timelines[0].time_unit}]" if timelines[0].time_unit else "time",
+        fontsize=7 if is_narrow else 8,
+        labelpad=1,
+    )
+    _add_legend(figure, timelines, height, columns=2 if is_narrow else 6)
+    figure.savefig(path, dpi=300 if is_narrow else 200)
 
 
 def _title(timeline: Timeline) -> str:
@@ -73,14 +95,14 @@ def _typical_duration(timelines: Sequence[Timeline]) -> float:
     """The shortest of the mean durations of the kinds: its boxes have to hold a number."""
     means = []
     for timeline in timelines:
-        for kind in _COLOURS:
+        for kind in COLOURS:
             durations = [s.end - s.start for spans in timeline.ranks for s in spans if s.action.kind is kind]
             if durations and sum(durations) > 0:
                 means.append(sum(durations) / len(durations))
     return min(means, default=1.0)
 
 
-def _draw(axes: Any, timeline: Timeline, title: str, longest: float) -> None:
+def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: bool) -> None:
     from matplotlib.collections import PolyCollection
 
     boxes, colours, bars, lines, line_colours = [], [], [], [], []
@@ -97,19 +119,22 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float) -> None:
             if chunk:
                 share = chunk / max(timeline.shape.num_chunks - 1, 1)
                 bars.append(_rectangle(left, right, rank + 0.46 - 0.16 * share, rank + 0.46))
-    axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#404040", linewidths=0.3))
+    outline = 0.15 if is_narrow else 0.3
+    axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#404040", linewidths=outline))
     axes.add_collection(PolyCollection(bars, facecolors="#404040", linewidths=0))
     axes.add_collection(PolyCollection(lines, facecolors=line_colours or "none", linewidths=0))
-    _label(axes, timeline, longest)
-
     ranks = range(len(timeline.ranks))
     axes.set_xlim(0, longest * 1.002)  # the last edge shows
     axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=7)
+    axes.set_yticks(ranks, [f"{rank}" if is_narrow else f"rank {rank}" for rank in ranks], fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
+    if is_narrow:
+        axes.set_ylabel("rank", fontsize=7, labelpad=1)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=9, loc="left", pad=4)
+    axes.set_title(title, fontsize=7 if is_narrow else 9, loc="left", pad=4, wrap=is_narrow)
+    if is_narrow:
+        return
     inch = 1 / (axes.get_position().width * axes.figure.get_figwidth())
     for offset, head in ((0.45, "peak\nunits"), (1.1, "idle")):
         axes.text(1 + offset * inch, 1, head, transform=axes.transAxes, fontsize=6.5, ha="right", va="bottom")
@@ -130,14 +155,14 @@ def _shade(kind: Kind, segment: int, num_segments: int) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
     share = segment / (num_segments - 1) if num_segments > 1 else 0.5
-    light, dark = map(to_rgb, _COLOURS[kind])
+    light, dark = map(to_rgb, COLOURS[kind])
     return tuple(a + (b - a) * share for a, b in zip(light, dark, strict=True))
 
 
 def _label(axes: Any, timeline: Timeline, longest: float) -> None:
     """Micro-batch numbers, where the box is wide enough to hold them."""
     spans: list[tuple[int, Span]] = [
-        (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans if span.action.kind in _COLOURS
+        (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans if span.action.kind in COLOURS
     ]
     if len(spans) > _MAX_LABELS:
         return
@@ -146,10 +171,11 @@ def _label(axes: Any, timeline: Timeline, longest: float) -> None:
         text = str(action.microbatch)
         if (end - start) * inches >= 0.055 * len(text) + 0.02:
             middle = (start + end) / 2 - timeline.start
-            axes.text(middle, rank, text, fontsize=6, ha="center", va="center_baseline", clip_on=True)
+            colour = "white" if action.kind in _WHITE_LABELS else "black"
+            axes.text(middle, rank, text, fontsize=6, color=colour, ha="center", va="center_baseline", clip_on=True)
 
 
-def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float) -> None:
+def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float, columns: int) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -157,10 +183,10 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float) -> No
         return Patch(facecolor=colour, edgecolor="#404040", linewidth=0.3)
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
-    entries: dict[str, Any] = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _COLOURS if kind in used}
+    entries: dict[str, Any] = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in COLOURS if kind in used}
     entries |= {name: Patch(facecolor=colour) for kind, (colour, name) in _LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
-        entries["first to last segment"] = tuple(map(box, _COLOURS[Kind.F]))
+        entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):
         entries["bar: later model chunk"] = box("#404040")
     figure.legend(
@@ -169,7 +195,10 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float) -> No
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="upper left",
         bbox_to_anchor=(0.0, 1 - 0.02 / height),
-        ncols=6,
-        fontsize=7,
+        ncols=columns,
+        columnspacing=1.0,
+        handlelength=1.2 if columns < 6 else 2.0,
+        labelspacing=0.2,
+        fontsize=6.5 if columns < 6 else 7,
         frameon=False,
     )

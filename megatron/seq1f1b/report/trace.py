@@ -1,31 +1,31 @@
 """A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Kind, Timeline
+from ..schedule import Action, Kind, Span, Timeline
+from ..schedule.dependencies import message_needed
+
+# An arrow belongs to the slice that its end lies in: just before the end of the sender's, at the start of the other's.
+_INSIDE = 0.99
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
     """The Trace Event Format: a process per rank, a complete event per action, in microseconds.
 
-    Seconds are scaled to microseconds; costs without a unit are shown as milliseconds each.
+    Arrows lead from the action that sends a message to the one that starts from it. A counter shows the activations
+    that a rank holds: tokens, if `meta["segment_lengths"]` has the lengths of the segments, else units. Seconds are
+    scaled to microseconds; costs without a unit are shown as milliseconds each.
     """
     scale = 1e6 if timeline.time_unit == "s" else 1e3
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.ranks):
-        events.append(
-            {"ph": "M", "pid": rank, "tid": 0, "name": "process_name",
-             "args": {"name": f"rank {rank}"}}
-        )  # fmt: skip
+        events.append(_name("process_name", rank, 0, f"rank {rank}"))
         chunks = {action.stage for action, _, _ in spans if action.kind in (Kind.GATHER, Kind.REDUCE)}
         rows = {stage: row for row, stage in enumerate(sorted(chunks), start=1)}
-        for stage, row in rows.items():
-            events.append(
-                {"ph": "M", "pid": rank, "tid": row, "name": "thread_name",
-                 "args": {"name": f"collectives of stage {stage}"}}
-            )  # fmt: skip
+        events += (_name("thread_name", rank, row, f"collectives of stage {stage}") for stage, row in rows.items())
         for action, start, end in spans:
             events.append(
                 {
@@ -45,7 +45,58 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
                     },
                 }
             )
+        events += _held(timeline, rank, scale)
+    events += _arrows(timeline, scale)
     return {"traceEvents": events, "otherData": dict(timeline.meta)}
+
+
+def _name(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": row, "name": what, "args": {"name": name}}
+
+
+def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any]]:
+    """The counter of a rank: a unit of a model chunk is held from its F to its B or W."""
+    lengths = timeline.meta.get("segment_lengths")
+    unit = "units" if lengths is None else "tokens"
+    changes = []
+    for action, start, end in timeline.ranks[rank]:
+        size = 1 if lengths is None else lengths[action.segment]
+        if action.kind is Kind.F:
+            changes.append((start, size))
+        elif action.kind in (Kind.B, Kind.W):
+            changes.append((end, -size))
+    held = 0
+    for moment, change in sorted(changes):
+        held += change
+        yield {
+            "ph": "C",
+            "pid": rank,
+            "name": "activations",
+            "ts": (moment - timeline.start) * scale,
+            "args": {unit: held},
+        }
+
+
+def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
+    found: dict[Action, tuple[int, Span]] = {
+        span.action: (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans
+    }
+    number = 0
+    for action, (rank, span) in found.items():
+        if action.kind not in (Kind.F, Kind.B, Kind.I):
+            continue
+        needed = message_needed(action, timeline.shape)
+        # A timeline of whole backwards has B where one of split ones has I.
+        for kind in (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I):
+            sender = needed and found.get(needed._replace(kind=kind))
+            if not sender or sender[0] == rank:
+                continue
+            number += 1
+            there, sent = sender
+            leaves = sent.start + _INSIDE * (sent.end - sent.start)
+            common = {"id": number, "name": "message", "cat": "message", "tid": 0}
+            yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
+            yield {"ph": "f", "bp": "e", "pid": rank, "ts": (span.start - timeline.start) * scale, **common}
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:

@@ -30,8 +30,10 @@ from .documents import Packing, documents_of_step
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Services, Step
 from .loss import LossLedger
+from .meter import Reading, StepMeter
 from .plan import Plan
 from .program import Program
+from .recorder import Recorder
 from .segmentation import Segmentation
 from .tracer import Tracer
 
@@ -42,7 +44,7 @@ class PipelineExecutor:
     `cut(sequence_length)` gives the lengths of the segments if there are several; `costs(lengths)` what `auto` plans
     for, equal costs if it is None. `sequence_length_is(length)` is entered around the user's forward step, for code
     that derives shapes from a global sequence length. With `packing` attention stays within the documents of a
-    sequence. No state of a step survives it.
+    sequence. A `meter` measures every training step. No state of a step survives it.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class PipelineExecutor:
         tracer: Tracer | None = None,
         packing: Packing | None = None,
         costs: CostsOfLengths | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
         self._plan = Plan(schedule, costs, one_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
         self._segmentation = Segmentation(num_segments, cut, packing)
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
         self._tracer = tracer
+        self._meter = meter
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -69,6 +73,10 @@ class PipelineExecutor:
     def trace_with(self, tracer: Tracer) -> None:
         """Let `tracer` record the steps from now on."""
         self._tracer = tracer
+
+    def last_step(self) -> Reading | None:
+        """What the meter measured in the last training step, if there is one."""
+        return None if self._meter is None else self._meter.reading()
 
     @property
     def running(self) -> Segment | None:
@@ -137,15 +145,20 @@ class PipelineExecutor:
         sync = GradientSync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             around.callback(sync.close)
-            recorder = None
+            recorders: list[Recorder | StepMeter] = []
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, call.chunks))
             if self._tracer is not None and not call.forward_only:
                 tracing = self._tracer.step(self._plan.name, shape, call.pipeline, call.device, lengths)
                 recorder = around.enter_context(tracing)
-            if recorder is not None:
-                stages = shape.placement.stages_of(step.rank)
-                around.enter_context(trace_collectives(call.chunks, stages, recorder.collective))
+                if recorder is not None:
+                    recorders.append(recorder)
+                    stages = shape.placement.stages_of(step.rank)
+                    around.enter_context(trace_collectives(call.chunks, stages, recorder.collective))
+            measured: AbstractContextManager = nullcontext()
+            if self._meter is not None and not call.forward_only:
+                recorders.append(self._meter)
+                measured = self._meter.step(call.device)
             services = Services(
                 communicator=self._communicator(call, shape.placement),
                 context=self._context,
@@ -153,10 +166,11 @@ class PipelineExecutor:
                 losses=losses,
                 sync=sync,
                 sequence_length_is=self._sequence_length_is,
-                recorder=recorder,
+                recorders=recorders,
                 around=partial(self._plan.around, shape, lengths, step.rank),
             )
-            Interpreter(step, services).run(program)
+            with measured:
+                Interpreter(step, services).run(program)
             sync.close()
             self._context.masks.settle()
             if call.finalizes:

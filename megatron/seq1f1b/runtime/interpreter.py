@@ -25,6 +25,7 @@ from .communication import Communicator
 from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
+from .meter import StepMeter
 from .program import Program
 from .recorder import Recorder
 
@@ -59,7 +60,7 @@ class Services:
     losses: LossLedger
     sync: GradientSync
     sequence_length_is: Callable[[int], AbstractContextManager]
-    recorder: Recorder | None
+    recorders: Sequence[Recorder | StepMeter]
     around: Callable[[Action], str]
 
 
@@ -247,11 +248,13 @@ class Interpreter:
 
     def _running(self, action: Action, segment: Segment) -> AbstractContextManager:
         keeps_for_backward = not self._call.forward_only
-        if self._services.recorder is None:
-            return self._services.context.running(segment, keeps_for_backward)
+        running = self._services.context.running(segment, keeps_for_backward)
+        if not self._services.recorders:
+            return running
         around = ExitStack()
-        around.enter_context(self._services.context.running(segment, keeps_for_backward))
-        around.enter_context(self._services.recorder.span(action))
+        around.enter_context(running)
+        for recorder in self._services.recorders:
+            around.enter_context(recorder.span(action))
         return around
 
     def _start(self, name: str) -> None:

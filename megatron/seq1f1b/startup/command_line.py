@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from ..arguments import pipeline_config, run_of_arguments
+from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
+from ..arguments.in_force import in_force
 from ..arguments.supported import Scope, first_unsupported
 from ..patches import Patch
 from ..schedule import splitting_families
@@ -68,9 +69,12 @@ class CommandLine:
     def print_args(self, upstream: Callable, title: str, args: Namespace) -> None:
         """All that can be checked before a tokenizer is loaded and processes meet."""
         try:
-            check(args)
+            config = check(args)
         except ValueError as error:
             end(str(error), error)
+        if config is not None:
+            args = copy.copy(args)  # what was asked for is looked at again, when the vocabulary is known
+            vars(args).update(in_force(config))
         upstream(title, args)
 
     def set_global_variables(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
@@ -81,17 +85,21 @@ class CommandLine:
             upstream(args, *rest, **more)
 
 
-def check(args: Namespace) -> None:
-    """Raise ValueError for flags that do not fit, places that cannot be written, and files that cannot be read."""
+def check(args: Namespace) -> PipelineConfig | None:
+    """What our flags ask for; None if a script has none.
+
+    Raises ValueError for flags that do not fit, places that cannot be written, and files that cannot be read.
+    """
     probe = copy.copy(args)
     if probe.padded_vocab_size is None:
         probe.padded_vocab_size = args.vocab_size or _USUAL_VOCABULARY
     run = run_of_arguments(probe)
+    config = None
     if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
-        pipeline_config(probe, run)
+        config = pipeline_config(probe, run)
         _check_traced_iterations(args)
     if getattr(args, "dry_run", False):  # the machine that rehearses has no files of the cluster
-        return
+        return config
     check_tokenizer(args)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank == 0:
@@ -103,6 +111,7 @@ def check(args: Namespace) -> None:
         check_writable(place)
         if place.flag == "--save" and run.model is not None:
             check_space(place, checkpoint_bytes(args, num_parameters(run.model)), num_checkpoints(args))
+    return config
 
 
 def _check_traced_iterations(args: Namespace) -> None:
@@ -122,7 +131,7 @@ def _scopes(args: Namespace) -> set[Scope]:
     """The scopes of our schedules that the flags alone show to be in use."""
     schedule, file = getattr(args, "pipeline_schedule", None), getattr(args, "pipeline_schedule_file", None)
     splits = getattr(args, "sequence_splits", None)
-    has_segments = (splits or 1) > 1 or getattr(args, "sequence_split_file", None) is not None
+    has_segments = splits == "auto" or (splits or 1) > 1 or getattr(args, "sequence_split_file", None) is not None
     scopes = {Scope.ANY_SCHEDULE} if schedule or file or has_segments or splits else set()
     if has_segments:
         scopes.add(Scope.SEGMENTS)

@@ -16,10 +16,12 @@ from ..ranks import warn_on_rank_0
 from .checkpoint import latest_iteration
 from .ending import end
 from .explaining import sentence_of
+from .iteration_log import IterationLog
 from .places import mount_point
 
 if TYPE_CHECKING:  # it imports Megatron, which has to wait until the CPU redirects are in place
     from ..model import Segment
+    from ..runtime import Reading
 
 _log = logging.getLogger(__name__)
 
@@ -28,11 +30,20 @@ _FULL = 8 << 20
 
 
 class TrainingLoop:
-    """Around functions of Megatron's training loop. `args` gives its arguments, `running` the segment of the moment."""
+    """Around functions of Megatron's training loop.
 
-    def __init__(self, args: Callable[[], Namespace], running: Callable[[], Segment | None]) -> None:
+    `args` gives its arguments, `running` the segment of the moment, `last_step` what this rank measured.
+    """
+
+    def __init__(
+        self,
+        args: Callable[[], Namespace],
+        running: Callable[[], Segment | None],
+        last_step: Callable[[], Reading | None],
+    ) -> None:
         self._args = args
         self._running = running
+        self._log = IterationLog(args, last_step)
 
     def patches(self) -> tuple[Patch, ...]:
         """What puts the methods below in their places."""
@@ -49,7 +60,13 @@ class TrainingLoop:
             "counts calls, but does not name the micro-batch and the segment of a loss that is not a number",
             wraps=True,
         )
-        return (*loop, validate)
+        theirs = Patch(
+            f"{module}.report_theoretical_memory",
+            self.report_theoretical_memory,
+            "counts whole micro-batches in flight, of which our schedules hold segments",
+            wraps=True,
+        )
+        return (*loop, validate, theirs, self._log.patch())
 
     def training_log(
         self,
@@ -65,6 +82,15 @@ class TrainingLoop:
         """Megatron prints the first iteration besides, and goes on adding up; where it ends an interval, it is one."""
         is_besides = is_first_iteration and iteration % self._args().log_interval != 0
         return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_besides, **more)
+
+    def report_theoretical_memory(self, upstream: Callable) -> Callable:
+        """Megatron's estimate is of its own schedules; the block at the start has that of ours."""
+
+        def report(args: Namespace, *rest: Any, **more: Any) -> None:
+            if getattr(args, "pipeline_schedule", None) is None and not getattr(args, "pipeline_schedule_file", None):
+                upstream(args, *rest, **more)
+
+        return report
 
     def validates_result(self, upstream: Callable) -> Callable:
         """Megatron's check of a loss, which logs what was rejected; besides, where."""

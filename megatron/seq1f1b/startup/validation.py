@@ -3,20 +3,26 @@
 import argparse
 
 from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
+from ..arguments.equal_lengths import warn_of_equal_lengths
+from ..arguments.in_force import in_force
 from ..arguments.short_segments import warn_of_short_segments
+from ..ranks import is_rank_0
 from .ending import end
+from .summary import summary
 
 
 def validate(args: argparse.Namespace) -> PipelineConfig:
     """The configuration that the parsed arguments, Megatron's and ours, stand for; ends the program if there is none.
 
-    Sets `args.sequence_splits` where the number of segments was left to be found.
+    Sets in `args` what was left to be found, and prints on rank 0 what runs.
     """
     try:
         config = pipeline_config(args, run_of_arguments(args))
     except ValueError as error:
         end(str(error), error)
     warn_of_short_segments(config)
-    if config.num_segments > 1:
-        args.sequence_splits = config.num_segments
+    warn_of_equal_lengths(config)
+    vars(args).update(in_force(config))
+    if config.schedule is not None and is_rank_0() and not args.dry_run:
+        print(summary(config), flush=True)
     return config

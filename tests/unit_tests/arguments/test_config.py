@@ -8,7 +8,9 @@ import pytest
 
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import run_of_arguments
+from megatron.seq1f1b.arguments.forecast import forecast
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
+from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.schedule import (
     FAMILIES,
     FAMILY_NAMES,
@@ -49,7 +51,9 @@ def test_without_our_flags_megatrons_own_schedule_runs():
 def test_splits_alone_mean_1f1b():
     config = pipeline_config(parsed("--sequence-splits", "4"))
     assert (config.schedule, config.num_segments) == (Named("1f1b"), 4)
-    assert config.cut(16384) == (4096,) * 4
+    lengths = config.cut(16384)
+    assert len(lengths) == 4 and lengths[0] > lengths[1] > lengths[2] > lengths[3]
+    assert config.partition.strategy == "balanced"
 
 
 def test_a_schedule_alone_keeps_sequences_whole():
@@ -60,10 +64,71 @@ def test_a_schedule_alone_keeps_sequences_whole():
 def test_the_authors_flags_mean_the_same():
     ours = parsed("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp")
     theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")
-    assert ours == theirs
+    assert pipeline_config(ours).lengths == pipeline_config(theirs).lengths
     assert pipeline_config(theirs).cut(16384) == (4922, 4238, 3780, 3444)
     average = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average")
     assert pipeline_config(average).partition.strategy == "even"
+
+
+@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
+def test_the_authors_flag_alone_keeps_equal_lengths_and_warns_once(caplog, monkeypatch, rank, lines):
+    monkeypatch.setenv("RANK", rank)
+    flags = ("--pipe-sp-splits", "4", "--device", "cuda")
+    args = parsed(*flags, seq_length=65536, global_batch_size=16, pipeline_model_parallel_size=8)
+    config = validate(args)
+    assert config.lengths == (16384,) * 4 and args.sequence_split_strategy == "even"
+    assert caplog.text.count("longer than with --pipe-sp-strategy balanced") == lines
+    caplog.clear()
+    validate(parsed(*flags, "--pipe-sp-strategy", "average", seq_length=65536))
+    validate(parsed("--sequence-splits", "4", "--device", "cuda", seq_length=65536))
+    assert caplog.text == ""
+
+
+def test_flags_that_megatron_has_removed_are_taken_with_a_note(caplog):
+    removed = ("--no-async-tensor-model-parallel-allreduce", "--DDP-impl", "local", "--data-impl", "mmap")
+    args = parsed("--pipe-sp-splits", "4", *removed, "--pipe-sp-strategy", "uniform_comp")
+    assert caplog.text.count("has no effect and can be dropped") == 3
+    assert pipeline_config(args).lengths == (4922, 4238, 3780, 3444)
+    assert not hasattr(args, "data_impl")
+
+
+A100 = read_machine("a100-80gb")
+AUTO = ("--sequence-splits", "auto", "--device", "cuda", "--dry-run")
+
+
+def test_auto_takes_the_number_of_segments_of_the_shortest_step_that_fits(capsys):
+    def number(*flags, **megatron):
+        args = parsed(
+            *AUTO, *flags, **{"pipeline_model_parallel_size": 8, "bf16": True, "replaced_on_cpu": {}, **megatron}
+        )
+        config = validate(args)
+        assert args.sequence_splits == config.num_segments and config.schedule == Named("1f1b")
+        return config.num_segments
+
+    ample = ("--device-memory", "10000")
+    assert number(*ample, seq_length=32768) > 2
+    # More micro-batches leave less of a bubble to shrink; less memory asks for more segments.
+    assert number(*ample, seq_length=32768, global_batch_size=4096) < number(*ample, seq_length=32768)
+    assert number("--device-memory", "24", seq_length=65536, global_batch_size=4096) > number(
+        *ample, seq_length=65536, global_batch_size=4096
+    )
+    assert number(*ample, seq_length=256) == 1
+    with pytest.raises(SystemExit):
+        validate(parsed("--sequence-splits", "some"))
+
+
+def test_auto_is_the_best_of_all_numbers():
+    args = parsed(*AUTO, "--device-memory", "10000", pipeline_model_parallel_size=8, bf16=True, replaced_on_cpu={})
+    config = pipeline_config(args)
+    seconds = {
+        count: forecast(config.partition, config.schedule, config.partition.cut(16384, count), A100).seconds
+        for count in (1, 2, 3, 4, 6, 8, 12, 16)
+    }
+    assert min(seconds, key=seconds.get) == config.num_segments
+
+
+def test_a_file_gives_the_number_that_auto_asks_for(file):
+    assert pipeline_config(parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})).num_segments == 2
 
 
 def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_parallelism():
@@ -264,24 +329,25 @@ def test_the_profile_strategy_needs_a_profile(capsys):
 def test_short_segments_on_a_cpu_are_warned_of_once(caplog, monkeypatch, device, rank, warned):
     monkeypatch.setenv("RANK", rank)
     validate(parsed("--sequence-splits", "4", "--device", device, seq_length=2048))
-    assert ("512 tokens; on a CPU attention is" in caplog.text) == warned
+    assert ("tokens; on a CPU attention is" in caplog.text) == warned
     caplog.clear()
-    validate(parsed("--sequence-splits", "4", "--device", device, seq_length=4096))
+    validate(parsed("--sequence-splits", "4", "--device", device, seq_length=8192))
     assert caplog.text == ""
 
 
 def test_segments_too_short_for_a_gpu_are_warned_of_with_the_number_that_keeps_it_busy(caplog):
     """A layer of 7B, 1/8 of it a rank: 402 MFLOP a token over 8 · 210 TFLOP/s, and 0.9 ms of its host."""
+    even = ("--device", "cuda", "--sequence-split-strategy", "even")
     eighth = dict(ffn_hidden_size=16384, tensor_model_parallel_size=8, micro_batch_size=1, seq_length=32768)
-    validate(parsed("--sequence-splits", "32", "--device", "cuda", **eighth))
+    validate(parsed("--sequence-splits", "32", *even, **eighth))
     (sentence,) = caplog.messages
     assert "the segment of 1024 tokens takes a GPU about 0.2" in sentence
     most = int(re.search(r"--sequence-splits (\d+) keeps GPUs busy", sentence)[1])
     assert 8 <= most <= 16
     caplog.clear()
-    validate(parsed("--sequence-splits", str(most // 2), "--device", "cuda", **eighth))
+    validate(parsed("--sequence-splits", str(most // 2), *even, **eighth))
     assert caplog.text == ""
-    validate(parsed("--sequence-splits", "4", "--device", "cuda", **{**eighth, "seq_length": 2048}))
+    validate(parsed("--sequence-splits", "4", *even, **{**eighth, "seq_length": 2048}))
     assert "whole sequences keep GPUs busier" in caplog.text
 
 

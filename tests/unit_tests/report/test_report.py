@@ -15,6 +15,7 @@ from megatron.seq1f1b.schedule import (
     Span,
     Timeline,
     build,
+    peak_units,
     read_csv,
     read_timeline,
     simulate,
@@ -139,3 +140,38 @@ def test_collectives_have_rows_of_their_own_in_a_trace():
     events = {event["name"]: event for event in to_trace(timeline)["traceEvents"]}
     assert [events[name]["tid"] for name in ("0F0.0", "0REDUCE", "2GATHER")] == [0, 1, 2]
     assert events["thread_name"]["args"] == {"name": "collectives of stage 2"}
+
+
+@pytest.mark.parametrize("family, chunks", [("1f1b", 1), ("zb-h1", 2)])
+def test_arrows_lead_from_every_send_to_its_receive(family, chunks):
+    timeline = simulate(build(family, Shape(Placement(3, chunks), 4, 2)))
+    events = to_trace(timeline)["traceEvents"]
+    ends = {kind: {event["id"]: event for event in events if event["ph"] == kind} for kind in "sf"}
+    # Forwards and backwards, one message each between any two neighbouring stages.
+    assert len(ends["s"]) == len(ends["f"]) == 2 * (3 * chunks - 1) * 4 * 2
+    slices = [event for event in events if event["ph"] == "X"]
+
+    def slice_at(end):
+        here = (each for each in slices if each["pid"] == end["pid"])
+        return next(each for each in here if each["ts"] <= end["ts"] < each["ts"] + each["dur"])
+
+    for number, left in ends["s"].items():
+        sender, receiver = slice_at(left), slice_at(ends["f"][number])
+        step = 1 if receiver["cat"] == "F" else -1
+        assert receiver["args"]["stage"] == sender["args"]["stage"] + step and sender["pid"] != receiver["pid"]
+        units = [(each["args"]["microbatch"], each["args"]["segment"]) for each in (sender, receiver)]
+        assert units[0] == units[1]
+
+
+def test_a_counter_shows_what_ranks_hold():
+    plain = simulate(build("1f1b", Shape(Placement(2), 3, 2)))
+    timeline = Timeline(plain.shape, plain.ranks, "s", {"segment_lengths": [600, 400]})
+
+    def counted(timeline, rank, unit):
+        events = to_trace(timeline)["traceEvents"]
+        return [event["args"][unit] for event in events if event["ph"] == "C" and event["pid"] == rank]
+
+    for rank, spans in enumerate(plain.ranks):
+        assert max(counted(plain, rank, "units")) == peak_units(span.action for span in spans)
+        tokens = counted(timeline, rank, "tokens")
+        assert max(tokens) >= 1000 and tokens[-1] == 0

@@ -11,7 +11,7 @@ from .cpu_window import CpuWindow
 from .cuda import CudaFlash
 from .flash_attn_2 import FlashAttention2
 from .flash_attn_4 import FlashAttention4
-from .flash_version import activate_flash_attention
+from .flash_version import activate_flash_attention, best_version
 from .interface import AttentionRule, Kernel
 from .padded import Padded
 from .transformer_engine import TransformerEngineFused
@@ -58,6 +58,24 @@ class KernelChoice:
     def is_on_gpu(tensor: Tensor) -> bool:
         """Whether GPU kernels serve a tensor; a rehearsal replaces this, since its tensors are not on a GPU."""
         return tensor.is_cuda
+
+    def name(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> str:
+        """What `kernel` is going to choose, in words."""
+        is_fused = self._backend not in ("unfused", "local")
+        if is_cuda:
+            is_fused &= dtype in (torch.bfloat16, torch.float16) and max(size, value_size) <= _LARGEST_HEAD
+        else:
+            is_fused &= not rule.dropout
+        if not is_fused:
+            return "plain matrix products"
+        if not is_cuda:
+            return "PyTorch's flash attention for CPUs"
+        if self._backend == "fused":
+            return "Transformer Engine's fused attention"
+        if self._version == 2:
+            return "FlashAttention-2 of the package flash-attn"
+        version = 2 if self._has_dropout else best_version(self._version)
+        return f"FlashAttention-{version}" + (" of PyTorch" if version == 2 else "")
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
         if self._backend in ("unfused", "local"):

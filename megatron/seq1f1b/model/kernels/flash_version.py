@@ -30,6 +30,22 @@ _VERSIONS = {
 _BEST = {9: (3, 4), 10: (4,)}
 
 
+def best_version(version: int | None) -> int:
+    """The one that `activate_flash_attention` is going to take."""
+    usable = _usable(version)
+    return usable[0] if usable else 2
+
+
+def _usable(version: int | None) -> list[int]:
+    major, _ = torch.cuda.get_device_capability()
+    return [each for each in _candidates(version) if major in _VERSIONS[each].majors and is_installed(each)]
+
+
+def _candidates(version: int | None) -> tuple[int, ...]:
+    major, _ = torch.cuda.get_device_capability()
+    return _BEST.get(major, ()) if version is None else (version,)
+
+
 def activate_flash_attention(version: int | None) -> int:
     """Let PyTorch's operators run on FlashAttention 3 or 4 in the whole process; returns the version in use.
 
@@ -37,8 +53,7 @@ def activate_flash_attention(version: int | None) -> int:
     Reports on rank 0 which it is, and what to install for a faster one.
     """
     major, _ = torch.cuda.get_device_capability()
-    candidates = _BEST.get(major, ()) if version is None else (version,)
-    usable = [each for each in candidates if major in _VERSIONS[each].majors and is_installed(each)]
+    candidates, usable = _candidates(version), _usable(version)
     if usable:
         activate_flash_attention_impl(_VERSIONS[usable[0]].implementation)
     used = usable[0] if usable else 2

@@ -1,0 +1,110 @@
+"""What our schedules add to Megatron's line of an iteration, and to its TensorBoard and wandb."""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..patches import Patch
+
+if TYPE_CHECKING:  # it imports Megatron, which has to wait until the CPU redirects are in place
+    from ..runtime import Reading
+
+_LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
+_BATCH = re.compile(r" global batch size: +(\d+) \|")
+# A CPU's share of a teraflop, in one decimal.
+_NO_TERAFLOPS = re.compile(r" throughput per GPU \(TFLOP/s/GPU\): 0\.0 \|")
+# Values of so many ranks stand in a line; of more, the lowest, the mean and the highest.
+_FEW = 8
+
+
+class IterationLog:
+    """`args` gives Megatron's arguments, `last_step` what this rank measured; None where our schedules do not run."""
+
+    def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], "Reading | None"]) -> None:
+        self._args = args
+        self._last_step = last_step
+
+    def patch(self) -> Patch:
+        """What puts `print_rank_last` in the place of Megatron's."""
+        return Patch(
+            "megatron.training.training.print_rank_last",
+            lambda upstream: lambda message: self.print_rank_last(upstream, message),
+            "a line of an iteration has neither tokens per second nor what ranks idle",
+            wraps=True,
+        )
+
+    def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
+        """Called on all ranks together, with the same message."""
+        line, batch = _LINE.search(message), _BATCH.search(message)
+        if line is None or batch is None:
+            upstream(message)
+            return
+        args, iteration = self._args(), int(line["iteration"])
+        seconds = float(line["milliseconds"]) / 1e3
+        values = {"tokens-per-second-per-gpu": int(batch[1]) * args.seq_length / seconds / args.world_size}
+        unit = "GPU" if _is_on_gpu() else "process"
+        words = [f"tokens/s per {unit}: {values['tokens-per-second-per-gpu']:.1f}"]
+        readings = _of_all_stages(self._last_step())
+        if readings:
+            step = max(reading.duration for reading in readings)
+            idle = [1 - reading.busy / step for reading in readings]
+            memory = [reading.peak_memory for reading in readings]
+            values |= {"idle-share": sum(idle) / len(idle)}
+            values |= {f"idle-share/pipeline-rank-{rank}": share for rank, share in enumerate(idle)}
+            values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
+            words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
+            words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
+        upstream(_with_gigaflops(message, args, int(batch[1]), seconds) + "".join(f" {each} |" for each in words))
+        if iteration % args.tensorboard_log_interval == 0:
+            _write(values, iteration)
+
+
+def _is_on_gpu() -> bool:
+    import torch
+
+    return torch.device(torch.cuda.current_device()).type == "cuda"
+
+
+def _of_all_stages(reading: "Reading | None") -> "list[Reading]":
+    """Of every rank of this rank's pipeline: one small collective. Megatron has waited for the device before."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from ..runtime import Reading
+
+    if reading is None or dist.get_backend() == "fake":
+        return []
+    group = parallel_state.get_pipeline_model_parallel_group()
+    own = torch.tensor(reading, dtype=torch.float64, device=torch.cuda.current_device())
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return [Reading(*part.tolist()) for part in parts]
+
+
+def _few(values: Sequence[float]) -> str:
+    if len(values) <= _FEW:
+        return " ".join(f"{value:.1f}" for value in values)
+    return f"{min(values):.1f} to {max(values):.1f}, {sum(values) / len(values):.1f} on average"
+
+
+def _with_gigaflops(message: str, args: Namespace, batch_size: int, seconds: float) -> str:
+    if _NO_TERAFLOPS.search(message) is None:
+        return message
+    from megatron.training.training import num_floating_point_operations
+
+    speed = num_floating_point_operations(args, batch_size) / (seconds * args.world_size * 1e9)
+    return _NO_TERAFLOPS.sub(f" throughput per process (GFLOP/s): {speed:.2f} |", message)
+
+
+def _write(values: dict[str, float], iteration: int) -> None:
+    """Megatron has its writers on the last rank only."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(values, iteration)

@@ -1,0 +1,91 @@
+"""What runs, in one block at the start, beside what Megatron's own schedule would give."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..arguments import PipelineConfig
+from ..arguments.forecast import MEGATRONS_OWN, Forecast, forecast
+from .places import words
+
+# Of so many segments all lengths are printed.
+_FEW = 8
+
+
+def summary(config: PipelineConfig) -> str:
+    """The block, several lines; one of our schedules has to be asked for."""
+    run, schedule = config.run, config.schedule
+    assert schedule is not None
+    chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
+    rows = [
+        ("schedule", schedule.name + (" with segments" if config.num_segments > 1 else "")),
+        ("pipeline", f"{run.pipeline_parallel_size} ranks{chunks}, {run.num_microbatches} micro-batches"),
+        ("segments", _segments(config)),
+        ("attention", _kernel(config)),
+    ]
+    rows += _predictions(config)
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(
+        ["-- sequence-level pipeline parallelism", *(f"   {name:<{width}}  {text}" for name, text in rows)]
+    )
+
+
+def _segments(config: PipelineConfig) -> str:
+    if config.num_segments == 1:
+        return f"1, sequences of {config.run.sequence_length} tokens stay whole"
+    lengths = list(map(str, config.lengths))
+    if len(lengths) > _FEW:
+        lengths = [*lengths[: _FEW // 2], "...", *lengths[-_FEW // 2 :]]
+    file = config.partition.file
+    how = config.partition.strategy if file is None else str(file)
+    by_documents = config.follows_documents and config.partition.follows_documents
+    documents = "; each micro-batch by its own documents" if by_documents else ""
+    return f"{config.num_segments}, {how}: {' '.join(lengths)} tokens{documents}"
+
+
+def _kernel(config: PipelineConfig) -> str:
+    """What computes the attention of the layers; Megatron's own where no segment needs another."""
+    if config.num_segments == 1:
+        return "as with Megatron's own schedules"
+    import torch
+
+    from ..model.kernels import AttentionRule, KernelChoice
+
+    settings = config.run.settings
+    dropout = settings.get("attention_dropout") or 0.0
+    backend = getattr(settings.get("attention_backend"), "name", "auto")
+    choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    size = settings.get("kv_channels") or 1
+    return choice.name(
+        AttentionRule(1.0, dropout), _is_on_gpu(settings), dtype, size, settings.get("v_head_dim") or size
+    )
+
+
+def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
+    import torch
+
+    return settings.get("device") != "cpu" and torch.cuda.is_available()
+
+
+def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
+    """Of the model of costs that also balances segments; none where it does not know the model."""
+    if config.run.model is None or not config.run.layers_per_stage:
+        return []
+    try:
+        ours = forecast(config.partition, config.schedule, config.lengths)
+        own = forecast(config.partition, MEGATRONS_OWN, (config.run.sequence_length,))
+    except ValueError:
+        return []
+    of = "Megatron's 1F1B"
+    bound = "at most " if config.schedule.name == "auto" else ""
+    return [
+        ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
+        ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
+        ("predicted activations", _activations(ours, own, of)),
+    ]
+
+
+def _activations(ours: Forecast, own: Forecast, of: str) -> str:
+    if ours.has_bytes and own.has_bytes:
+        return f"{words(int(ours.activations))} on the fullest rank, of {of} {words(int(own.activations))}"
+    return f"{ours.activations / own.activations:.2f} of those of {of} on the fullest rank"

@@ -1,0 +1,76 @@
+"""Figures for papers: colours that everybody tells apart, widths, labels that drop out."""
+
+import re
+from itertools import combinations, pairwise
+
+import pytest
+
+from megatron.seq1f1b.report import plot_timelines
+from megatron.seq1f1b.report.figure import COLOURS
+from megatron.seq1f1b.schedule import Placement, Shape, build, simulate
+
+# Linear RGB as seen without the cones for long, middle and short waves (Machado et al. 2009, severity 1).
+DEFICIENCIES = {
+    "protanopia": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "deuteranopia": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "tritanopia": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+WHITE = (0.9505, 1.0, 1.089)
+
+
+def linear(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+def times(matrix, vector):
+    return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+
+def lab(rgb):
+    parts = [part / white for part, white in zip(times(XYZ, rgb), WHITE, strict=True)]
+    x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in parts)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def test_in_grey_no_shade_of_a_kind_is_one_of_another():
+    bands = sorted(sorted(lab(linear(shade))[0] for shade in shades) for shades in COLOURS.values())
+    assert all(higher[0] - lower[1] >= 4 for lower, higher in pairwise(bands)), bands
+
+
+@pytest.mark.parametrize("matrix", DEFICIENCIES.values(), ids=DEFICIENCIES)
+def test_the_colour_blind_tell_any_two_kinds_apart(matrix):
+    for first, second in combinations(COLOURS.values(), 2):
+        for one in first:
+            for other in second:
+                seen = [lab([max(0.0, part) for part in times(matrix, linear(shade))]) for shade in (one, other)]
+                assert sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5 >= 10, (one, other)
+
+
+def texts(timeline, path, **options):
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"
+    plot_timelines([timeline], path, **options)
+    picture = path.read_text()
+    inches = float(re.search(r'width="([\d.]+)pt"', picture)[1]) / 72
+    return inches, re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+
+
+def test_in_one_column_numbers_drop_out_where_they_do_not_fit(tmp_path):
+    small = simulate(build("1f1b", Shape(Placement(2), 12)))
+    inches, shown = texts(small, tmp_path / "a.svg", width=3.3)
+    assert inches == pytest.approx(3.3) and shown.count("9") == 2, "of backwards, which are long enough"
+    assert texts(small, tmp_path / "a.svg", width=3.3, has_labels=False)[1].count("11") == 0
+    large = simulate(build("zb-h1", Shape(Placement(8, 2, "v"), 12, 4)))
+    inches, shown = texts(large, tmp_path / "a.svg", width=3.3)
+    assert inches == pytest.approx(3.3) and "11" not in shown
+    inches, shown = texts(large, tmp_path / "a.svg")
+    assert inches > 10 and shown.count("11") == 3 * 16 * 4
+
+
+@pytest.mark.parametrize("ending", ["svg", "pdf", "png"])
+def test_every_format_of_a_column(tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"a.{ending}"
+    plot_timelines([simulate(build("zb-h1", Shape(Placement(4), 4, 2)))], path, width=3.3)
+    assert path.read_bytes().startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[ending])

@@ -1,0 +1,68 @@
+"""The block at the start, and the lines of the iterations."""
+
+import argparse
+
+import pytest
+
+from megatron.seq1f1b import validate
+from megatron.seq1f1b.runtime import Reading
+from megatron.seq1f1b.startup import iteration_log
+from megatron.seq1f1b.startup.iteration_log import IterationLog
+from unit_tests.arguments.parsed import parsed
+
+SIZES = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 32768}
+
+
+@pytest.mark.parametrize("rank, blocks", [("0", 1), ("1", 0)])
+def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, rank, blocks):
+    monkeypatch.setenv("RANK", rank)
+    config = validate(parsed("--sequence-splits", "4", bf16=True, **SIZES))
+    block = capsys.readouterr().out
+    assert block.count("-- sequence-level pipeline parallelism") == blocks
+    if blocks:
+        rows = dict(row.strip().split("  ", 1) for row in block.splitlines()[1:])
+        assert rows["schedule"].strip() == "1f1b with segments"
+        assert rows["pipeline"].strip() == "8 ranks, 8 micro-batches"
+        assert rows["segments"].strip() == f"4, balanced: {' '.join(map(str, config.lengths))} tokens"
+
+        ours, own = (float(words.split(" %")[0].split()[-1]) for words in rows["predicted bubble"].split("1F1B"))
+        # With equal stages (P - 1) / (m k + P - 1) and (P - 1) / (m + P - 1); the head makes the last one longer.
+        assert 100 * 7 / 39 < ours < 100 * 7 / 15 < own < 100
+        assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]
+
+
+def test_of_experts_the_block_gives_a_ratio(capsys):
+    validate(parsed("--sequence-splits", "4", num_experts=8, moe_layer_freq=1, **SIZES))
+    assert "of those of Megatron's 1F1B on the fullest rank" in capsys.readouterr().out
+
+
+def test_nothing_is_said_of_megatrons_own_schedule(capsys):
+    validate(parsed())
+    assert capsys.readouterr().out == ""
+
+
+LINE = (
+    " [2026-01-01 00:00:00.000000] iteration        3/       5 | consumed samples: 24 | "
+    "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): {} | "
+    "learning rate: 1.0E-03 | global batch size:     8 | lm loss: 4.8 |"
+)
+
+
+def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
+    readings = [Reading(0.3, 0.4, 2**20), Reading(0.2, 0.3, 2**21)]
+    written, lines = {}, []
+    monkeypatch.setattr(iteration_log, "_of_all_stages", lambda reading: readings)
+    monkeypatch.setattr(iteration_log, "_write", lambda values, iteration: written.update(values, iteration=iteration))
+    monkeypatch.setattr(iteration_log, "_is_on_gpu", lambda: True)
+    args = argparse.Namespace(seq_length=64, world_size=2, tensorboard_log_interval=1)
+    log = IterationLog(lambda: args, lambda: readings[0])
+    log.print_rank_last(lines.append, LINE.format("1.5"))
+    log.print_rank_last(lines.append, "something else")
+    line, other = lines
+    assert other == "something else" and line.startswith(LINE.format("1.5"))
+    assert " tokens/s per GPU: 512.0 |" in line
+    assert "idle by pipeline rank (%): 25.0 50.0 |" in line
+    assert "peak activations by pipeline rank (MB): 1.0 2.0 |" in line
+    assert written["idle-share"] == pytest.approx(0.375) and written["iteration"] == 3
+    assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
+    assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
