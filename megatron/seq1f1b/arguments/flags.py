@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Order in which pipeline ranks run forwards and backwards. '1f1b' is one forward, one backward, with "
         "several model chunks interleaved; together with --sequence-splits it is Seq1F1B (arXiv 2406.03488). 'gpipe' "
         "runs all forwards first. 'breadth-first' runs all of a model chunk before the next. 'zb-h1' computes weight "
-        "gradients apart, where a rank would be idle. 'auto' searches for a better order still. "
-        f"{' and '.join(splitting_families())} split backwards into input and weight gradients, for which "
-        "--transformer-impl local is needed; without it 'auto' leaves them whole. Default: '1f1b' if "
+        "gradients apart, where a rank would be idle. 'auto' searches for an even better order. "
+        f"{' and '.join(splitting_families())} split backwards into input and weight gradients. "
+        "Where a model cannot, they are refused, and 'auto' leaves backwards whole. Default: '1f1b' if "
         "--sequence-splits is given, else Megatron's own schedule.",
     )
     group.add_argument(
