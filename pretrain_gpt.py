@@ -91,9 +91,9 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
 
     batch = None
     if mpu.get_tensor_model_parallel_rank() == 0:
-        batch = dict.fromkeys(DOCUMENTS) | {
-            name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()
-        }
+        batch = next(data_iterator)
+        check_tokens(batch, args)
+        batch = dict.fromkeys(DOCUMENTS) | {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -124,6 +124,19 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
     )
     inputs = tuple(batch.get(name) for name in INPUTS)
     return *inputs, packed_seq_params(batch) if is_packed else None
+
+
+def check_tokens(batch, args):
+    """End the program at a token beyond the vocabulary: with tensor parallelism, Megatron would train on without a
+    word. The batch is still on the host, where this takes no time."""
+    if args.dry_run:  # whose batches hold no values
+        return
+    highest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+    if highest >= args.padded_vocab_size:
+        end(
+            f"the data hold the token {highest}, but the vocabulary ends at {args.padded_vocab_size - 1}; give the "
+            "tokenizer that made the data"
+        )
 
 
 def in_packed_format(args):

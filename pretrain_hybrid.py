@@ -5,13 +5,14 @@ import pretrain_gpt  # before Megatron, which binds the names that are replaced 
 # isort: split
 from megatron.training.argument_utils import hybrid_config_from_args
 
-from megatron.seq1f1b.model import local_hybrid_spec
+from megatron.seq1f1b import local_hybrid_spec
+from megatron.seq1f1b.startup import end
 
 
 def hybrid_config(args):
     """Megatron's configuration of the model; of Megatron's own layers, for which upstream has no specification."""
     if args.hybrid_layer_pattern is None:
-        raise SystemExit("pretrain_hybrid.py needs --hybrid-layer-pattern, for example '*-*-'; see --help.")
+        end("pretrain_hybrid.py needs --hybrid-layer-pattern, for example '*-*-'; --help explains it")
     config = hybrid_config_from_args(args)
     if args.transformer_impl == "local":
         config.hybrid_stack_spec = local_hybrid_spec(config.transformer)

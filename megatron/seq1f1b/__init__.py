@@ -6,6 +6,14 @@ A program without Megatron's arguments calls `install` with our flags as keyword
 """
 
 from .arguments import PipelineConfig, add_arguments
-from .install import install, pipeline_config, use_segment_attention, validate
+from .install import install, local_hybrid_spec, pipeline_config, use_segment_attention, validate
 
-__all__ = ["PipelineConfig", "add_arguments", "install", "pipeline_config", "use_segment_attention", "validate"]
+__all__ = [
+    "PipelineConfig",
+    "add_arguments",
+    "install",
+    "local_hybrid_spec",
+    "pipeline_config",
+    "use_segment_attention",
+    "validate",
+]

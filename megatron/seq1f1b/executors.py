@@ -21,15 +21,12 @@ from .schedule import Placement, Shape
 
 def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
     """For Megatron's training loop; `args` are Megatron's, `end_of_document` gives the token that ends one."""
-    packing = None
-    if config.follows_documents:
-        packing = Packing(end_of_document(), config.cut if config.partition.follows_documents else None)
     return _executor(
         config,
         lambda: args.curr_iteration + 1,
         sequence_length_is=partial(_sequence_length_is, args),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        packing=packing,
+        packing=_packing(config, end_of_document) if config.follows_documents else None,
         meter=StepMeter(),
     )
 
@@ -37,15 +34,16 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
 class ProgramExecutor:
     """For a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    `options` are our parsed flags. The first step makes the configuration, and raises ValueError for what is not
-    supported.
+    `options` are our parsed flags; `keep_documents_apart` is for batches with `cu_seqlens` or a boolean
+    `attention_mask`. The first step makes the configuration, and raises ValueError for what is not supported.
     """
 
-    def __init__(self, options: Namespace, placement: str) -> None:
+    def __init__(self, options: Namespace, placement: str, keep_documents_apart: bool = False) -> None:
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
         self._options = options
         self._placement = placement
+        self._keep_documents_apart = keep_documents_apart
         self._run: Callable | None = None
         self._training_steps = 0
 
@@ -59,11 +57,13 @@ class ProgramExecutor:
         **step: Any,
     ) -> list[Any]:
         if self._run is None:
-            run = run_of_program(model, num_microbatches, seq_length, step.get("micro_batch_size"))
+            micro_batch_size = step.get("micro_batch_size")
+            run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
             config = pipeline_config(self._options, run, self._placement, Naming.KEYWORDS)
             warn_of_short_segments(config)
             warn_of_equal_lengths(config)
-            self._run = _executor(config, lambda: self._training_steps)
+            packing = _packing(config) if config.follows_documents else None
+            self._run = _executor(config, lambda: self._training_steps, packing=packing)
         self._training_steps += not forward_only
         return self._run(
             model=model,
@@ -97,6 +97,11 @@ def _executor(config: PipelineConfig, iteration_now: Callable[[], int], **option
         costs=None if config.run.model is None else config.action_costs,
         **options,
     )
+
+
+def _packing(config: PipelineConfig, end_of_document: Callable[[], int] | None = None) -> Packing:
+    cut = config.cut if config.partition.follows_documents else None
+    return Packing(end_of_document() if end_of_document else None, cut)
 
 
 def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:

@@ -16,12 +16,16 @@ from .patches import Patch, PatchTable, Scope, patched
 
 if TYPE_CHECKING:
     import torch
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from .model import Segment
     from .runtime import Reading
 
 
-def install(add_flags: bool = False, placement: str = "looped", **flags: Any) -> None:
+def install(
+    add_flags: bool = False, placement: str = "looped", keep_documents_apart: bool = False, **flags: Any
+) -> None:
     """Make Megatron in this process run our schedules; to be called before a program imports Megatron.
 
     A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags`, so does every
@@ -31,13 +35,14 @@ def install(add_flags: bool = False, placement: str = "looped", **flags: Any) ->
     A program that uses megatron-core without megatron.training gives our flags here:
     `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
     schedule (1f1b if none is named), which raises ValueError in its first step for what is not supported.
-    With `placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. Raises ValueError for what is no
-    flag.
+    With `placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart` no token
+    sees another document of its sequence; where those start is read from the `cu_seqlens` or the boolean
+    `attention_mask` [b, 1, s, s] of a batch. Raises ValueError for what is no flag.
 
     On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. With `--dry-run` a script
     rehearses its launch instead of training. Calling it again does nothing.
     """
-    is_library = bool(flags) or placement != "looped"
+    is_library = bool(flags) or placement != "looped" or keep_documents_apart
     options = parse_options(flags) if is_library else None
     is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
     if is_rehearsal:
@@ -53,7 +58,7 @@ def install(add_flags: bool = False, placement: str = "looped", **flags: Any) ->
     if is_library:
         from .executors import ProgramExecutor
 
-        overlay.executor = ProgramExecutor(options, placement)
+        overlay.executor = ProgramExecutor(options, placement, keep_documents_apart)
     overlay.patches = patched(_patches(overlay, is_library, add_flags))
     if is_rehearsal:
         from .executors import watched
@@ -94,6 +99,16 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     from .model import use_segment_attention
 
     return use_segment_attention(model)
+
+
+def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
+    """Megatron's own layers for its hybrid model, for which upstream has no specification without Transformer Engine.
+
+    `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`, with Megatron's configuration of the model.
+    """
+    from .model import local_hybrid_spec
+
+    return local_hybrid_spec(config)
 
 
 class Overlay:

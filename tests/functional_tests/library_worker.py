@@ -1,9 +1,11 @@
 """A program that uses megatron-core as a library; with flags it trains one step under our schedules.
 
 Started on two ranks. Writes its reports and gradients to the file RESULT.RANK; further arguments are `name=value` for
-`install`. Has nothing of megatron.training.
+`install`. DOCUMENTS is how the program tells of documents, if it has any: by a `mask` in its batches that its model
+gets, by `cu_seqlens` in its batches, or by `packed_seq_params` for its model. Has nothing of megatron.training.
 """
 
+import os
 import sys
 
 import megatron.seq1f1b
@@ -20,11 +22,14 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 32, 2, 64, 3
+DOCUMENTS = os.environ.get("DOCUMENTS")
+STARTS = [[0, 5, 18], [0, 16, 31]]
 
 
 def build() -> DistributedDataParallel:
@@ -59,13 +64,30 @@ def batches():
     for _ in range(MICROBATCHES):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
         mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.6).double()
-        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask}
+        if DOCUMENTS == "mask":
+            batch["attention_mask"] = hidden()
+        elif DOCUMENTS == "cu_seqlens":
+            batch["cu_seqlens"] = torch.tensor([[*starts, SEQUENCE] for starts in STARTS], dtype=torch.int32)
+        yield batch
+
+
+def hidden() -> torch.Tensor:
+    """Other documents and later tokens: [b, 1, s, s]."""
+    begins = torch.zeros(BATCH, SEQUENCE, dtype=torch.int).scatter_(1, torch.tensor(STARTS), 1)
+    document = begins.cumsum(1)
+    others = document[:, :, None] != document[:, None]
+    return (others | torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1))[:, None]
 
 
 def forward_step(data_iterator, model):
     batch = next(data_iterator)
     positions = torch.arange(batch["tokens"].shape[1]).expand(BATCH, -1)
-    output = model(batch["tokens"], positions, None, labels=batch["labels"])
+    packing = None
+    if DOCUMENTS == "packed_seq_params":
+        packing = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 5, 32]))
+    mask = batch.get("attention_mask")
+    output = model(batch["tokens"], positions, mask, labels=batch["labels"], packed_seq_params=packing)
 
     def loss_func(losses):
         loss, count = (losses * batch["mask"]).sum(), batch["mask"].sum().int()

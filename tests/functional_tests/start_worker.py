@@ -1,6 +1,7 @@
-"""Starts pretrain_gpt.py once for each list of flags, in one process, up to the point where training would begin.
+"""Starts training scripts, each with its flags, in one process, up to the point where training would begin.
 
-The first argument is a JSON file of numbers of ranks and flags; exit codes and what was printed are written beside it.
+The first argument is a JSON file of rows (script, number of ranks, flags); exit codes and what was printed are written
+beside it.
 """
 
 import argparse
@@ -15,9 +16,15 @@ from pathlib import Path
 from megatron.training import global_vars
 
 import pretrain_gpt
+import pretrain_hybrid
+
+MAIN = {
+    "gpt": (pretrain_gpt.gpt_config_from_args, {"hybrid_layer_pattern": "makes a hybrid model"}),
+    "hybrid": (pretrain_hybrid.hybrid_config, {}),
+}
 
 
-def start(num_ranks: int, flags: list[str]) -> tuple[int, str]:
+def start(script: str, num_ranks: int, flags: list[str]) -> tuple[int, str]:
     """The exit code and what was printed by rank 0 of `num_ranks`; 0 if training would begin."""
     os.environ["WORLD_SIZE"] = str(num_ranks)
     sys.argv = ["pretrain_gpt.py", *flags]
@@ -25,7 +32,7 @@ def start(num_ranks: int, flags: list[str]) -> tuple[int, str]:
     logging.basicConfig(stream=printed, format="%(message)s", force=True)
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
+            pretrain_gpt.main(*MAIN[script])
         except SystemExit as end:
             return end.code, printed.getvalue()
         finally:

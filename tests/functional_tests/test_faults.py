@@ -62,13 +62,13 @@ def test_a_full_disk_is_named_and_costs_nothing_but_the_iteration(launch, undist
     assert job.losses() == pytest.approx(undisturbed[2:], abs=3e-6)
 
 
-def test_torchruns_restarts_go_on_by_themselves(undisturbed, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "kill forward 3 1")
-    path = {"PYTHONPATH": str(ROOT)}
+@pytest.mark.exhaustive
+def test_torchruns_restarts_go_on_by_themselves(undisturbed, tmp_path):
     flags = [*FLAGS, "--train-iters", 4, "--lr-decay-iters", 7, "--save", tmp_path, "--load", tmp_path]
-    job = torchrun(
-        SCRIPT, 2, [*flags, "--save-interval", 2], timeout=240, env=path, options=["--max-restarts", "1"]
-    ).check()
+    flags += ["--save-interval", 2]
+    # torchrun's own store keeps the addresses of the processes that are gone: github.com/pytorch/pytorch/issues/135712.
+    environment = {"FAULT": "kill forward 3 1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+    job = torchrun(SCRIPT, 2, flags, timeout=240, env=environment, options=["--max-restarts", "1"]).check()
     assert job.losses() == pytest.approx(undisturbed[:4], abs=3e-6)
 
 

@@ -11,9 +11,9 @@ from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, wr
 WORKER = Path(__file__).with_name("library_worker.py")
 
 
-def result(launch, path, *options) -> list[tuple]:
+def result(launch, path, *options, **environment) -> list[tuple]:
     """(reports, gradients) of each rank."""
-    launch(2, [path, *options], script=WORKER).check()
+    launch(2, [path, *options], script=WORKER, env=environment).check()
     return [torch.load(f"{path}.{rank}") for rank in range(2)]
 
 
@@ -36,17 +36,47 @@ def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, tmp_pa
     write_csv(build("auto", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
     for name in ("mine", "trace"):
         options = [option.replace(f"={name}", f"={tmp_path}/{name}") for option in options]
-    for rank, (reports, gradients) in enumerate(result(launch, tmp_path / "ours", *options)):
-        own_reports, own_gradients = megatrons_own[rank]
-        assert len(reports) == len(own_reports) == 3 * rank
-        for mine, own in zip(reports, own_reports, strict=True):
-            assert torch.allclose(mine["loss"], own["loss"], rtol=1e-10)
-        assert gradients.keys() == own_gradients.keys()
-        for name, gradient in gradients.items():
-            assert (gradient - own_gradients[name]).abs().max() <= 1e-10 * own_gradients[name].abs().max(), name
+    assert_equal(result(launch, tmp_path / "ours", *options), megatrons_own)
     if any("trace" in option for option in options):
         timeline = read_timeline(tmp_path / "trace" / "iteration-1-pipeline-0.json")
         assert len(timeline.ranks[0]) >= 12
+
+
+@pytest.fixture(scope="module")
+def masked(launch, tmp_path_factory):
+    """Megatron's own, with a mask that keeps documents apart."""
+    return result(launch, tmp_path_factory.mktemp("masked") / "own", DOCUMENTS="mask")
+
+
+@pytest.mark.parametrize("documents", ["mask", "cu_seqlens"])
+def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, tmp_path, documents):
+    options = ["sequence_splits=3", "sequence_split_strategy=balanced", "keep_documents_apart=True"]
+    ours = result(launch, tmp_path / "ours", *options, DOCUMENTS=documents)
+    assert_equal(ours, masked)
+    assert not torch.allclose(masked[1][0][0]["loss"], megatrons_own[1][0][0]["loss"])
+
+
+@pytest.mark.parametrize(
+    "documents, what",
+    [
+        ("mask", "the attention mask in the batch of micro-batch 0 is not plain causal attention"),
+        ("packed_seq_params", "attention got packed_seq_params, but segments attend across documents"),
+    ],
+)
+def test_documents_that_nobody_spoke_of_are_a_value_error(launch, tmp_path, documents, what):
+    job = launch(2, [tmp_path / "refused", "sequence_splits=3"], script=WORKER, env={"DOCUMENTS": documents})
+    assert job.code == 1 and f"ValueError: {what}" in job.log and "install(keep_documents_apart=True)" in job.log
+
+
+def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
+    """Results of both ranks."""
+    for rank, ((reports, gradients), (own_reports, own_gradients)) in enumerate(zip(ours, own, strict=True)):
+        assert len(reports) == len(own_reports) == 3 * rank
+        for mine, other in zip(reports, own_reports, strict=True):
+            assert torch.allclose(mine["loss"], other["loss"], rtol=1e-10)
+        assert gradients.keys() == own_gradients.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - own_gradients[name]).abs().max() <= 1e-10 * own_gradients[name].abs().max(), name
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,24 @@ Importing Megatron takes every rank of a fresh torchrun about 15 seconds of a co
 line from standard input, as JSON, and answers each with the exit codes of its ranks.
 """
 
+import contextlib
+import ctypes
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import sys
 import time
+
+PR_SET_PDEATHSIG = 1
 
 
 def run_rank(rank: int, job: dict) -> None:
     """What torchrun starts: ``job["script"]`` as a program, with the environment of one rank."""
+    os.setpgid(0, 0)  # of all that it starts
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -35,18 +42,22 @@ def run(job: dict) -> list[int]:
     for rank in ranks:
         rank.start()
     deadline = time.monotonic() + job["timeout"]
-    running = set(ranks)
+    # The sentinels of multiprocessing would wait for what a killed rank leaves behind: its own children have them, too.
+    running = {os.pidfd_open(rank.pid): rank for rank in ranks}
     while running and not any(rank.exitcode for rank in ranks):
-        seconds = deadline - time.monotonic()
-        ended = multiprocessing.connection.wait([rank.sentinel for rank in running], seconds)
+        ended = multiprocessing.connection.wait(running, deadline - time.monotonic())
         if not ended:
             break
-        for rank in [rank for rank in running if rank.sentinel in ended]:
-            rank.join()
-            running.remove(rank)
-    for rank in running:
+        for descriptor in ended:
+            running.pop(descriptor).join()
+            os.close(descriptor)
+    for descriptor, rank in running.items():
         rank.kill()
         rank.join()
+        os.close(descriptor)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
     return [rank.exitcode for rank in ranks]
 
 

@@ -23,12 +23,14 @@ def run_of_program(
     num_microbatches: int,
     seq_length: int | None,
     micro_batch_size: int | None,
+    keep_documents_apart: bool = False,
 ) -> MegatronRun:
     """The run that the configuration of the model chunks and the sizes of a step describe."""
     chunks = model if isinstance(model, list) else [model]
     fields = vars(get_model_config(chunks[0]))
     settings = {_NAMES.get(name, name): value for name, value in fields.items()}
     settings |= {
+        "reset_attention_mask": keep_documents_apart,
         "virtual_pipeline_model_parallel_size": len(chunks),
         "group_query_attention": fields.get("num_query_groups") != fields.get("num_attention_heads"),
         # The configuration names the default, whatever the model is made of.

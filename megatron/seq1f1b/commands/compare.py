@@ -4,16 +4,19 @@ Each run is a folder with `log.txt`, the output of Megatron with --log-interval 
 --pipeline-trace. All others are compared with the first.
 """
 
+import re
 from pathlib import Path
 from statistics import mean
 
 from ..report import plot_timelines
 from ..report.training_log import TrainingLog, read_training_log
 from ..schedule import Timeline, read_timeline
-from .parsing import Parser
+from .parsing import PICTURES, Parser, check_output
 
 COMPARED_ITERATIONS = 10
 LATEST = 10  # one batch is easier to predict than another
+
+_TRACE = re.compile(r"iteration-(\d+)-pipeline-0\.json")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -21,8 +24,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--output", type=Path, required=True, help="the picture of the timelines (.png, .svg, .pdf)")
     args = parser.parse_args(argv)
+    check_output(args.output, *PICTURES)
     logs = [read_training_log(run / "log.txt") for run in args.runs]
     timelines = [latest_timeline(run / "trace") for run in args.runs]
+    sizes = {timeline.shape.num_ranks for timeline in timelines}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the runs have pipelines of {' and '.join(map(str, sorted(sizes)))} ranks; compare equal ones"
+        )
     print(table([run.name for run in args.runs], logs, timelines))
     print(losses(logs))
     plot_timelines(timelines, args.output)
@@ -31,10 +40,15 @@ def main(argv: list[str] | None = None) -> None:
 
 def latest_timeline(folder: Path) -> Timeline:
     """The last iteration that was traced, of the first pipeline."""
-    paths = sorted(folder.glob("iteration-*-pipeline-0.json"), key=lambda path: int(path.name.split("-")[1]))
+    paths = {int(found[1]): path for path in folder.glob("*.json") if (found := _TRACE.fullmatch(path.name))}
     if not paths:
         raise ValueError(f"{folder} holds no trace; was the run started with --pipeline-trace?")
-    return read_timeline(paths[-1])
+    latest = paths[max(paths)]
+    timeline = read_timeline(latest)
+    missing = {"schedule", "iteration", "peak_memory_bytes"} - timeline.meta.keys()
+    if missing:
+        raise ValueError(f"{latest} has no {min(missing)!r}; it is not what --pipeline-trace wrote")
+    return timeline
 
 
 def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) -> str:

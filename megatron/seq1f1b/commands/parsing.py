@@ -2,7 +2,13 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
+
+from ..schedule import Shape
+
+# Endings of the pictures that matplotlib draws.
+PICTURES = (".png", ".svg", ".pdf")
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,3 +31,27 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
     return number
+
+
+def check_output(path: Path, *endings: str) -> None:
+    """Raise ValueError for an --output that cannot be written, before any work is done."""
+    if not path.name.endswith(endings):
+        raise ValueError(f"--output {path}: expected a name that ends in {', '.join(endings)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output {path}: there is no folder {path.parent}")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another name") from None
+    if is_new:
+        path.unlink()
+
+
+def check_size(shape: Shape, most_actions: int) -> None:
+    """Raise ValueError for a schedule of more actions, which would take minutes."""
+    num_actions = 2 * shape.num_stages * shape.num_units
+    if num_actions > most_actions:
+        most = most_actions // (2 * shape.num_stages * shape.num_segments)
+        way_out = f"take at most --num-microbatches {most}, the rest repeats itself" if most else "take fewer segments"
+        raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {way_out}")

@@ -40,7 +40,10 @@ from ..partition import (
 )
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
 from .model_flags import add_model_flags, model_shape
-from .parsing import Parser, count
+from .parsing import PICTURES, Parser, check_output, check_size, count
+
+# As many are simulated in ten seconds, for each of the strategies.
+MOST_ACTIONS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,12 @@ def check_sizes(args: argparse.Namespace) -> None:
             f"--seq-length {args.seq_length} is too short for --sequence-splits {args.sequence_splits} of at least "
             f"{multiple} token(s)"
         )
+    for flag, size in (("--seq-length", args.seq_length), ("--num-attention-heads", args.num_attention_heads)):
+        divisor = multiple if flag == "--seq-length" else args.tensor_model_parallel_size
+        if size % divisor:
+            raise ValueError(f"{flag} {size} is not a multiple of --tensor-model-parallel-size {divisor}; change one")
+    placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
+    check_size(Shape(placement, args.num_microbatches, args.sequence_splits), MOST_ACTIONS)
 
 
 def layers_per_stage(args: argparse.Namespace) -> list[int]:
@@ -188,6 +197,8 @@ def table(plans: list[Plan]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     check_sizes(args)
+    if args.output is not None:
+        check_output(args.output, *PICTURES)
     costs = stage_costs(args)
     plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
     print(table(plans))

@@ -9,8 +9,7 @@ and given to --pipeline-schedule-file). --timeline draws measured timelines.
 """
 
 import argparse
-import json
-import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..report import plot_timelines, write_trace
@@ -22,17 +21,16 @@ from ..schedule import (
     Timeline,
     build,
     read_csv,
+    read_json,
     read_timeline,
     simulate,
     write_csv,
     write_timeline,
 )
-from .parsing import Parser, count
+from .parsing import PICTURES, Parser, check_output, check_size, count
 
 # As many are drawn, or simulated, in half a minute; a figure of more shows nothing.
 MOST_ACTIONS = 200_000
-
-ENDINGS = (".png", ".svg", ".pdf", ".json", ".csv")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -76,45 +74,31 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def read_costs(shape: Shape, text: str) -> Costs:
     """Raises ValueError for what is no set of costs."""
     try:
-        if Path(text).suffix == ".json":
-            values = json.loads(Path(text).read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError('expected an object such as {"f": 1, "i": 1, "w": 1}')
-        else:
-            parts = (part.partition("=") for part in text.split(","))
-            values = {name.strip(): float(value) for name, _, value in parts}
-        wrong = [name for name, value in values.items() if not _is_time(value)]
-        if wrong:
-            raise ValueError(f"{wrong[0]} is not a time, a number from 0 on, or a list of them")
-        return Costs.from_mapping(shape, values)
-    except (TypeError, ValueError) as error:
+        costs = Costs.from_mapping(shape, read_json(text) if Path(text).suffix == ".json" else dict(_pairs(text)))
+        if not any(value for table in (costs.f, costs.i, costs.w) for row in table for value in row):
+            raise ValueError("nothing takes any time")
+        return costs
+    except ValueError as error:
         raise ValueError(f"--costs {text}: {error}") from None
 
 
-def _is_time(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_time, value))
-    return isinstance(value, (int, float)) and math.isfinite(value) and value >= 0
-
-
-def check_size(shape: Shape) -> None:
-    """Raise ValueError for a schedule that takes minutes to draw."""
-    num_actions = 2 * shape.num_stages * shape.num_units
-    if num_actions > MOST_ACTIONS:
-        most = MOST_ACTIONS // (2 * shape.num_stages * shape.num_segments)
-        way_out = f"take at most --num-microbatches {most}, the rest repeats itself" if most else "take fewer segments"
-        raise ValueError(f"these sizes make {num_actions:,} actions, and at most {MOST_ACTIONS:,} are drawn; {way_out}")
+def _pairs(text: str) -> Iterator[tuple[str, float]]:
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            yield name.strip(), float(value)
+        except ValueError:
+            raise ValueError(f"'{part}' is not a name and a number, such as f=1") from None
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     output, name = args.output, args.output.name
-    if not name.endswith(ENDINGS):
-        raise ValueError(f"--output {name}: expected .png, .svg, .pdf, .trace.json, .json, or .csv for a schedule")
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
+    check_output(output, *PICTURES, ".trace.json", ".json", ".csv")
     if args.width is not None and not 2 <= args.width <= 100:
         raise ValueError(f"--width {args.width:g} is not from 2 to 100 inches")
+    if args.memory_limit is not None and (args.pipeline_schedule != "auto" or not args.memory_limit > 0):
+        raise ValueError(f"--memory-limit {args.memory_limit:g} must be above 0, and is for --pipeline-schedule auto")
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
@@ -124,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages, args.placement)
             shape = Shape(placement, args.num_microbatches, args.sequence_splits)
-            check_size(shape)
+            check_size(shape, MOST_ACTIONS)
             costs, title = read_costs(shape, args.costs), args.pipeline_schedule
             schedule = build(args.pipeline_schedule, shape, costs, args.memory_limit)
         if name.endswith(".csv"):
@@ -132,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
         simulated = simulate(schedule, costs)
         timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": args.costs})]
 
-    if name.endswith((".png", ".svg", ".pdf")):
+    if name.endswith(PICTURES):
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)
     elif len(timelines) > 1:
         raise ValueError(f"{name} holds one timeline, {len(timelines)} are given")

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, keep_documents_apart
 from .kv_cache import KVCache
+from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
 
 
@@ -69,8 +70,8 @@ class SegmentAttention(torch.nn.Module):
             )
         if packed_seq_params is not None:
             raise ValueError(
-                "attention got packed_seq_params, but segments attend across documents; keep documents apart by "
-                "--reset-attention-mask, or drop --sequence-splits"
+                f"attention got packed_seq_params, but segments attend across documents; {KEEP_APART}, or drop "
+                "--sequence-splits"
             )
         # The kernel applies the triangle by itself, within each of the documents of the segment.
         if attention_mask is not None and segment is not None and segment.documents is None:

@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+KEEP_APART = (
+    "keep documents apart by --reset-attention-mask (without Megatron's arguments: install(keep_documents_apart=True))"
+)
+
 _ROWS_AT_ONCE = 1024
 
 
@@ -58,6 +62,6 @@ def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
 
 def _sentence(where: str) -> str:
     return (
-        f"{where} is not plain causal attention, which is what segments of a sequence compute; keep documents apart by "
-        "--reset-attention-mask, or drop --sequence-splits"
+        f"{where} is not plain causal attention, which is what segments of a sequence compute; {KEEP_APART}, or drop "
+        "--sequence-splits"
     )

@@ -16,8 +16,9 @@ def read_lengths(lengths_file: str | Path) -> tuple[int, ...]:
     try:
         text = Path(lengths_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ParameterError(
-            "{lengths_file} cannot be read ({0}); give a text or JSON file", error, lengths_file=lengths_file
+            "{lengths_file} cannot be read ({0}); give a text or JSON file", reason, lengths_file=lengths_file
         ) from error
     try:
         lengths = json.loads(text)

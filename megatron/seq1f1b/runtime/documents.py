@@ -18,20 +18,22 @@ from .data import SegmentIterator
 class Packing:
     """How documents are packed into sequences.
 
-    `end_of_document` is the id of the token that ends one. `cut(sequence_length, documents)` gives the lengths of the
-    segments of a micro-batch, where they follow its documents.
+    `end_of_document` is the id of the token that ends one; None if batches say otherwise where documents start.
+    `cut(sequence_length, documents)` gives the lengths of the segments of a micro-batch, where they follow its
+    documents.
     """
 
-    end_of_document: int
+    end_of_document: int | None
     cut: Callable[[int, Documents], Sequence[int]] | None = None
 
 
-def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) -> Tensor:
+def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
     """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
 
     It is taken from, in this order, `cu_seqlens` (b rows of ascending positions, 0 and s among them), a boolean
     `attention_mask` [b, 1, s, s] that hides a token from the one after it where a document ends, and `tokens` that end
-    a document, as in Megatron's GPTDataset. Raises ValueError if there is none of them, or one of another shape.
+    a document, as in Megatron's GPTDataset, unless `end_of_document` is None. Raises ValueError if there is none of
+    them, or one of another shape.
     """
     entries = batch if isinstance(batch, dict) else {}
     starts = torch.zeros(shape, dtype=torch.bool)
@@ -58,10 +60,11 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) ->
             )
         return starts
     tokens = entries.get("tokens")
-    if tokens is None:
+    if end_of_document is None or tokens is None:
+        entry = "cu_seqlens or attention_mask" if end_of_document is None else "cu_seqlens, attention_mask or tokens"
         raise ValueError(
-            "documents are to be kept apart, but a batch is no dict with cu_seqlens, attention_mask or tokens; drop "
-            "--sequence-splits and --pipeline-schedule to run Megatron's own schedule"
+            f"documents are to be kept apart, but a batch is no dict with {entry}; drop --sequence-splits and "
+            "--pipeline-schedule to run Megatron's own schedule"
         )
     _check(tokens, shape, "tokens")
     starts[:, 1:] = tokens[:, :-1].cpu() == end_of_document
@@ -71,7 +74,7 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int) ->
 def documents_of_step(
     batches: SegmentIterator | None,
     shape: tuple[int, int, int],
-    end_of_document: int,
+    end_of_document: int | None,
     source: int,
     pipeline: dist.ProcessGroup,
     tensor: dist.ProcessGroup,

@@ -7,7 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .action import COMPUTE_KINDS, Action, Kind
+from .action import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind
 from .files import UNUSABLE, read_json, reason
 from .placement import Placement
 from .schedule import Shape
@@ -113,11 +113,20 @@ def from_json(data: Mapping[str, Any]) -> Timeline:
         for rows in data["ranks"]
     )
     for action, start, end in (span for spans in ranks for span in spans):
-        if not 0 <= action.stage < shape.num_stages or action.microbatch >= shape.num_microbatches:
+        if not _is_of(shape, action):
             raise ValueError(f"{action} is not of {shape}")
-        if not -inf < start <= end < inf:
+        if not -inf < start <= end < inf or end - start == inf:
             raise ValueError(f"{action} lasts from {start} to {end}")
     return Timeline(shape, ranks, meta.pop("time_unit", ""), meta)
+
+
+def _is_of(shape: Shape, action: Action) -> bool:
+    _, *numbers = action
+    if not all(type(number) is int for number in numbers) or not 0 <= action.stage < shape.num_stages:
+        return False
+    if action.kind in CHUNK_KINDS:
+        return action.microbatch == action.segment == -1
+    return 0 <= action.microbatch < shape.num_microbatches and 0 <= action.segment < shape.num_segments
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:

@@ -18,7 +18,7 @@ from ..arguments.supported import Scope, first_unsupported
 from ..patches import Patch
 from ..schedule import splitting_families
 from .checkpoint import check_checkpoint
-from .data_files import check_data, data_prefixes
+from .data_files import check_data, check_token_ids, data_prefixes
 from .ending import end
 from .explaining import explained
 from .places import check_space, check_writable, checkpoint_bytes, num_checkpoints, num_parameters, places
@@ -41,7 +41,11 @@ class CommandLine:
             ("parse_args", self.parse_args, "our refusals come first, and mistyped flags do not print the usage"),
             ("validate_args", self.validate_args, "an assertion of Megatron's becomes a sentence with its flags"),
             ("_print_args", self.print_args, "what we check is checked before several hundred lines are printed"),
-            ("set_global_variables", self.set_global_variables, "a tokenizer that does not load is a sentence"),
+            (
+                "set_global_variables",
+                self.set_global_variables,
+                "a tokenizer that does not load, or does not fit the data, is a sentence",
+            ),
         )
         return tuple(Patch(f"{module}.{name}", partial(partial, step), why, wraps=True) for name, step, why in steps)
 
@@ -78,11 +82,23 @@ class CommandLine:
         upstream(title, args)
 
     def set_global_variables(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
-        """Megatron loads the tokenizer here."""
+        """Megatron loads the tokenizer here, and only then is the size of the vocabulary known."""
         what = f"the tokenizer cannot be loaded (--tokenizer-type {args.tokenizer_type}"
         model = f" --tokenizer-model {args.tokenizer_model})" if args.tokenizer_model else ")"
         with explained(what + model, None, args):
             upstream(args, *rest, **more)
+        try:
+            check_vocabulary(args)
+        except ValueError as error:
+            end(str(error), error)
+
+
+def check_vocabulary(args: Namespace) -> None:
+    """Raise ValueError for data of a larger vocabulary; to be called when the tokenizer is loaded."""
+    if args.padded_vocab_size is None or getattr(args, "dry_run", False) or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    for flag, prefix in data_prefixes(args):
+        check_token_ids(flag, prefix, args.padded_vocab_size)
 
 
 def check(args: Namespace) -> PipelineConfig | None:

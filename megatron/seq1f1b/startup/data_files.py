@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 # Megatron's index: a magic word, the version, the type of the tokens, the number of sequences, that of documents.
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+_TOKENS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+_PIECES, _PIECE = 64, 65536
 _MAKE = "make it again with tools/preprocess_data.py"
 
 
@@ -40,7 +43,7 @@ def check_data(flag: str, prefix: str) -> None:
             if len(header) < _HEADER.size:
                 raise ValueError(f"{flag} {prefix}: {index} is cut short; {_MAKE}")
             _, version, token, num_sequences, num_documents = _HEADER.unpack(header)
-            if version != 1 or token not in _TOKEN_BYTES:
+            if version != 1 or token not in _TOKENS:
                 raise ValueError(f"{flag} {prefix}: {index} has version {version}, token type {token}; {_MAKE}")
             if num_sequences == 0:
                 raise ValueError(f"{flag} {prefix}: {index} holds no documents; {_MAKE}")
@@ -57,10 +60,25 @@ def check_data(flag: str, prefix: str) -> None:
             )
     except OSError as error:
         raise ValueError(f"{flag} {prefix}: {index} cannot be read ({error.strerror})") from None
-    expected = last_position + last_length * _TOKEN_BYTES[token]
+    expected = last_position + last_length * np.dtype(_TOKENS[token]).itemsize
     if data.stat().st_size != expected:
         raise ValueError(
             f"{flag} {prefix}: {data} has {data.stat().st_size} bytes, but its index stands for {expected}; {_MAKE}"
+        )
+
+
+def check_token_ids(flag: str, prefix: str, vocabulary_size: int) -> None:
+    """Raise ValueError if the `.bin` file of a pair, looked at in evenly spaced pieces, has tokens of other words."""
+    with open(f"{prefix}.idx", "rb") as file:
+        *_, token, _, _ = _HEADER.unpack(file.read(_HEADER.size))
+    tokens = np.memmap(f"{prefix}.bin", _TOKENS[token], mode="r")
+    starts = {len(tokens) * piece // _PIECES for piece in range(_PIECES)}
+    pieces = [tokens[start : start + _PIECE] for start in starts]
+    lowest, highest = min(piece.min() for piece in pieces), max(piece.max() for piece in pieces)
+    if lowest < 0 or highest >= vocabulary_size:
+        raise ValueError(
+            f"{flag} {prefix}: {prefix}.bin holds tokens from {lowest} to {highest}, but the vocabulary ends at "
+            f"{vocabulary_size - 1}; give the tokenizer that made the data"
         )
 
 

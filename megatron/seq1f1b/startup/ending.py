@@ -44,7 +44,9 @@ def failures_recorded() -> Iterator[None]:
     """Around a whole training script: what ends it is in torchrun's report, which takes the earliest for the cause."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         record("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
         raise
 

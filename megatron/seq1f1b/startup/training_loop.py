@@ -117,7 +117,9 @@ class TrainingLoop:
             return
         try:
             upstream(iteration, *rest, **more)
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             folder = Path(args.save)
             last = _last_complete(folder)
             if is_full(folder, error):
@@ -131,7 +133,9 @@ class TrainingLoop:
         args = self._args()
         try:
             return upstream(*rest, **more)
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             folder = args.load or args.pretrained_checkpoint
             end(sentence_of(f"the checkpoint in {folder} cannot be loaded", error, None, args), error)
 

@@ -108,7 +108,7 @@ def test_costs_from_a_file_for_auto(tmp_path, tool):
     "arguments, message",
     [
         (["--costs", "f=1,x=2", "--output", "a.png"], "unknown cost 'x'; there are f, i, w"),
-        (["--output", "a.txt"], "expected .png, .svg"),
+        (["--output", "a.txt"], "expected a name that ends in .png, .svg"),
         (["--num-microbatches", 0, "--output", "a.png"], "'0' is not a whole number from 1 on"),
         (["--pipeline-schedule-file", "nowhere.csv", "--output", "a.png"], "nowhere.csv"),
         (["--pipeline-schedule", "auto", "--memory-limit", 0.5, "--output", "a.png"], "the limit is 0.5"),

@@ -42,6 +42,11 @@ def test_cumulative_lengths(tokens, name):
     assert positions(document_starts({"cu_seqlens": lengths[0]}, (1, 12), END)) == [[0, 5, 6]]
 
 
+def test_without_a_token_that_ends_documents_tokens_do_not_tell(tokens):
+    with pytest.raises(ValueError, match="no dict with cu_seqlens or attention_mask; drop"):
+        document_starts({"tokens": tokens}, SHAPE, None)
+
+
 @pytest.mark.parametrize(
     "batch, message",
     [
