@@ -14,6 +14,7 @@ from .arguments import Naming, PipelineConfig, pipeline_config
 from .arguments.equal_lengths import warn_of_equal_lengths
 from .arguments.from_program import run_of_program
 from .arguments.short_segments import warn_of_short_segments
+from .arguments.unused_flags import warn_of_unused_flags
 from .patches import Patch, PatchTable, Scope, patched
 from .runtime import Packing, PipelineExecutor, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
@@ -62,6 +63,7 @@ class ProgramExecutor:
             config = pipeline_config(self._options, run, self._placement, Naming.KEYWORDS)
             warn_of_short_segments(config)
             warn_of_equal_lengths(config)
+            warn_of_unused_flags(config, self._options)
             packing = _packing(config) if config.follows_documents else None
             self._run = _executor(config, lambda: self._training_steps, packing=packing)
         self._training_steps += not forward_only

@@ -1,7 +1,6 @@
 """Our flags and Megatron's run as one frozen value."""
 
 import argparse
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +9,12 @@ from pathlib import Path
 from ..costs import A100, CPU_CORE, action_costs
 from ..costs.machine import Machine, read_machine
 from ..costs.memory import GIB
-from ..ranks import warn_on_rank_0
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .megatron_run import MegatronRun
 from .naming import Naming
 from .segment_count import best_num_segments
 from .sequence_partition import SequencePartition
 from .supported import Scope, first_unsupported, packs_documents, segments_are_possible
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,11 +140,8 @@ def _schedule(flags: argparse.Namespace, run: MegatronRun, placement: str) -> Sc
     if name is None:
         return None
     schedule = choose(name, placement)
-    if isinstance(schedule, Planned):
-        obstacle = first_unsupported(run.settings, {Scope.SPLIT_BACKWARDS})
-        if obstacle is not None:
-            schedule = replace(schedule, split=False)
-            warn_on_rank_0(_log, f"--pipeline-schedule auto plans without splitting backwards: {obstacle}.")
+    if isinstance(schedule, Planned) and first_unsupported(run.settings, {Scope.SPLIT_BACKWARDS}) is not None:
+        schedule = replace(schedule, split=False)
     return schedule
 
 

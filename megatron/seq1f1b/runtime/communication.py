@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedule import Action, Channel, Kind
+from .watch import Watch
 
 _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
 
@@ -58,6 +59,7 @@ class Communicator:
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
         # That a gloo send has left is only known by waiting for it; a thread does so off the compute's path.
         self._waiter = _Waiter() if self._is_gloo else None
+        self._watch = Watch(timeout) if dist.get_backend(group) == "nccl" else None
         self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor, Action | None]]] = {}
         self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
         self._connect(channels)
@@ -78,6 +80,10 @@ class Communicator:
         except RuntimeError as error:
             seconds = time.monotonic() - start
             raise RuntimeError(f"{_message(channel, action)} did not come in {seconds:.0f} s: {error}") from error
+        if self._watch is not None:
+            mark = torch.cuda.Event()
+            mark.record()
+            self._watch.expect(mark, partial(_message, channel, action))
         return buffer.to(self._device, non_blocking=True) if self._is_staged else buffer
 
     def send(self, channel: Channel, tensor: Tensor, action: Action | None = None) -> None:

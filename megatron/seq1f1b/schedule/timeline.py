@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import ParameterError
 from .action import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind
 from .files import UNUSABLE, read_json, reason
 from .placement import Placement
@@ -139,4 +140,4 @@ def read_timeline(path: str | Path) -> Timeline:
     try:
         return from_json(data)
     except UNUSABLE as error:
-        raise ValueError(f"{path} is no timeline: {reason(error)}") from error
+        raise ParameterError("{0} is no timeline: {1}; {pipeline_trace} writes them", path, reason(error)) from error

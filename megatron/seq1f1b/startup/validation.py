@@ -6,6 +6,7 @@ from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
 from ..arguments.equal_lengths import warn_of_equal_lengths
 from ..arguments.in_force import in_force
 from ..arguments.short_segments import warn_of_short_segments
+from ..arguments.unused_flags import warn_of_unused_flags
 from ..ranks import is_rank_0
 from .ending import end
 from .summary import summary
@@ -22,6 +23,7 @@ def validate(args: argparse.Namespace) -> PipelineConfig:
         end(str(error), error)
     warn_of_short_segments(config)
     warn_of_equal_lengths(config)
+    warn_of_unused_flags(config, args)
     vars(args).update(in_force(config))
     if config.schedule is not None and is_rank_0() and not args.dry_run:
         print(summary(config), flush=True)

@@ -1,0 +1,86 @@
+"""A message that a GPU waits for in vain is named, with GPUs that are told whether they have passed a mark."""
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.seq1f1b.runtime import communication
+from megatron.seq1f1b.runtime.communication import Communicator
+from megatron.seq1f1b.runtime.watch import Watch
+from megatron.seq1f1b.schedule import Channel, Kind, parse_action
+
+BACKWARD = Channel(Kind.B, 1, 0)
+SECOND = timedelta(seconds=1)
+
+
+class Mark:
+    def __init__(self, is_passed: bool = False) -> None:
+        self.is_passed = is_passed
+
+    def query(self) -> bool:
+        return self.is_passed
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_the_first_message_that_does_not_come_is_named_once(caplog):
+    watch, late = Watch(SECOND), Mark()
+    watch.expect(Mark(is_passed=True), lambda: "the first message")
+    watch.expect(late, lambda: "the second message")
+    watch.expect(Mark(), lambda: "the third message")
+    wait_for(lambda: caplog.messages)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("the second message has not come for 1 s; look")
+    late.is_passed = True
+    wait_for(lambda: len(caplog.messages) > 1)
+    assert [text.split(" has")[0] for text in caplog.messages] == ["the second message", "the third message"]
+
+
+def test_the_thread_ends_with_its_watch():
+    before = threading.active_count()
+    watch = Watch(SECOND)
+    assert threading.active_count() == before + 1
+    del watch
+    gc.collect()
+    wait_for(lambda: threading.active_count() == before)
+    assert threading.active_count() == before
+
+
+@pytest.fixture
+def nccl(alone, monkeypatch):
+    """A communicator of rank 0 of two on NCCL, whose GPU waits for ever."""
+
+    class Work:
+        def wait(self) -> None:
+            """Only the stream of the GPU does."""
+
+    class Event(Mark):
+        def record(self) -> None:
+            """In the stream that waits."""
+
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
+    monkeypatch.setattr(communication, "groups_per_communicator", lambda *_: {BACKWARD.communicator: None})
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Communicator, "_connect", lambda *_: None)
+    return partial(Communicator, dist.group.WORLD, [BACKWARD], torch.float32, torch.device("cpu"), SECOND)
+
+
+def test_on_nccl_the_host_does_not_wait_and_the_stage_and_the_action_are_named(nccl, caplog):
+    communicator = nccl()
+    communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
+    communicator.receive(BACKWARD)
+    assert not caplog.messages
+    wait_for(lambda: caplog.messages)
+    named = "the gradient of micro-batch 5, segment 1 from stage 3 to 2 (pipeline rank 1 to 0; 2RECV_B5.1) has not come"
+    assert caplog.messages[0].startswith(named)
