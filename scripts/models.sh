@@ -111,11 +111,23 @@ check_numbers() {
     done
 }
 
+# check_switches NAME...: every variable is 0 or 1.
+check_switches() {
+    local name
+    for name in "$@"; do
+        [[ ${!name} == [01] ]] || die "$name=${!name} is neither 0 nor 1."
+    done
+}
+
 # check_world NODES: check the sizes, set GPUS_PER_NODE if need be, and check that the model can be laid out.
 check_world() {
     check_numbers TP PP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
         TRAIN_ITERS SAVE_INTERVAL
     [ "$SEQUENCE_SPLITS" = auto ] || check_numbers SEQUENCE_SPLITS
+    check_switches DRY_RUN RECOMPUTE
+    [[ $EVAL_ITERS =~ ^[0-9]+$ ]] || die "EVAL_ITERS=$EVAL_ITERS is not a number of iterations."
+    [[ $DEVICE == cuda || $DEVICE == cpu ]] || die "DEVICE=$DEVICE is unknown: take cuda or cpu."
+    [ -z "$WORLD_SIZE" ] || check_numbers WORLD_SIZE
     if [ "$DRY_RUN" = 1 ]; then
         : "${WORLD_SIZE:=$((TP * PP))}"
         DP=$((WORLD_SIZE / (TP * PP)))

@@ -21,6 +21,10 @@ die() {
     exit 1
 }
 
+for name in TRAIN_ITERS SEQ_LENGTH NUM_MICRO_BATCHES SEQUENCE_SPLITS VOCAB_SIZE; do
+    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a positive integer."
+done
+
 # train NAME FLAGS...: one training run; its log in $OUTPUT/NAME/log.txt, progress on the terminal.
 train() {
     local name=$1 log=$OUTPUT/$1/log.txt

@@ -58,6 +58,16 @@ def test_torchrun_launcher_trains(torchrun_log):
         ({"PP": "0"}, "PP=0 is not a positive integer."),
         ({"SEQUENCE_SPLITS": "-4"}, "SEQUENCE_SPLITS=-4 is not a positive integer."),
         ({"TRAIN_ITERS": "1e3"}, "TRAIN_ITERS=1e3 is not a positive integer."),
+        ({"NUM_MICRO_BATCHES": "two"}, "NUM_MICRO_BATCHES=two is not a positive integer."),
+        ({"EVAL_ITERS": "-1"}, "EVAL_ITERS=-1 is not a number of iterations."),
+        ({"DEVICE": "tpu"}, "DEVICE=tpu is unknown: take cuda or cpu."),
+        ({"RECOMPUTE": "yes"}, "RECOMPUTE=yes is neither 0 nor 1."),
+        ({"DRY_RUN": "yes"}, "DRY_RUN=yes is neither 0 nor 1."),
+        ({"DRY_RUN": "1", "WORLD_SIZE": "x"}, "WORLD_SIZE=x is not a positive integer."),
+        ({"DRY_RUN": "1", "WORLD_SIZE": "3"}, "WORLD_SIZE=3 is not a multiple of TP=1 x PP=2"),
+        ({"MODEL": "bert"}, "MODEL=bert is unknown: take gpt or hybrid."),
+        ({"MODEL": "hybrid", "NUM_LAYERS": "5"}, "NUM_LAYERS=5 is not a multiple of PP=2."),
+        ({"DATA_PATH": "README.md", "TOKENIZER_MODEL": "x"}, "there is no README.md.idx"),
     ],
 )
 def test_what_cannot_work_is_refused_with_one_sentence(settings, sentence):
@@ -71,6 +81,21 @@ def test_what_cannot_work_is_refused_with_one_sentence(settings, sentence):
     )
     assert run.returncode == 1 and run.stdout == ""
     assert sentence in run.stderr and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("setting", ["TRAIN_ITERS=x", "SEQUENCE_SPLITS=0", "VOCAB_SIZE=-1"])
+def test_the_quick_start_refuses_before_it_installs_anything(setting):
+    name, value = setting.split("=")
+    run = subprocess.run(
+        ["bash", "scripts/quickstart.sh"],
+        cwd=ROOT,
+        env=environment(**{name: value}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == f"error: {setting} is not a positive integer.\n"
 
 
 # A Python that has torch and Megatron, and shows what it is asked to run.

@@ -54,7 +54,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
         sentence = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     except ValueError as error:
         sentence = Naming.FLAGS.sentence(error)
-    print(f"error: {sentence.rstrip('.')}.", file=sys.stderr)
+    print(f"error: {sentence}{'' if sentence.endswith(('.', '?')) else '.'}", file=sys.stderr)
     return 2
 
 
