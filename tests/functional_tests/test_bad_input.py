@@ -3,6 +3,8 @@ Megatron's few lines on sizes. All starts share a process."""
 
 import argparse
 import json
+import os
+import shutil
 import struct
 
 import pytest
@@ -13,7 +15,8 @@ from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 SPLIT = "--sequence-splits 2 "
 MOCK = "--mock-data "
 
-# Flags after those of a tiny GPT; {} is a folder of files, the world has one rank unless a case starts with "ranks=2 ".
+# Flags after those of a tiny GPT; {} is a folder of files. The world has one rank unless a case starts with "ranks=2 ";
+# what starts with "hybrid " is for pretrain_hybrid.py.
 BAD = [
     # ours
     (MOCK + "--sequence-splits 0", "--sequence-splits 0 must be at least 1"),
@@ -51,6 +54,9 @@ BAD = [
     (MOCK + SPLIT + "--fine-grained-activation-offloading", "--fine-grained-activation-offloading follows"),
     (MOCK + SPLIT + "--mtp-num-layers 1", "--mtp-num-layers predicts tokens of the next segment"),
     (MOCK + SPLIT + "--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor makes"),
+    (MOCK + SPLIT + "--tp-comm-overlap", "--tp-comm-overlap sizes its buffers for whole sequences"),
+    (MOCK + "--hybrid-layer-pattern *-*-", "use pretrain_hybrid.py"),
+    ("hybrid " + MOCK, "pretrain_hybrid.py needs --hybrid-layer-pattern"),
     # Megatron's own checks
     (MOCK + "--num-layers 5 --num-layers-per-virtual-pipeline-stage 2", "--num-layers"),
     ("ranks=2 " + MOCK + "--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers 5"),
@@ -74,6 +80,7 @@ BAD = [
     ("--data-path {}/text", "is not an index of Megatron's"),
     ("--data-path {}/short_index", "has 60 bytes, but its 2 sequences"),
     ("--data-path {}/short_data", "has 10 bytes, but its index stands for 16"),
+    ("--data-path {}/beyond", "holds tokens from 197 to 204, but the vocabulary ends at 127; give the tokenizer"),
     (MOCK + "--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
     (MOCK + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
     (MOCK + "--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
@@ -84,6 +91,11 @@ BAD = [
     (MOCK + "--load {}/gone", "there is no iter_0000007"),
     (MOCK + "--load {}/half", "iter_0000004 has no file metadata.json; for an earlier one put 2 into"),
     (MOCK + "--load {}/garbage", "cannot be read"),
+    (MOCK + "--load {}/words", "words"),
+    (MOCK + "--load {}/trained --hidden-size 32", "of another model, with --hidden-size 64 instead of 32"),
+    (MOCK + "--load {}/trained --num-layers 8", "of another model, with --num-layers 4 instead of 8"),
+    (MOCK + "--load {}/cut_short", "the checkpoint was not saved to its end; there is no earlier one"),
+    (MOCK + "--load {}/common_lost", "its common state of iter_0000001 cannot be read"),
     # places
     (MOCK + "--save {}/words/below --save-interval 2", "--save {}/words/below cannot be written"),
     (MOCK + "--save /proc/none --save-interval 2", "--save /proc/none cannot be written"),
@@ -96,22 +108,34 @@ CHANGED = {
     MOCK + "--distributed-backend nccl": "--distributed-backend nccl becomes gloo on the CPU",
     MOCK + "--pipeline-schedule zb-h1 --transformer-impl transformer_engine": "transformer_engine becomes local on",
     MOCK + SPLIT + "--flash-attention-version 4": "--flash-attention-version has no effect on the CPU",
+    MOCK
+    + "--pipeline-schedule gpipe --pipeline-schedule-file {}/four.csv": "takes the place of --pipeline-schedule gpipe",
+    MOCK + SPLIT + "--sequence-split-profile {}/none": "--sequence-split-profile has no effect",
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Files of every kind."""
+def folder(launch, tmp_path_factory):
+    """Files of every kind, and a checkpoint in the folder `trained`."""
     folder = tmp_path_factory.mktemp("files")
+    saved = [MOCK.strip(), "--train-iters", "1", "--save", folder / "trained", "--save-interval", "1"]
+    launch(1, [*TINY_GPT, *saved]).check()
+    for name in ("cut_short", "common_lost"):
+        shutil.copytree(folder / "trained", folder / name)
+    longest = max((folder / "cut_short" / "iter_0000001").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(longest, longest.stat().st_size // 2)
+    (folder / "common_lost" / "iter_0000001" / "common.pt").unlink()
     (folder / "three").write_text("20 20 24")
     (folder / "sixty").write_text("30 30")
     (folder / "words").write_text("many small words")
+    (folder / "four.csv").write_text(",".join(f"0F{m},0B{m}" for m in range(4)))
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
     for name, idx, data in (
         ("data", index, bytes(16)),
         ("text", b"text " * 20, bytes(16)),
         ("short_index", index[:60], bytes(16)),
         ("short_data", index, bytes(10)),
+        ("beyond", index, struct.pack("<8H", *range(197, 205))),
     ):
         (folder / f"{name}.idx").write_bytes(idx)
         (folder / f"{name}.bin").write_bytes(data)
@@ -132,8 +156,10 @@ def ended(launch, folder):
     chosen = [flags for flags, _ in BAD] + GOOD + [*CHANGED]
     starts = []
     for flags in chosen:
-        words = [*TINY_GPT, *flags.removeprefix("ranks=2 ").replace("{}", str(folder)).split()]
-        starts.append((2 if flags.startswith("ranks=2 ") else 1, words))
+        script = "hybrid" if flags.startswith("hybrid ") else "gpt"
+        num_ranks = 2 if flags.startswith("ranks=2 ") else 1
+        given = flags.removeprefix("ranks=2 ").removeprefix("hybrid ").replace("{}", str(folder))
+        starts.append((script, num_ranks, [*TINY_GPT, *given.split()]))
     (folder / "starts.json").write_text(json.dumps(starts))
     script = ROOT / "tests" / "functional_tests" / "start_worker.py"
     job = launch(1, [folder / "starts.json"], script, timeout=400, env={"PYTHONPATH": str(ROOT)}).check()
@@ -160,6 +186,18 @@ def test_what_is_right_is_not_refused(ended, flags):
 def test_what_is_changed_is_told(ended, flags, sentence):
     code, printed = ended[flags]
     assert code == 0 and printed.count(sentence) == 1, printed[-2000:]
+
+
+def test_a_token_beyond_the_vocabulary_ends_the_training(launch, tmp_path):
+    """Start-up looks at pieces of large files only."""
+    (tmp_path / "beyond.py").write_text(
+        "from argparse import Namespace\nimport torch\nfrom pretrain_gpt import check_tokens\n"
+        "args = Namespace(dry_run=False, padded_vocab_size=128)\n"
+        "batch = {'tokens': torch.tensor([[3, 127]]), 'labels': torch.tensor([[127, 5]])}\n"
+        "check_tokens(batch, args)\nbatch['labels'][0, 0] = 128\ncheck_tokens(batch, args)\n"
+    )
+    job = launch(1, script=tmp_path / "beyond.py")
+    assert job.code == 2 and "error: the data hold the token 128, but the vocabulary ends at 127; give" in job.log
 
 
 def test_torchrun_is_given_the_sentence(ended, folder):
