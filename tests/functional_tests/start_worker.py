@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from megatron.training import global_vars
@@ -35,6 +36,8 @@ def start(script: str, num_ranks: int, flags: list[str]) -> tuple[int, str]:
             pretrain_gpt.main(*MAIN[script])
         except SystemExit as end:
             return end.code, printed.getvalue()
+        except Exception:
+            return 1, printed.getvalue() + traceback.format_exc()
         finally:
             global_vars.unset_global_variables()
     return 0, printed.getvalue()

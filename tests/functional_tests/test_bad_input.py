@@ -70,6 +70,7 @@ BAD = [
     (MOCK + "--hidden-size 65", "--hidden-size 65, --num-attention-heads 4"),
     (MOCK + "--lr -1", "--lr -1"),
     (MOCK + "--bf16 --fp16", "--bf16"),
+    (MOCK + "--yaml-cfg none.yaml", "No such file or directory: 'none.yaml'"),
     (MOCK + "--no-such-flag", "unrecognized arguments: --no-such-flag"),
     (MOCK + "--num-layers many", "argument --num-layers: invalid int value: 'many'"),
     # data, tokenizers

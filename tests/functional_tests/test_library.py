@@ -60,7 +60,7 @@ def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, tmp_
     "documents, what",
     [
         ("mask", "the attention mask in the batch of micro-batch 0 is not plain causal attention"),
-        ("packed_seq_params", "attention got packed_seq_params, but segments attend across documents"),
+        ("packed_seq_params", "the model got packed_seq_params, but segments attend across documents"),
     ],
 )
 def test_documents_that_nobody_spoke_of_are_a_value_error(launch, tmp_path, documents, what):

@@ -59,7 +59,8 @@ class CommandLine:
             self._parser.error = partial(_mistyped, self._parser)
             return self._parser
 
-        args = upstream(provider, *rest, **more)
+        with explained("Megatron cannot read these flags", None, Namespace()):
+            args = upstream(provider, *rest, **more)
         message = first_unsupported(vars(args), _scopes(args))
         if message is not None:
             end(message)
