@@ -96,7 +96,7 @@ BAD = [
     (MOCK + "--load {}/trained --hidden-size 32", "of another model, with --hidden-size 64 instead of 32"),
     (MOCK + "--load {}/trained --num-layers 8", "of another model, with --num-layers 4 instead of 8"),
     (MOCK + "--load {}/cut_short", "the checkpoint was not saved to its end; there is no earlier one"),
-    (MOCK + "--load {}/common_lost", "its common state of iter_0000001 cannot be read"),
+    (MOCK + "--load {}/without_metadata", "iter_0000001 has no file .metadata; there is no earlier one"),
     # places
     (MOCK + "--save {}/words/below --save-interval 2", "--save {}/words/below cannot be written"),
     (MOCK + "--save /proc/none --save-interval 2", "--save /proc/none cannot be written"),
@@ -121,11 +121,11 @@ def folder(launch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     saved = [MOCK.strip(), "--train-iters", "1", "--save", folder / "trained", "--save-interval", "1"]
     launch(1, [*TINY_GPT, *saved]).check()
-    for name in ("cut_short", "common_lost"):
+    for name in ("cut_short", "without_metadata"):
         shutil.copytree(folder / "trained", folder / name)
     longest = max((folder / "cut_short" / "iter_0000001").glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(longest, longest.stat().st_size // 2)
-    (folder / "common_lost" / "iter_0000001" / "common.pt").unlink()
+    (folder / "without_metadata" / "iter_0000001" / ".metadata").unlink()
     (folder / "three").write_text("20 20 24")
     (folder / "sixty").write_text("30 30")
     (folder / "words").write_text("many small words")
