@@ -106,7 +106,7 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
     `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`, with Megatron's configuration of the model.
     """
-    from .model import local_hybrid_spec
+    from .local_hybrid import local_hybrid_spec
 
     return local_hybrid_spec(config)
 
