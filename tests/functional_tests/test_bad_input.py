@@ -55,8 +55,6 @@ BAD = [
     (MOCK + SPLIT + "--mtp-num-layers 1", "--mtp-num-layers predicts tokens of the next segment"),
     (MOCK + SPLIT + "--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor makes"),
     (MOCK + SPLIT + "--tp-comm-overlap", "--tp-comm-overlap sizes its buffers for whole sequences"),
-    (MOCK + "--hybrid-layer-pattern *-*-", "use pretrain_hybrid.py"),
-    ("hybrid " + MOCK, "pretrain_hybrid.py needs --hybrid-layer-pattern"),
     # Megatron's own checks
     (MOCK + "--num-layers 5 --num-layers-per-virtual-pipeline-stage 2", "--num-layers"),
     ("ranks=2 " + MOCK + "--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers 5"),
@@ -81,7 +79,6 @@ BAD = [
     ("--data-path {}/text", "is not an index of Megatron's"),
     ("--data-path {}/short_index", "has 60 bytes, but its 2 sequences"),
     ("--data-path {}/short_data", "has 10 bytes, but its index stands for 16"),
-    ("--data-path {}/beyond", "holds tokens from 197 to 204, but the vocabulary ends at 127; give the tokenizer"),
     (MOCK + "--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
     (MOCK + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
     (MOCK + "--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
@@ -104,6 +101,12 @@ BAD = [
     (MOCK + "--data-cache-path /proc/none", "--data-cache-path /proc/none cannot be written"),
     (MOCK + SPLIT + "--pipeline-trace /proc/none", "--pipeline-trace /proc/none cannot be written"),
 ]
+# Found when Megatron has printed its arguments: what a script checks by itself, what needs the tokenizer.
+LATE = [
+    (MOCK + "--hybrid-layer-pattern *-*-", "--hybrid-layer-pattern makes a hybrid model"),
+    ("hybrid " + MOCK, "pretrain_hybrid.py needs --hybrid-layer-pattern"),
+    ("--data-path {}/beyond", "holds tokens from 197 to 204, but the vocabulary ends at 127; give the tokenizer"),
+]
 GOOD = [MOCK + SPLIT, MOCK + "--load {}/none", "--data-path {}/data", MOCK + SPLIT + "--save {}/new --save-interval 2"]
 CHANGED = {
     MOCK + "--distributed-backend nccl": "--distributed-backend nccl becomes gloo on the CPU",
@@ -111,7 +114,9 @@ CHANGED = {
     MOCK + SPLIT + "--flash-attention-version 4": "--flash-attention-version has no effect on the CPU",
     MOCK
     + "--pipeline-schedule gpipe --pipeline-schedule-file {}/four.csv": "takes the place of --pipeline-schedule gpipe",
-    MOCK + SPLIT + "--sequence-split-profile {}/none": "--sequence-split-profile has no effect",
+    MOCK
+    + SPLIT
+    + "--sequence-split-strategy even --sequence-split-profile {}/none": "--sequence-split-profile has no effect",
 }
 
 
@@ -154,7 +159,7 @@ def folder(launch, tmp_path_factory):
 @pytest.fixture(scope="module")
 def ended(launch, folder):
     """(exit code, what was printed) of every start, by its flags."""
-    chosen = [flags for flags, _ in BAD] + GOOD + [*CHANGED]
+    chosen = [flags for flags, _ in LATE + BAD] + GOOD + [*CHANGED]
     starts = []
     for flags in chosen:
         script = "hybrid" if flags.startswith("hybrid ") else "gpt"
@@ -176,6 +181,14 @@ def test_one_sentence(ended, folder, flags, sentence):
     assert lines[-1].startswith("error: ") and lines[-1].endswith(".")
     assert sentence.replace("{}", str(folder)) in lines[-1]
     assert "Traceback" not in printed and len(lines) < 20
+
+
+@pytest.mark.parametrize("flags, sentence", LATE, ids=lambda value: value[:70])
+def test_one_sentence_at_the_end(ended, folder, flags, sentence):
+    code, printed = ended[flags]
+    last = printed.splitlines()[-1]
+    assert code == 2 and "Traceback" not in printed, printed[-2000:]
+    assert last.startswith("error: ") and sentence in last
 
 
 @pytest.mark.parametrize("flags", GOOD)
