@@ -12,9 +12,6 @@ CASES = (
     ("7b", 32),
     ("13b", 64),
     ("30b", 64),
-    ("30b", 256),
-    ("llama3-70b", 256),
-    ("llama3-70b", 1024),
 )
 LENGTHS = (32768, 131072, 1048576)
 TOKENS = 4 << 20  # of a step
@@ -56,13 +53,6 @@ class Case:
         """Of throughput, relative."""
         other, ours = self.best[over], self.best["this package"]
         return None if other is None or ours is None else other.prediction.seconds / ours.prediction.seconds - 1
-
-    @property
-    def command(self) -> str:
-        return (
-            f"seq1f1b plan --model {self.model} --gpus {self.gpus} --machine {MACHINE} --seq-length {self.length} "
-            f"--global-batch-size {self.batch}"
-        )
 
 
 def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]:
