@@ -67,13 +67,14 @@ class ProgramExecutor:
             packing = _packing(config) if config.follows_documents else None
             self._run = _executor(config, lambda: self._training_steps, packing=packing)
         self._training_steps += not forward_only
-        return self._run(
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length,
-            forward_only=forward_only,
-            **step,
-        )
+        with Naming.KEYWORDS.in_errors():
+            return self._run(
+                model=model,
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                forward_only=forward_only,
+                **step,
+            )
 
 
 def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:

@@ -80,6 +80,18 @@ def test_later_cuts_keep_the_names():
         config.cut(3)
 
 
+def test_sentences_of_a_running_step_have_keywords_too():
+    with (
+        pytest.raises(ValueError, match="^fp8 is untested - really; drop sequence_splits$"),
+        Naming.KEYWORDS.in_errors(),
+    ):
+        raise ValueError("--fp8-format is untested - really; drop --sequence-splits")
+    own = ValueError("a sentence of the program's own")
+    with pytest.raises(ValueError) as error, Naming.KEYWORDS.in_errors():
+        raise own
+    assert error.value is own
+
+
 @pytest.mark.parametrize(
     "options, sentence",
     [

@@ -19,6 +19,8 @@ _KEYWORDS: Mapping[str, str] = MappingProxyType(
         "pattern": "hybrid_layer_pattern",
     }
 )
+# Flags of Megatron whose fields in a TransformerConfig have another name.
+_FIELDS: Mapping[str, str] = MappingProxyType({"fp8_format": "fp8", "num_experts": "num_moe_experts"})
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 
 
@@ -43,7 +45,7 @@ class Naming(Enum):
         """
         text = error.named(self) if isinstance(error, ParameterError) else str(error)
         if self is Naming.KEYWORDS:
-            text = _FLAG.sub(lambda flag: flag[1].replace("-", "_"), text)
+            text = _FLAG.sub(_keyword, text)
         return text
 
     @contextmanager
@@ -56,3 +58,8 @@ class Naming(Enum):
             if sentence == str(error):
                 raise
             raise ValueError(sentence) from error
+
+
+def _keyword(flag: re.Match[str]) -> str:
+    name = flag[1].replace("-", "_")
+    return _FIELDS.get(name, name)
