@@ -12,14 +12,14 @@ from typing import Any
 from ..schedule import Kind, Span, Timeline, peak_units
 
 # Light and dark end of the shades of each kind. Hues that the colour-blind tell apart (after Okabe and Ito), and
-# lightnesses that do not overlap, for print in grey: forward is the lightest, a whole backward the darkest.
+# lightnesses that do not overlap, for print in grey: forward is the lightest, an input gradient the darkest.
 COLOURS = {
     Kind.F: ("#e6f3fd", "#aadcfb"),
-    Kind.W: ("#9ccb6c", "#6fb04a"),
-    Kind.I: ("#c074a4", "#a65785"),
-    Kind.B: ("#a54309", "#742b03"),
+    Kind.B: ("#fbb566", "#e5943c"),
+    Kind.W: ("#53a06f", "#35855a"),
+    Kind.I: ("#8f4a8c", "#65296a"),
 }
-_WHITE_LABELS = (Kind.I, Kind.B)
+_WHITE_LABELS = (Kind.I,)
 _LINES = {Kind.GATHER: ("#5e3c99", "parameter gathering"), Kind.REDUCE: ("#b2182b", "gradient reduction")}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _ROW, _BOX = 0.28, 0.14  # inches: height of a rank, width of a short action
@@ -183,7 +183,7 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float, colum
         return Patch(facecolor=colour, edgecolor="#404040", linewidth=0.3)
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
-    entries: dict[str, Any] = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in COLOURS if kind in used}
+    entries: dict[str, Any] = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _NAMES if kind in used}
     entries |= {name: Patch(facecolor=colour) for kind, (colour, name) in _LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
