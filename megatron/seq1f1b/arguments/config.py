@@ -110,7 +110,7 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str
 
 
 def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
-    """The one asked for, or the default."""
+    """The given one, or the default."""
     if flags.sequence_split_strategy is not None:
         return flags.sequence_split_strategy
     # What a segment costs is not known of every model that a program may bring.
@@ -122,7 +122,7 @@ def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition:
         return schedule.schedule.shape.num_segments
     if partition.run.model is None:
         raise ValueError(
-            "--sequence-splits auto needs the sizes of a transformer, which this model does not tell; give a number"
+            "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
         )
     return best_num_segments(partition, schedule, _machine(flags), _device_memory(flags))
 

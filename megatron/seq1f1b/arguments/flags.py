@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 class _Removed(argparse.Action):
-    """Takes a flag that has no effect any more, so that an old launch script runs, and says so once."""
+    """Accepts a flag without effect, so that an old launch script runs, and warns once."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None

@@ -45,7 +45,7 @@ class SequencePartition:
 
     @property
     def uses_profile(self) -> bool:
-        """Whether `profile` says where sequences are cut."""
+        """Whether `profile` determines where sequences are cut."""
         return self.file is None and STRATEGIES[self.strategy].needs_time
 
     def cut(

@@ -273,13 +273,13 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         Unsupported(
             "variable_seq_lengths of a program's configuration",
             _given("variable_seq_lengths"),
-            "negotiates the shape of every message, which our schedules know in advance",
+            "negotiates the shape of every message, which our schedules fix in advance",
             "drop it",
         ),
         Unsupported(
             "multi-token prediction on a pipeline stage of its own",
             _given("mtp_standalone"),
-            "negotiates the shape of every message, which our schedules know in advance",
+            "negotiates the shape of every message, which our schedules fix in advance",
             "lay it out beside the loss",
         ),
         Unsupported("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),

@@ -1,4 +1,4 @@
-"""What is asked, and what an answer looks like before anything is predicted of it."""
+"""A question to the planner, and a candidate for its answer before anything is predicted."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ _DOUBLINGS = 12
 
 
 def way_out(question: Question) -> str:
-    """One sentence without its full stop, for a question that `plan` has no answer to."""
+    """One sentence without its full stop, for a question without a plan."""
     model = question.model
     if not any(True for _ in layouts(question)) or not any(True for _ in candidates(question)):
         batch = _next_batch(question)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..schedule import Kind, Span, Timeline, peak_units
 
-# Light and dark end of the shades of each kind. Hues that the colour-blind tell apart (after Okabe and Ito), and
+# Light and dark end of the shades of each kind. Hues that the colour-blind can distinguish (after Okabe and Ito), and
 # lightnesses that do not overlap, for print in grey: forward is the lightest, an input gradient the darkest.
 COLOURS = {
     Kind.F: ("#e6f3fd", "#aadcfb"),

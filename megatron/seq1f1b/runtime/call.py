@@ -124,5 +124,5 @@ def _check_messages(
     if config.variable_seq_lengths or config.mtp_standalone:
         raise ValueError(
             "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
-            "every message, which our schedules know in advance; run this model with Megatron's own schedule"
+            "every message, which our schedules fix in advance; run this model with Megatron's own schedule"
         )

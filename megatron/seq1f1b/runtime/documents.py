@@ -18,7 +18,7 @@ from .data import SegmentIterator
 class Packing:
     """How documents are packed into sequences.
 
-    `end_of_document` is the id of the token that ends one; None if batches say otherwise where documents start.
+    `end_of_document` is the id of the token that ends one; None if batches mark documents in another way.
     `cut(sequence_length, documents)` gives the lengths of the segments of a micro-batch, where they follow its
     documents.
     """

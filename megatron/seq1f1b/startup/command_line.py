@@ -103,7 +103,7 @@ def check_vocabulary(args: Namespace) -> None:
 
 
 def check(args: Namespace) -> PipelineConfig | None:
-    """What our flags ask for; None if a script has none.
+    """The configuration of our flags; None if a script has none.
 
     Raises ValueError for flags that do not fit, places that cannot be written, and files that cannot be read.
     """

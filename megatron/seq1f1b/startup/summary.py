@@ -12,7 +12,7 @@ _FEW = 8
 
 
 def summary(config: PipelineConfig) -> str:
-    """The block, several lines; one of our schedules has to be asked for."""
+    """The block, several lines, for a configuration with one of our schedules."""
     run, schedule = config.run, config.schedule
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
@@ -68,7 +68,7 @@ def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
 
 
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Of the model of costs that also balances segments; none where it does not know the model."""
+    """Of the model of costs that also balances segments; none for a model without sizes."""
     if config.run.model is None or not config.run.layers_per_stage:
         return []
     try:
