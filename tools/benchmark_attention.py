@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-attention-heads", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="pairs for each length and number of segments")
+    parser.set_defaults(hybrid_layer_pattern=None)  # the layer is a GPT's
     return parser.parse_args()
 
 

@@ -14,4 +14,4 @@ if __name__ == "__main__":
     sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
     import pretrain_gpt
 
-    pretrain_gpt.main()
+    pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
