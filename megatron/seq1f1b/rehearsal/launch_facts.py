@@ -19,7 +19,9 @@ def check(args: Namespace) -> None:
     for name, reason in _BY_VALUES.items():
         if getattr(args, name, None):
             flag = f"--{name.replace('_', '-')}"
-            raise SystemExit(f"error: {flag} {reason}, and tensors of a rehearsal have none; rehearse without {flag}")
+            raise SystemExit(
+                f"error: {flag} {reason}, but the tensors of a rehearsal have no values; rehearse without {flag}"
+            )
 
 
 def in_words(args: Namespace) -> str:
