@@ -18,11 +18,15 @@ _MAKE = "make it again with tools/preprocess_data.py"
 
 
 def data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """(flag, prefix) of every data set on a file system; weights of a blend and object storage are left out."""
+    """(flag, prefix) of every `.bin`/`.idx` pair on a file system.
+
+    Left out are weights of a blend, object storage, and names that exist by themselves: conversations as JSON lines
+    (--sft), folders of a script's own data sets.
+    """
     for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         words = getattr(args, flag, None) or ()
         for word in (words,) if isinstance(words, str) else words:
-            if not _is_number(word) and "://" not in word:
+            if not _is_number(word) and "://" not in word and not _is_of_another_kind(Path(word)):
                 yield f"--{flag.replace('_', '-')}", word
 
 
@@ -31,6 +35,8 @@ def check_data(flag: str, prefix: str) -> None:
     index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     if prefix.endswith((".bin", ".idx")) and not index.exists():
         raise ValueError(f"{flag} {prefix}: give the name without {prefix[-4:]}; it stands for both files of the pair")
+    if prefix.endswith((".json", ".jsonl")) and not index.exists():
+        raise ValueError(f"{flag} {prefix}: there is no such file")
     for path in (index, data):
         if not path.is_file():
             raise ValueError(f"{flag} {prefix}: there is no file {path}; tools/preprocess_data.py makes it")
@@ -87,6 +93,10 @@ def _read(file: BinaryIO, start: int, form: str, count: int) -> int:
     size = struct.calcsize(form)
     file.seek(start + (count - 1) * size)
     return struct.unpack(form, file.read(size))[0]
+
+
+def _is_of_another_kind(path: Path) -> bool:
+    return path.exists() and path.suffix not in (".bin", ".idx") and not Path(f"{path}.idx").exists()
 
 
 def _is_number(word: str) -> bool:

@@ -67,6 +67,18 @@ def test_the_name_of_a_file_is_not_the_name_of_a_pair(tmp_path):
         check_data("--data-path", str(tmp_path / "data.bin"))
 
 
+def test_conversations_and_folders_are_no_pairs(tmp_path):
+    (tmp_path / "chats.jsonl").write_text("{}")
+    write_pair(tmp_path / "text")
+    (tmp_path / "text").mkdir()
+    names = [str(tmp_path), str(tmp_path / "chats.jsonl"), str(tmp_path / "text")]
+    assert list(data_prefixes(Namespace(data_path=names))) == [("--data-path", str(tmp_path / "text"))]
+    missing = str(tmp_path / "missing.jsonl")
+    assert list(data_prefixes(Namespace(data_path=[missing]))) == [("--data-path", missing)]
+    with pytest.raises(ValueError, match="missing.jsonl: there is no such file"):
+        check_data("--data-path", missing)
+
+
 def test_weights_and_object_storage_are_not_files():
     args = Namespace(data_path=["0.3", "a", "0.7", "s3://b"], train_data_path=["c"])
     assert list(data_prefixes(args)) == [("--data-path", "a"), ("--train-data-path", "c")]
