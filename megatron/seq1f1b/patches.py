@@ -5,7 +5,7 @@ A table of patches is applied where its names live, on modules and classes:
     with patched(TABLE): ...
 
 or on single objects, such as the modules of a model; a patch of `megatron.core...TopKRouter.routing` then binds
-`routing` on each router among them, and leaves the class alone:
+`routing` on each router among them and leaves the class alone:
 
     with patched_on(model.modules(), TABLE): ...
 
@@ -29,7 +29,10 @@ class Scope(Enum):
 
 
 class Patch(NamedTuple):
-    """The dotted name `target` is bound to `new`, or to `new(old)` where it wraps what was there."""
+    """The dotted name `target` is bound to `new`, or to `new(old)` where it wraps what was there.
+
+    On an object a wrapping patch is called as `new(object, old)`, with `old` the bound method.
+    """
 
     target: str
     new: Any
@@ -49,7 +52,7 @@ def patched(table: PatchTable) -> ExitStack:
 
     A target is looked up after those before it are bound, since importing its module may use them.
     """
-    return _bound((owner_of(patch.target)[0], patch) for patch in table.patches)
+    return _bound((owner_of(patch.target)[0], patch, False) for patch in table.patches)
 
 
 def patched_on(objects: Iterable[Any], table: PatchTable) -> ExitStack:
@@ -59,7 +62,7 @@ def patched_on(objects: Iterable[Any], table: PatchTable) -> ExitStack:
     """
     objects = list(objects)
     kinds = [(owner_of(patch.target)[0], patch) for patch in table.patches]
-    return _bound((each, patch) for kind, patch in kinds for each in objects if isinstance(each, kind))
+    return _bound((each, patch, True) for kind, patch in kinds for each in objects if isinstance(each, kind))
 
 
 def owner_of(target: str) -> tuple[Any, str]:
@@ -73,14 +76,14 @@ def owner_of(target: str) -> tuple[Any, str]:
     return owner, name
 
 
-def _bound(bindings: Iterable[tuple[Any, Patch]]) -> ExitStack:
+def _bound(bindings: Iterable[tuple[Any, Patch, bool]]) -> ExitStack:
     with ExitStack() as undo:
-        for owner, patch in bindings:
-            _bind(owner, patch, undo)
+        for owner, patch, is_object in bindings:
+            _bind(owner, patch, is_object, undo)
         return undo.pop_all()
 
 
-def _bind(owner: Any, patch: Patch, undo: ExitStack) -> None:
+def _bind(owner: Any, patch: Patch, is_object: bool, undo: ExitStack) -> None:
     name = patch.target.rpartition(".")[2]
     if not hasattr(owner, name):
         raise AttributeError(f"cannot patch {patch.target}: it does not exist in this version of Megatron or torch")
@@ -91,4 +94,7 @@ def _bind(owner: Any, patch: Patch, undo: ExitStack) -> None:
         undo.callback(setattr, owner, name, old)
     else:
         undo.callback(delattr, owner, name)
-    setattr(owner, name, patch.new(old) if patch.wraps else patch.new)
+    new = patch.new
+    if patch.wraps:
+        new = new(owner, old) if is_object else new(old)
+    setattr(owner, name, new)

@@ -27,8 +27,8 @@ def module(monkeypatch):
     return made
 
 
-def louder(greet):
-    return lambda *args: greet(*args).upper()
+def louder(kind, greet):
+    return lambda: f"{kind.name}: {greet().upper()}"
 
 
 def test_names_are_bound_and_wrapped_inside_and_as_before_outside(module):
@@ -52,7 +52,7 @@ def test_on_objects_only_those_of_the_class_are_touched(module):
     second.greet = lambda: "its own"
     table = PatchTable(Scope.MODEL, (Patch("patched_module.Kind.greet", louder, "quiet", wraps=True),))
     undo = patched_on([first, second, other], table)
-    assert [each.greet() for each in (first, second, other)] == ["BASE", "ITS OWN", "base"]
+    assert [each.greet() for each in (first, second, other)] == ["first: BASE", "second: ITS OWN", "base"]
     assert Kind("third").greet() == "base"
     undo.close()
     assert [each.greet() for each in (first, second, other)] == ["base", "its own", "base"]

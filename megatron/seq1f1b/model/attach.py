@@ -7,6 +7,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
 
+from ..patches import patched_on
 from . import experts, gated_delta_net, mamba
 from .attention import SegmentAttention
 from .packed_format import drop_packed_format
@@ -14,11 +15,11 @@ from .positions import start_positions_at_segment
 from .segment import SegmentContext
 from .self_attention import use_segment_attention
 
-# Layers other than attention that follow the running segment, and what makes each kind do so.
+# Layers other than attention that follow the running segment, each with the patches that make it do so.
 _FOLLOWERS = (
-    (TopKRouter, experts.follow_segments),
-    (GatedDeltaNet, gated_delta_net.follow_segments),
-    (MambaMixer, mamba.follow_segments),
+    (TopKRouter, experts.FOLLOWS),
+    (GatedDeltaNet, gated_delta_net.FOLLOWS),
+    (MambaMixer, mamba.FOLLOWS),
 )
 
 
@@ -34,6 +35,8 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
         for module in chunk.modules():
             if isinstance(module, SegmentAttention):
                 module.context = context
-            for kind, follow_segments in _FOLLOWERS:
+            for kind, follows in _FOLLOWERS:
                 if isinstance(module, kind):
-                    follow_segments(module, context)
+                    if not hasattr(module, "segment_context"):
+                        patched_on([module], follows)
+                    module.segment_context = context

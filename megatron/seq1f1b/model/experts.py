@@ -26,7 +26,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .segment import Segment, SegmentContext
+from ..patches import Patch, PatchTable, Scope
+from .segment import Segment
 
 
 class _Balance(NamedTuple):
@@ -44,16 +45,6 @@ _BALANCES = (
     _Balance("seq_aux_loss", "_apply_seq_aux_loss", "seq_load_balancing_loss", by_sequence=True),
     _Balance("global_aux_loss", "_apply_global_aux_loss", "global_load_balancing_loss", over_step=True),
 )
-
-
-def follow_segments(router: TopKRouter, context: SegmentContext) -> None:
-    """Give `router` losses that are those of the micro-batch whose segments `context` runs."""
-    if not hasattr(router, "segment_context"):
-        router.apply_z_loss = partial(_apply_z_loss, router, router.apply_z_loss)
-        router.routing = partial(_routing, router, router.routing)
-        for balance in _balances(router):
-            setattr(router, balance.method, partial(_apply_balance, router, balance, getattr(router, balance.method)))
-    router.segment_context = context
 
 
 class _Tally:
@@ -115,8 +106,8 @@ class _Product(torch.autograd.Function):
 
 
 def _apply_balance(
-    router: TopKRouter,
     balance: _Balance,
+    router: TopKRouter,
     of_whole_sequences: Callable[..., Tensor],
     probs: Tensor,
     scores: Tensor,
@@ -126,7 +117,8 @@ def _apply_balance(
 ) -> Tensor:
     """Attach a balance loss to `probs` and log it; all arguments are [tokens, experts]."""
     segment = router.segment_context.segment
-    if segment is None or segment.is_whole_sequence:
+    coefficient = router.get_aux_loss_coeff(balance.kind)
+    if segment is None or segment.is_whole_sequence or coefficient <= 0:
         return of_whole_sequences(probs, scores, routing_map, *shape, **kwargs)
     assert not kwargs.get("with_padding_mask"), "padding masks are not cut into segments"
     context, group = router.segment_context, _group(router, balance)
@@ -135,7 +127,6 @@ def _apply_balance(
     tally, release = _tally(router, balance), partial(context.release, (router, balance), segment.microbatch)
     # In the whole micro-batch; of a sequence where the loss is taken by sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
-    coefficient = router.get_aux_loss_coeff(balance.kind)
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
     loss = _Product.apply(probabilities, tally, segment, is_new, factor, release) / sequences
@@ -210,6 +201,25 @@ def _apply_z_loss(
     return router.attach_and_log_load_balancing_loss(
         logits, coefficient, loss, "z_loss", router.tp_cp_group, valid_token_count=logits.shape[0] / share
     )
+
+
+def _wraps(method: str, function: Callable[..., Any], reason: str) -> Patch:
+    target = f"megatron.core.transformer.moe.router.TopKRouter.{method}"
+    return Patch(target, partial(partial, function), reason, wraps=True)
+
+
+# The losses of a router become those of the micro-batch whose segments run.
+FOLLOWS = PatchTable(
+    Scope.MODEL,
+    (
+        _wraps("apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
+        _wraps("routing", _routing, "adds no losses in a forward that is computed again, so counts are missing"),
+        *(
+            _wraps(balance.method, partial(_apply_balance, balance), "multiplies sums over the tokens of a segment")
+            for balance in _BALANCES
+        ),
+    ),
+)
 
 
 def _balances(router: TopKRouter) -> list[_Balance]:

@@ -13,15 +13,8 @@ import torch.nn.functional as F
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
 from torch import Tensor
 
+from ..patches import Patch, PatchTable, Scope
 from .passed_state import State, causal_convolution, run_recurrence
-from .segment import SegmentContext
-
-
-def follow_segments(layer: GatedDeltaNet, context: SegmentContext) -> None:
-    """Let `layer` start a segment of `context` where the segment before it ended."""
-    if not hasattr(layer, "segment_context"):
-        layer.forward = partial(_forward, layer, layer.forward)
-    layer.segment_context = context
 
 
 def _forward(
@@ -32,6 +25,19 @@ def _forward(
         return of_whole_sequences(hidden_states, *args, **kwargs)
     projected, _ = layer.in_proj(hidden_states)
     return layer.out_proj(run_recurrence(layer.segment_context, layer, partial(_recurrence, layer), projected))
+
+
+FOLLOWS = PatchTable(
+    Scope.MODEL,
+    (
+        Patch(
+            "megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward",
+            partial(partial, _forward),
+            "starts every segment without a state",
+            wraps=True,
+        ),
+    ),
+)
 
 
 def _recurrence(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:

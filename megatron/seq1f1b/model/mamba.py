@@ -13,19 +13,8 @@ from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
+from ..patches import Patch, PatchTable, Scope
 from .passed_state import State, causal_convolution, run_recurrence
-from .segment import SegmentContext
-
-# Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
-_METHODS = ("_ssm_training", "_ssm_prefill")
-
-
-def follow_segments(mixer: MambaMixer, context: SegmentContext) -> None:
-    """Let `mixer` start a segment of `context` where the segment before it ended."""
-    if not hasattr(mixer, "segment_context"):
-        for name in _METHODS:
-            setattr(mixer, name, partial(_scan, mixer, getattr(mixer, name)))
-    mixer.segment_context = context
 
 
 def _scan(
@@ -35,6 +24,21 @@ def _scan(
     if segment is None or segment.is_whole_sequence and segment.documents is None:
         return of_whole_sequences(projected, *args, **kwargs)
     return run_recurrence(mixer.segment_context, mixer, partial(_recurrence, mixer), projected)
+
+
+# Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
+FOLLOWS = PatchTable(
+    Scope.MODEL,
+    tuple(
+        Patch(
+            f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}",
+            partial(partial, _scan),
+            "starts every segment without a state",
+            wraps=True,
+        )
+        for method in ("_ssm_training", "_ssm_prefill")
+    ),
+)
 
 
 def _recurrence(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:

@@ -8,6 +8,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor
 
+from ..patches import Patch, PatchTable, Scope, patched_on
 from .segment import SegmentContext
 
 
@@ -21,8 +22,7 @@ def start_positions_at_segment(chunk: torch.nn.Module, context: SegmentContext) 
             continue
         if not hasattr(rotary, "segment_context"):
             rotary.register_forward_pre_hook(_with_offset, with_kwargs=True)
-            if isinstance(rotary, YarnRotaryEmbedding):
-                rotary.get_cached_cos_sin = partial(_from_segment_start, rotary, rotary.get_cached_cos_sin)
+            patched_on([rotary], _CACHED)
         rotary.segment_context = context
 
 
@@ -42,3 +42,16 @@ def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int,
         return cached(seq_len, **kwargs)
     cos, sin = cached(segment.start + seq_len, **kwargs)
     return cos[segment.start :], sin[segment.start :]
+
+
+_CACHED = PatchTable(
+    Scope.MODEL,
+    (
+        Patch(
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
+            partial(partial, _from_segment_start),
+            "takes no offset, and begins at 0",
+            wraps=True,
+        ),
+    ),
+)

@@ -9,6 +9,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from ..patches import Patch, PatchTable, Scope, patched_on
 from .attention import SegmentAttention
 from .kernels import KernelChoice
 
@@ -31,10 +32,16 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
             # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
             scale = getattr(layer, "softmax_scale", None)
             replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer))
-            own, layer.core_attention = layer.core_attention, replacement
-            layer.core_attention.train(layer.training)
-            _carry_over_hook(chunk, own, layer.core_attention)
+            own = layer.core_attention
+            replacement.train(layer.training)
+            patched_on([layer], _in_place_of_attention(replacement))
+            _carry_over_hook(chunk, own, replacement)
     return chunks
+
+
+def _in_place_of_attention(replacement: SegmentAttention) -> PatchTable:
+    target = "megatron.core.transformer.attention.Attention.core_attention"
+    return PatchTable(Scope.MODEL, (Patch(target, replacement, "attends to the keys of its own input only"),))
 
 
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:

@@ -1,10 +1,13 @@
 """When Megatron's DistributedDataParallel reduces gradients and gathers parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
+
+from ..patches import Patch, PatchTable, Scope, patched_on
 
 # Of a group of buckets: the method that starts a collective, the attribute with its handle, the kind of action.
 _COLLECTIVES = (
@@ -13,32 +16,38 @@ _COLLECTIVES = (
 )
 
 
-@contextmanager
 def trace_collectives(
     chunks: Iterable[torch.nn.Module], stages: Sequence[int], begin: Callable[[str, int], Callable[[Any], None]]
-) -> Iterator[None]:
+) -> ExitStack:
     """Inside, `begin(kind, stage)` is called as the gradients of a bucket start to be reduced (REDUCE) or its
     parameters to be gathered (GATHER), and what it returns with the handle of what runs from then on, or None.
     """
-    traced = []
-    for chunk, stage in zip(chunks, stages, strict=True):
-        for group in (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ())):
-            for name, handle, kind in _COLLECTIVES:
-                setattr(group, name, _traced(group, name, handle, lambda kind=kind, stage=stage: begin(kind, stage)))
-                traced.append((group, name))
-    try:
-        yield
-    finally:
-        for group, name in traced:
-            delattr(group, name)
+    with ExitStack() as undo:
+        for chunk, stage in zip(chunks, stages, strict=True):
+            groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
+            undo.enter_context(patched_on(groups, _traced(stage, begin)))
+        return undo.pop_all()
 
 
-def _traced(group: Any, name: str, handle: str, begin: Callable[[], Callable[[Any], None]]) -> Callable:
-    start = getattr(group, name)
+def _traced(stage: int, begin: Callable[[str, int], Callable[[Any], None]]) -> PatchTable:
+    module = "megatron.core.distributed.param_and_grad_buffer"
+    return PatchTable(
+        Scope.STEP,
+        tuple(
+            Patch(
+                f"{module}._ParamAndGradBucketGroup.{name}",
+                partial(partial, partial(_start, partial(begin, kind, stage), handle)),
+                "starts a collective that a trace would not show",
+                wraps=True,
+            )
+            for name, handle, kind in _COLLECTIVES
+        ),
+    )
 
-    def traced(*args: Any, **kwargs: Any) -> None:
-        running = begin()
-        start(*args, **kwargs)
-        running(getattr(group, handle))
 
-    return traced
+def _start(
+    begin: Callable[[], Callable[[Any], None]], handle: str, group: Any, start: Callable, *args: Any, **kwargs: Any
+) -> None:
+    running = begin()
+    start(*args, **kwargs)
+    running(getattr(group, handle))

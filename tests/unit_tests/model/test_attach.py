@@ -1,9 +1,11 @@
 """What `attach` changes in the modules of a model, where no equality test reaches it."""
 
+import pytest
 import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from megatron.seq1f1b.model import Segment, SegmentContext, attach
+from megatron.seq1f1b.model import Segment, SegmentContext, attach, experts, gated_delta_net, mamba
+from megatron.seq1f1b.patches import owner_of
 
 
 def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
@@ -20,3 +22,10 @@ def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
         for got, expected in zip(part, whole, strict=True):
             assert torch.equal(got, expected[start:end]) and got.is_contiguous()
     assert torch.equal(rotary.get_cached_cos_sin(48, dtype=torch.float32)[0], whole[0])
+
+
+@pytest.mark.parametrize("table", [experts.FOLLOWS, gated_delta_net.FOLLOWS, mamba.FOLLOWS])
+def test_what_is_bound_on_layers_exists_in_this_version(table):
+    for patch in table.patches:
+        owner, name = owner_of(patch.target)
+        assert callable(getattr(owner, name)) and patch.reason, patch.target
