@@ -39,12 +39,15 @@ SCHEDULES = ({}, {"PIPELINE_SCHEDULE": "megatron"}, {"SEQUENCE_SPLITS": "1"})
 
 # Reads lines of JSON, each with the flags of a launch and its environment, and prints what Megatron and we make of it.
 PARSE = """
-import json, os, sys, traceback
+import argparse, json, os, sys, traceback
 import megatron.seq1f1b
 sys.argv = ["pretrain_gpt.py", "--device", "cpu"]
 megatron.seq1f1b.install()
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 from megatron.seq1f1b import add_arguments, validate
+from megatron.seq1f1b.cpu.upstream import FLAGS
+parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+of_gpus = {name for name, _, _ in FLAGS}  # replaced on a CPU, where this runs
 names = "num_layers hidden_size vocab_size bf16 sequence_parallel data_parallel_size global_batch_size lr manual_gc"
 names += " transformer_impl gradient_accumulation_fusion masked_softmax_fusion no_persist_layer_norm"
 for line in sys.stdin:
@@ -57,7 +60,8 @@ for line in sys.stdin:
         validate_args(args)
         args.padded_vocab_size = args.vocab_size
         config = validate(args)
-        seen = {name: getattr(args, name) for name in names.split()}
+        asked = vars(parser.parse_args(job["flags"]))
+        seen = {name: asked[name] if name in of_gpus else getattr(args, name) for name in names.split()}
         seen["attention_backend"] = args.attention_backend.name
         seen["cut"] = config.cut(args.seq_length) if config.schedule is not None else None
     except BaseException:
