@@ -12,7 +12,7 @@ from megatron.seq1f1b.startup.training_loop import TrainingLoop, is_full
 
 
 def loop(**args) -> TrainingLoop:
-    return TrainingLoop(lambda: Namespace(**args), lambda: None)
+    return TrainingLoop(lambda: Namespace(**args), lambda: None, lambda: None)
 
 
 @pytest.mark.parametrize(
