@@ -3,7 +3,7 @@
 
     python tools/results.py --output docs/results.md --picture docs/images/results.png
 
-Takes half an hour of one core, nearly all of it for the planner's searches.
+Takes an hour of one core, nearly all of it for the planner's searches.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def picture(found: Sequence[Case], path: Path) -> None:
     axes.set_yticks(range(len(fitting)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("throughput, % of that of this package")
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=3, frameon=False)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=160)
 

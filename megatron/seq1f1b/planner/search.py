@@ -108,8 +108,7 @@ def schedule_of(candidate: Candidate) -> Schedule:
     setup = candidate.setup
     if setup.family != "auto":
         return build(setup.family, setup.shape)
-    stages = stage_costs(setup.model, setup.layers_per_stage, setup.recompute == "full")
-    return build("auto", setup.shape, action_costs(stages, setup.layers_per_stage, setup.segments))
+    return build("auto", setup.shape, action_costs(stage_costs(setup), setup.layers_per_stage, setup.segments))
 
 
 def _auto_is_possible(candidate: Candidate) -> bool:

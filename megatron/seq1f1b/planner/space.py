@@ -8,7 +8,7 @@ from math import ceil
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.training_setup import TrainingSetup
 from ..errors import ParameterError
-from ..partition import cut_sequence
+from ..partition import SegmentTime, cut_sequence
 from ..schedule import Placement
 from .question import Candidate, Question
 
@@ -106,26 +106,24 @@ def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
     """The lengths that training would have with these flags; None where a sequence is too short."""
-    return _cut(
-        setup.model,
-        setup.layers_per_stage,
-        setup.recompute == "full",
-        setup.sequence_length,
-        setup.tensor_parallel if setup.sequence_parallel else 1,
-        strategy,
-        segments,
-    )
+    time = _slowest_stage(stage_costs(setup)) if strategy == "balanced" else None
+    multiple = setup.tensor_parallel if setup.sequence_parallel else 1
+    return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
+
+
+def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
+    """What training cuts and plans by, whatever the machine: see `arguments/sequence_partition`."""
+    devices = setup.tensor_parallel / setup.micro_batch_size
+    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute == "full")
+
+
+# Of equal costs the same function, by which `_cut` remembers lengths.
+_slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 
 
 @lru_cache(maxsize=4096)
 def _cut(
-    model: ModelShape,
-    layers: tuple[int, ...],
-    recomputes: bool,
-    length: int,
-    multiple: int,
-    strategy: str,
-    segments: int,
+    model: ModelShape, length: int, multiple: int, strategy: str, segments: int, time: SegmentTime | None
 ) -> tuple[int, ...] | None:
     try:
         return cut_sequence(
@@ -133,7 +131,7 @@ def _cut(
             length,
             segments,
             multiple,
-            time=bottleneck_time(stage_costs(model, layers, recomputes)) if strategy == "balanced" else None,
+            time=time,
             flops=authors_flops(model),
             full_speed_rows=A100.full_speed_rows,
         )
@@ -141,10 +139,9 @@ def _cut(
         return None
 
 
-@lru_cache(maxsize=512)
-def stage_costs(model: ModelShape, layers: tuple[int, ...], recomputes: bool) -> tuple[StageCost, ...]:
-    """What training cuts and plans by, whatever the machine: the costs of `megatron.seq1f1b.costs.analytic_costs`."""
-    return analytic_costs(model, layers, A100, recomputes)
+@lru_cache(maxsize=1024)
+def _stage_costs(model: ModelShape, layers: tuple[int, ...], devices: float, recomputes: bool) -> tuple[StageCost, ...]:
+    return analytic_costs(model, layers, A100.times(devices), recomputes)
 
 
 def powers_of_two(most: int) -> list[int]:
