@@ -7,7 +7,8 @@ Megatron's, chosen by Megatron's own flags, or a byte-level BPE trained here on 
     seq1f1b preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --train-tokenizer 32000 --tokenizer-model data/tokenizer --append-eod
 
-The two files appear together, complete, at the very end of a run, or not at all.
+The two files appear together, complete, at the very end of a run, or not at all. With --partitions
+a run that was killed goes on where it stopped.
 """
 
 import argparse
@@ -16,8 +17,9 @@ import signal
 import sys
 import time
 import warnings
-from collections import Counter
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -29,9 +31,11 @@ from ..preprocessing.documents import (
     refusal,
 )
 from ..preprocessing.pair import indexed_pair, pair_paths, recover
+from ..preprocessing.partitions import Partitions, numbered
+from ..preprocessing.progress import Counts, Progress
 from ..preprocessing.stopping import STOP_SIGNALS, Refused, refuse_existing, stop
 from ..preprocessing.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
-from ..preprocessing.workers import results, started_workers
+from ..preprocessing.workers import Result, Worker, results, started_workers
 from .parsing import Parser
 
 
@@ -59,7 +63,15 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
         help="jsonl: a JSON object a line, a document each; text: a document a file; "
         f"auto (default): jsonl for {' '.join(JSON_SUFFIXES)}, else text",
     )
-    group.add_argument("--json-key", default="text", help="key of the text in a JSON object")
+    group.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of the texts in a JSON object, a pair each: PREFIX_KEY_document (default: text, in PREFIX)",
+    )
+    group.add_argument("--max-documents", type=int, metavar="N", help="stop after the first N documents of the input")
     group.add_argument(
         "--glob",
         default="*",
@@ -99,6 +111,19 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         "--overwrite",
         action="store_true",
         help="replace an existing pair (and, with --train-tokenizer, tokenizer)",
+    )
+    group.add_argument(
+        "--upstream-names",
+        action="store_true",
+        help="write PREFIX_text_document.bin and .idx, as Megatron's own tool names them",
+    )
+    group.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="work through the input in N parts; those that are done stay when the run is killed, and the same command "
+        "goes on with the next. The pair is the same (default: 1)",
     )
     group.add_argument(
         "--workers",
@@ -169,12 +194,18 @@ def check(args: argparse.Namespace) -> None:
             "Name a tokenizer's folder with --tokenizer-model DIR; to train one on the input, add "
             "--train-tokenizer VOCAB_SIZE."
         )
-    recover(args.output_prefix)
-    refuse_existing(pair_paths(args.output_prefix), args.overwrite, "--output-prefix")
+    for name in ("partitions", "max_documents"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)}: at least one is needed.")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        raise Refused(f"--json-keys {' '.join(args.json_keys)} names a key twice.")
+    for key in args.json_keys:
+        prefix = output_prefix(args, key)
+        recover(prefix)
+        refuse_existing(pair_paths(prefix), args.overwrite, "--output-prefix")
 
 
 def preprocess(args: argparse.Namespace) -> None:
-    began = time.monotonic()
     check(args)
     files = find_files(args.input, args.glob, args.exclude)
     total = sum(os.path.getsize(path) for path in files if os.path.isfile(path))
@@ -182,8 +213,6 @@ def preprocess(args: argparse.Namespace) -> None:
     if args.train_tokenizer is not None:
         train_tokenizer(args, files)
 
-    documents = tokens = 0
-    skipped: Counter[str] = Counter()
     with started_workers(args) as workers:
         # Megatron takes seconds to import: meanwhile the workers load their tokenizers.
         from megatron.core.datasets.indexed_dataset import DType
@@ -195,37 +224,84 @@ def preprocess(args: argparse.Namespace) -> None:
         dtype = DType.optimal_dtype(answers[0])
         for worker in workers:
             worker.send(dtype)
-        with (
-            indexed_pair(args.output_prefix, args.overwrite, dtype) as builder,
-            tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar,
-        ):
-            for result in results(batched(read_records(files, args.input_format)), workers):
-                for place, reason in result.problems:
-                    if args.on_error == "stop":
-                        raise refusal(place, reason)
-                    tqdm.write(f"skipped {place}: {reason}", file=sys.stderr)
-                    skipped[reason.partition(":")[0]] += 1
-                start = 0
-                for length in result.lengths:
-                    builder.add_document(result.ids[start : start + length], [length])
-                    start += length
-                documents += len(result.lengths)
-                tokens += start
-                rate = documents / max(bar.format_dict["elapsed"], 1e-3)
-                counts = f"{documents:,} documents, {rate:,.0f}/s, {tokens:,} tokens"
-                bar.set_postfix_str(counts, refresh=False)
-                bar.update(result.size)
-            if not documents:
-                raise Refused(f"None of the {sum(skipped.values())} document(s) can be used.")
+        for key in args.json_keys:
+            began = time.monotonic()
+            prefix = output_prefix(args, key)
+            counts = write_pair(args, key, prefix, workers, dtype, files, total)
+            written = sum(path.stat().st_size for path in pair_paths(prefix))
+            print(
+                f"{counts.documents:,} documents, {counts.tokens:,} tokens, {written / 1e6:.1f} MB written, "
+                f"{time.monotonic() - began:.1f} s."
+            )
+            if counts.skipped:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in counts.skipped.most_common())
+                print(f"Skipped {sum(counts.skipped.values())}: {reasons}.")
+            print(f"Train on it with --data-path {prefix}", flush=True)
 
-    written = sum(path.stat().st_size for path in pair_paths(args.output_prefix))
-    print(
-        f"{documents:,} documents, {tokens:,} tokens, {written / 1e6:.1f} MB written, {time.monotonic() - began:.1f} s."
+
+def output_prefix(args: argparse.Namespace, key: str) -> str:
+    """Of the pair of a key: with several keys, and on request, named as upstream's tool names it."""
+    return (
+        f"{args.output_prefix}_{key}_document" if args.upstream_names or len(args.json_keys) > 1 else args.output_prefix
     )
-    if skipped:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
-        print(f"Skipped {sum(skipped.values())}: {reasons}.")
-    print(f"Train on it with --data-path {args.output_prefix}")
+
+
+def write_pair(
+    args: argparse.Namespace,
+    key: str,
+    prefix: str,
+    workers: list[Worker],
+    dtype: type,
+    files: list[str],
+    total: int,
+) -> Counts:
+    """Tokenize the texts under a key into the pair at `prefix`, partition by partition if there are several."""
+    counts, progress = Counts(), Progress(total)
+    records = islice(read_records(files, args.input_format), args.max_documents)
+    with progress, indexed_pair(prefix, args.overwrite, dtype) as builder:
+        if args.partitions == 1:
+            for result in results(batched(records), workers, key):
+                add(result, builder, counts, progress, args.on_error)
+        else:
+            with Partitions(prefix, settings_of(args, key, files), dtype) as parts:
+                for number, part in numbered(records, total, args.partitions):
+                    if parts.has(number):
+                        progress.update(sum(len(record.raw) for record in part), counts)
+                        continue
+                    with parts.builder(number) as own:
+                        partial = Counts()
+                        for result in results(batched(part), workers, key):
+                            add(result, own, partial, progress, args.on_error)
+                    parts.finish(number, partial)
+                for partial in parts.merge_into(builder):
+                    counts.add(partial)
+        if not counts.documents:
+            raise Refused(f"None of the {sum(counts.skipped.values())} document(s) can be used.")
+    return counts
+
+
+def add(result: Result, builder: Any, counts: Counts, progress: Progress, on_error: str) -> None:
+    """Write the documents of a batch."""
+    for place, reason in result.problems:
+        if on_error == "stop":
+            raise refusal(place, reason)
+        tqdm.write(f"skipped {place}: {reason}", file=sys.stderr)
+        counts.skipped[reason.partition(":")[0]] += 1
+    start = 0
+    for length in result.lengths:
+        builder.add_document(result.ids[start : start + length], [length])
+        start += length
+    counts.documents += len(result.lengths)
+    counts.tokens += start
+    progress.update(result.size, counts)
+
+
+def settings_of(args: argparse.Namespace, key: str, files: list[str]) -> dict[str, Any]:
+    """What partitions of an earlier run have to agree in to be used again."""
+    changeable = {"workers", "overwrite", "json_keys", "upstream_names", "input"}
+    settings = {name: value for name, value in vars(args).items() if name not in changeable}
+    stamps = [(path, os.path.getsize(path), os.stat(path).st_mtime_ns) for path in files if os.path.isfile(path)]
+    return {"key": key, "files": [list(stamp) for stamp in stamps], **settings}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -98,7 +98,7 @@ def parse(record: Record, input_format: str, key: str) -> str:
     if not isinstance(value, dict):
         raise BadDocument("not a JSON object")
     if key not in value:
-        raise BadDocument(f"no key '{key}' (--json-key)")
+        raise BadDocument(f"no key '{key}' (--json-keys)")
     if not isinstance(value[key], str):
         raise BadDocument(f"key '{key}' is not a string")
     if not value[key].strip():

@@ -4,6 +4,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class Tokenizer(NamedTuple):
     encode: Callable[[str], list[int]]
     vocab_size: int
     eod: int | None
+    encode_batch: Callable[[list[str]], list[list[int]]] | None = None
 
 
 def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
@@ -35,14 +37,13 @@ def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
     from tokenizers import Tokenizer as Rust
 
     def texts() -> Iterator[str]:
-        for record in read_records(files, args.input_format):
-            try:
-                text = parse(record, args.input_format, args.json_key)
-            except BadDocument as bad:  # skipped ones are reported when they come to be tokenized
-                if args.on_error == "stop":
-                    raise refusal(record.place, str(bad)) from None
-                continue
-            yield text
+        for record in islice(read_records(files, args.input_format), args.max_documents):
+            for key in args.json_keys:
+                try:
+                    yield parse(record, args.input_format, key)
+                except BadDocument as bad:  # skipped ones are reported when they come to be tokenized
+                    if args.on_error == "stop":
+                        raise refusal(record.place, str(bad)) from None
 
     tokenizer = Rust(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,7 +87,11 @@ def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     from tokenizers import Tokenizer as Rust
 
     rust = Rust.from_file(str(folder / "tokenizer.json"))
-    return Tokenizer(lambda text: rust.encode(text).ids, rust.get_vocab_size(), rust.token_to_id(EOD))
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:  # without the positions in the text, which take as long
+        return [encoding.ids for encoding in rust.encode_batch_fast(texts)]
+
+    return Tokenizer(lambda text: rust.encode(text).ids, rust.get_vocab_size(), rust.token_to_id(EOD), encode_batch)
 
 
 def load_megatron_tokenizer(args: argparse.Namespace) -> Tokenizer:

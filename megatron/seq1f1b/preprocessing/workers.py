@@ -27,16 +27,25 @@ class Result(NamedTuple):
     size: int  # bytes read
 
 
-def tokenize(batch: list[Record], tokenizer: Tokenizer, dtype: np.dtype, args: argparse.Namespace) -> Result:
-    documents: list[np.ndarray] = []
-    problems: list[tuple[str, str]] = []
+def tokenize(
+    batch: list[Record], tokenizer: Tokenizer, dtype: np.dtype, args: argparse.Namespace, key: str = "text"
+) -> Result:
+    """The texts under `key`; what cannot be used is among the problems, in the order of the batch."""
+    texts: list[str | BadDocument] = []
     for record in batch:
         try:
-            ids = encode(parse(record, args.input_format, args.json_key), tokenizer)
+            texts.append(parse(record, args.input_format, key))
         except BadDocument as bad:
-            problems.append((record.place, str(bad)))
-            continue
-        documents.append(np.array(ids + [tokenizer.eod] if args.append_eod else ids, dtype))
+            texts.append(bad)
+    encoded = iter(encode_together([text for text in texts if isinstance(text, str)], tokenizer))
+    documents: list[np.ndarray] = []
+    problems: list[tuple[str, str]] = []
+    for record, text in zip(batch, texts, strict=True):
+        ids = next(encoded) if isinstance(text, str) else text
+        if isinstance(ids, BadDocument):
+            problems.append((record.place, str(ids)))
+        else:
+            documents.append(np.array(ids + [tokenizer.eod] if args.append_eod else ids, dtype))
     return Result(
         [len(document) for document in documents],
         np.concatenate([np.empty(0, dtype), *documents]),
@@ -45,11 +54,31 @@ def tokenize(batch: list[Record], tokenizer: Tokenizer, dtype: np.dtype, args: a
     )
 
 
-def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+def encode_together(texts: list[str], tokenizer: Tokenizer) -> list[list[int] | BadDocument]:
+    """In one call where the tokenizer has one and takes all of the texts, else one by one."""
+    if tokenizer.encode_batch is not None:
+        with contextlib.suppress(Exception):  # one by one, the text that it refuses is found
+            return [_checked_or_bad(ids, tokenizer) for ids in tokenizer.encode_batch(texts)]
+    found: list[list[int] | BadDocument] = []
+    for text in texts:
+        try:
+            ids = list(tokenizer.encode(text))
+        except Exception as error:  # whatever the libraries raise, it belongs to this document
+            found.append(BadDocument(f"the tokenizer refused it: {error}"))
+            continue
+        found.append(_checked_or_bad(ids, tokenizer))
+    return found
+
+
+def _checked_or_bad(ids: list[int], tokenizer: Tokenizer) -> list[int] | BadDocument:
     try:
-        ids = list(tokenizer.encode(text))
-    except Exception as error:  # whatever the libraries raise, it belongs to this document
-        raise BadDocument(f"the tokenizer refused it: {error}") from None
+        return checked(ids, tokenizer)
+    except BadDocument as bad:
+        return bad
+
+
+def checked(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids, if training can use them. Raises BadDocument."""
     if not ids:
         raise BadDocument("empty")
     if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
@@ -116,7 +145,8 @@ def serve(pipe: Connection, args: argparse.Namespace) -> None:
         pipe.send(tokenizer.vocab_size)
         dtype = pipe.recv()
         while True:
-            pipe.send(tokenize(pipe.recv(), tokenizer, dtype, args))
+            batch, key = pipe.recv()
+            pipe.send(tokenize(batch, tokenizer, dtype, args, key))
 
 
 @contextlib.contextmanager
@@ -131,8 +161,8 @@ def started_workers(args: argparse.Namespace) -> Iterator[list[Worker]]:
             worker.stop()
 
 
-def results(batches: Iterable[list[Record]], workers: list[Worker]) -> Iterator[Result]:
-    """Tokenize the batches; results come in the order of the input."""
+def results(batches: Iterable[list[Record]], workers: list[Worker], key: str = "text") -> Iterator[Result]:
+    """Tokenize the texts under `key`; results come in the order of the input."""
     busy: deque[Worker] = deque()
     for batch in batches:
         done = None
@@ -141,7 +171,7 @@ def results(batches: Iterable[list[Record]], workers: list[Worker]) -> Iterator[
         else:
             worker = busy.popleft()
             done = worker.receive()
-        worker.send(batch)
+        worker.send((batch, key))
         busy.append(worker)
         if done is not None:
             yield done

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from megatron.seq1f1b.commands import preprocess as preprocess_data
+from megatron.seq1f1b.preprocessing import progress
 from megatron.seq1f1b.preprocessing.documents import Record
+from megatron.seq1f1b.preprocessing.partitions import Partitions
 from megatron.seq1f1b.preprocessing.stopping import Refused
 from megatron.seq1f1b.preprocessing.tokenizer import load_megatron_tokenizer, load_tokenizer, load_trained_tokenizer
 from megatron.seq1f1b.preprocessing.workers import results, started_workers, tokenize
@@ -188,12 +190,88 @@ def test_no_more_batches_are_read_than_there_are_workers():
             self.batch = batch
 
         def receive(self):
-            return self.batch
+            return self.batch[0]
 
     read = []
     stream = results((read.append(i) or i for i in range(10)), [Echo(), Echo()])
     assert next(stream) == 0 and read == [0, 1, 2]
     assert list(stream) == list(range(1, 10))
+
+
+def test_several_keys_make_a_pair_each_under_upstreams_names(corpus, tmp_path, capsys):
+    source = tmp_path / "two.jsonl"
+    rows = [{"title": f"f {i}", "text": text} for i, text in enumerate(TEXTS[:5])]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = ["--workers", "1", "--append-eod", "--json-keys", "text", "title"]
+    assert run(corpus, source, "two", *keys) == 0
+    assert run(corpus, source, "named", "--workers", "1", "--append-eod", "--upstream-names") == 0
+    assert run(corpus, source, "plain", "--workers", "1", "--append-eod") == 0
+    assert len(dataset(corpus / "two_title_document")) == len(dataset(corpus / "two_text_document")) == 5
+    assert f"--data-path {corpus / 'two_title_document'}" in capsys.readouterr().out
+    for suffix in (".bin", ".idx"):
+        named, of_two, plain = (
+            (corpus / f"{name}{suffix}").read_bytes() for name in ("named_text_document", "two_text_document", "plain")
+        )
+        assert named == of_two == plain
+    assert run(corpus, source, "twice", "--json-keys", "text", "text") == 2
+
+
+def test_the_first_documents_alone(corpus):
+    assert run(corpus, corpus / "a.jsonl", "few", "--workers", "1", "--append-eod", "--max-documents", "7") == 0
+    few, all_of_them = dataset(corpus / "few"), dataset(corpus / "one")
+    assert len(few) == 7 and few[6].tolist() == all_of_them[6].tolist()
+    assert run(corpus, corpus / "a.jsonl", "none", "--max-documents", "0") == 2
+
+
+def test_partitions_outlive_a_kill_and_the_pair_is_the_same(corpus, monkeypatch, capsys):
+    flags = ["--append-eod", "--workers", "1", "--partitions", "3"]
+    finish, finished = Partitions.finish, []
+
+    def finish_or_die(self, number, counts):
+        if finished == [0]:
+            raise KeyboardInterrupt
+        finish(self, number, counts)
+        finished.append(number)
+
+    monkeypatch.setattr(Partitions, "finish", finish_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        run(corpus, corpus / "a.jsonl", "parts", *flags)
+    assert not (corpus / "parts.bin").exists() and (corpus / ".parts-parts").is_dir()
+    monkeypatch.setattr(
+        Partitions, "finish", lambda self, number, counts: finished.append(number) or finish(self, number, counts)
+    )
+    assert run(corpus, corpus / "a.jsonl", "parts", *flags) == 0
+    assert finished == [0, 1, 2], "the first is not made again"
+    out = capsys.readouterr().out
+    assert "1 partition(s) of an earlier run are done." in out and f"{len(TEXTS):,} documents, " in out
+    assert not (corpus / ".parts-parts").exists()
+    for suffix in (".bin", ".idx"):
+        assert (corpus / f"parts{suffix}").read_bytes() == (corpus / f"one{suffix}").read_bytes()
+
+
+def test_partitions_made_otherwise_are_made_again(corpus, monkeypatch):
+    def die(self, builder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Partitions, "merge_into", die)
+        run(corpus, corpus / "a.jsonl", "other", "--workers", "1", "--partitions", "2")
+    assert run(corpus, corpus / "a.jsonl", "other", "--workers", "1", "--partitions", "2", "--append-eod") == 0
+    assert (corpus / "other.bin").read_bytes() == (corpus / "one.bin").read_bytes()
+
+
+def test_without_a_terminal_lines_show_the_progress(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with progress.Progress(4_000_000) as shown:
+        shown.update(1_000_000, progress.Counts(10, 500))
+    line = capsys.readouterr().err
+    assert line.startswith(" 25%: 10 documents, ") and "500 tokens, " in line and line.endswith(" MB/s\n")
+
+
+def test_a_batch_is_tokenized_as_its_documents_are(corpus):
+    args = preprocess_data.parse_args(command(corpus, corpus / "a.jsonl", "one"))
+    tokenizer = load_trained_tokenizer(args)
+    assert tokenizer.encode_batch(TEXTS[:50]) == [tokenizer.encode(text) for text in TEXTS[:50]]
 
 
 def test_a_signal_leaves_nothing_behind(corpus):

@@ -60,7 +60,7 @@ def test_unreadable_and_empty_files_become_records_that_say_so(folder):
         (b'{"text": "a"', "bad JSON: Expecting ',' delimiter at column 13"),
         (b"[" * 100_000, "bad JSON"),
         (b'"text"', "not a JSON object"),
-        (b'{"txt": "a"}', r"no key 'text' \(--json-key\)"),
+        (b'{"txt": "a"}', r"no key 'text' \(--json-keys\)"),
         (b'{"text": 1}', "key 'text' is not a string"),
         (b'{"text": "\xff"}', "not UTF-8: invalid start byte at byte 10"),
     ],
