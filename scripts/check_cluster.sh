@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Check a cluster before the first job, in two minutes: software and devices alike on all ranks, messages and all-reduces
+# right and at which speed, the folder of the checkpoints. The last line is the verdict; the exit code is 1 if it is bad.
+#
+#   bash scripts/check_cluster.sh                                     # the GPUs of this machine, or two CPU processes
+#   salloc --nodes=4 --gpus-per-node=8 bash scripts/check_cluster.sh  # all nodes of a Slurm allocation
+#   bash scripts/check_cluster.sh --folder /shared/checkpoints --megabytes 256
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+: "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ -z "${GPUS_PER_NODE:-}" ]; then
+    GPUS_PER_NODE=${SLURM_GPUS_ON_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | grep -c ^GPU || true)}
+    ((GPUS_PER_NODE > 0)) || GPUS_PER_NODE=2
+fi
+
+if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
+    exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" tools/check_cluster.py "$@"
+fi
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | wc -l)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
+# shellcheck disable=SC2016 # expanded in the task
+exec srun --ntasks=$((nodes * GPUS_PER_NODE)) --ntasks-per-node="$GPUS_PER_NODE" --overcommit --kill-on-bad-exit=1 bash -c '
+export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+exec "$@"' rank "$PYTHON" tools/check_cluster.py "$@"
