@@ -17,11 +17,10 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
 
     All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients.
     """
-    chunks = list(chunks)
     modules = [module for chunk in chunks for module in chunk.modules()]
     with ExitStack() as undo:
         undo.enter_context(patched_on(modules, _deferring(store)))
-        undo.enter_context(products_left_in(store, chunks))
+        undo.enter_context(products_left_in(store, modules))
         return undo.pop_all()
 
 

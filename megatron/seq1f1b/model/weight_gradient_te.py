@@ -12,13 +12,14 @@ So the products go to our own store instead, which keeps them by unit and hands 
 through autograd, and the forward of a layer runs on aliases of its parameters, which have no hooks.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..patches import Patch, PatchTable, Scope, patched_on
 from .weight_gradient import WeightGradientStore, Work, accumulated
 
 
@@ -53,26 +54,25 @@ def aliased(layer: Any) -> list[str]:
     return [*layer.weight_names, *(layer.bias_names if adds_bias else ())]
 
 
-@contextmanager
-def products_left_in(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Module]) -> ExitStack:
     """Inside, the backward of Transformer Engine's linear layers leaves its weight gradients in `store`."""
-    layers = [layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "wgrad_store")]
+    layers = [module for module in modules if hasattr(module, "wgrad_store")]
+    if not layers:  # Transformer Engine may not be installed
+        return ExitStack()
     assert all(hasattr(layer, "weight_names") for layer in layers), "grouped products are refused at start-up"
-    kept = [layer.wgrad_store for layer in layers]
-    for layer in layers:
-        layer.wgrad_store = _Products(layer, store)
-        layer.forward = _on_aliases(layer)
-    try:
-        yield
-    finally:
-        for layer, own in zip(layers, kept, strict=True):
-            layer.wgrad_store = own
-            del layer.forward
+
+    def products(layer: Any, own: Any) -> _Products:
+        return _Products(layer, store)
+
+    base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
+    rows = (
+        Patch(f"{base}.wgrad_store", products, "assigns gradients, and does not tell units apart", wraps=True),
+        Patch(f"{base}.forward", _on_aliases, "lets hooks of parameters fire before there is a gradient", wraps=True),
+    )
+    return patched_on(layers, PatchTable(Scope.STEP, rows))
 
 
-def _on_aliases(layer: Any) -> Callable[..., Any]:
-    forward = layer.forward
-
+def _on_aliases(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
     def on_aliases(*args: Any, **kwargs: Any) -> Any:
         live = {name: layer._parameters[name] for name in aliased(layer)}
         layer._parameters.update({name: _alias(parameter) for name, parameter in live.items()})
