@@ -88,7 +88,7 @@ def _always(*args: Any) -> bool:
     return True
 
 
-def _flash(choice: KernelChoice, rule: AttentionRule, *_: Any) -> CudaFlash:
+def _fused(choice: KernelChoice, rule: AttentionRule, *_: Any) -> CudaFlash:
     return CudaFlash(rule)
 
 
@@ -108,5 +108,5 @@ _FOR_FAKES = (
 
 _AS_ON_A_GPU = (
     Patch(f"{_CHOICE}.is_on_gpu", _always, "fake tensors appear to be on the CPU"),
-    Patch(f"{_CHOICE}._flash", _flash, "flash-attn keeps as much, but need not be installed here"),
+    Patch(f"{_CHOICE}._fused", _fused, "flash-attn keeps as much, but need not be installed here"),
 )
