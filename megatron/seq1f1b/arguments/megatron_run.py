@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from ..costs import ModelShape
@@ -29,6 +30,17 @@ class MegatronRun:
     recomputes_layers: bool
 
 
+def _segment_multiple(settings: Mapping[str, Any]) -> int:
+    """Tokens that every segment has a multiple of.
+
+    Of c context-parallel ranks each holds two of 2c equal parts of a segment, and with sequence parallelism each
+    tensor-parallel rank an equal part of what they hold.
+    """
+    context = settings.get("context_parallel_size") or 1
+    tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
+    return tensor if context == 1 else context * lcm(2, tensor)
+
+
 def megatron_run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
     """Read the sizes from `settings`, which are by the names of Megatron's arguments."""
     tensor_parallel_size = settings["tensor_model_parallel_size"]
@@ -43,7 +55,6 @@ def megatron_run(settings: Mapping[str, Any], num_microbatches: int) -> Megatron
         pipeline_parallel_size=settings["pipeline_model_parallel_size"],
         num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
         tensor_parallel_size=tensor_parallel_size,
-        # With sequence parallelism every tensor-parallel rank holds an equal part of each segment.
-        segment_multiple=tensor_parallel_size if settings["sequence_parallel"] else 1,
+        segment_multiple=_segment_multiple(settings),
         recomputes_layers=settings.get("recompute_granularity") == "full",
     )

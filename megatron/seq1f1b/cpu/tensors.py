@@ -12,12 +12,13 @@ def _is_cuda(device) -> bool:
 
 
 def made_on_cpu(factory):
-    """``factory`` (``torch.zeros``, say), with a CUDA ``device`` read as the CPU."""
+    """``factory`` (``torch.zeros``, say), with a CUDA ``device`` read as the CPU, and nothing pinned for it."""
 
     @functools.wraps(factory)
     def create(*args, **kwargs):
         if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create

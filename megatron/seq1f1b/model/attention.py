@@ -18,6 +18,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, keep_documents_apart
 from .kv_cache import KVCache
 from .masks import KEEP_APART
@@ -28,8 +29,9 @@ class SegmentAttention(torch.nn.Module):
     """Drop-in for `core_attention`: query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e] to context [n, b, h·e].
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
-    is never expanded. Saved for the backward are query, output and log-sum-exp: b·h·((d + e)·w + 4) bytes per token for
-    w bytes an element; keys and values live in the KVCache of the micro-batch. A query sees at most `window` keys
+    is never expanded. With an `exchange` the n tokens are those of this context-parallel rank, which attends with its
+    share of the heads. Saved for the backward are query, output and log-sum-exp: b·h·((d + e)·w + 4) bytes per token
+    for w bytes an element; keys and values live in the KVCache of the micro-batch. A query sees at most `window` keys
     before its own; a `sink` [h] is a term in the denominator of the softmax of each head, a parameter if it is learned,
     under the name that Megatron's layers have for it.
     """
@@ -41,12 +43,14 @@ class SegmentAttention(torch.nn.Module):
         kernels: KernelChoice | None = None,
         window: int | None = None,
         sink: Tensor | None = None,
+        exchange: HeadExchange | None = None,
     ) -> None:
         super().__init__()
         scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
         self.training_rule = AttentionRule(scale, config.attention_dropout, window)
         self.evaluation_rule = AttentionRule(scale, window=window)
         self.softmax_offset = sink
+        self.exchange = exchange
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
         self.context: SegmentContext | None = None
@@ -73,11 +77,28 @@ class SegmentAttention(torch.nn.Module):
                 f"attention got packed_seq_params, but segments attend across documents; {KEEP_APART}, or drop "
                 "--sequence-splits"
             )
+        sink = self.softmax_offset
+        if self.exchange is not None:
+            query, key, value = self.exchange.to_heads(query, key, value)
+            sink = None if sink is None else self.exchange.own_heads(sink)
+        output = self._attend(query, key, value, attention_mask, sink, segment)
+        return output if self.exchange is None else self.exchange.to_tokens(output)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        sink: Tensor | None,
+        segment: Segment | None,
+    ) -> Tensor:
+        """With all tokens of the segment."""
         # The kernel applies the triangle by itself, within each of the documents of the segment.
         if attention_mask is not None and segment is not None and segment.documents is None:
             self.context.check_mask(attention_mask)
         rule = self.training_rule if self.training else self.evaluation_rule
-        kernel, sink = self.kernels.kernel(rule, query, value), self.softmax_offset
+        kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
         if segment is not None and segment.documents is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..patches import Patch, PatchTable, Scope, patched_on
 from .attention import SegmentAttention
+from .head_exchange import HeadExchange
 from .kernels import KernelChoice
 
 
@@ -31,7 +32,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
             )
             # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
             scale = getattr(layer, "softmax_scale", None)
-            replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer))
+            replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer), _exchange(layer))
             own = layer.core_attention
             replacement.train(layer.training)
             patched_on([layer], _in_place_of_attention(replacement))
@@ -81,6 +82,17 @@ def _sink(layer: Attention) -> Tensor | None:
         device = next(layer.parameters()).device
         return torch.zeros(layer.num_attention_heads_per_partition, device=device)
     return None
+
+
+def _exchange(layer: Attention) -> HeadExchange | None:
+    """What lets context-parallel ranks share the heads; raises ValueError if they are to share keys otherwise."""
+    group = layer.pg_collection.cp
+    if group.size() == 1:
+        return None
+    kind = layer.config.cp_comm_type
+    if kind != "a2a" and set(kind or ()) != {"a2a"}:
+        raise ValueError(f"segments share heads among context-parallel ranks; use --cp-comm-type a2a, not {kind}")
+    return HeadExchange(group)
 
 
 def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -19,10 +20,17 @@ from .loss_checks import LossChecks
 
 
 class LossLedger:
-    """Token counts and reports of one step, per micro-batch."""
+    """Token counts and reports of one step, per micro-batch.
 
-    def __init__(self, per_token_loss: bool) -> None:
+    The ranks of `context_parallel` each have a share of the tokens of every segment. Megatron takes the mean of their
+    means; here, too, the loss is that of the micro-batch.
+    """
+
+    def __init__(self, per_token_loss: bool, context_parallel: dist.ProcessGroup | None = None) -> None:
         self._per_token_loss = per_token_loss
+        self._context_parallel = context_parallel
+        self._num_shares = 1 if context_parallel is None else context_parallel.size()
+        self._of_micro_batches: dict[int, Tensor] = {}
         self._checks = LossChecks()
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
@@ -51,7 +59,7 @@ class LossLedger:
         if len(result) == 3:
             loss, num_tokens, report = result
             self._num_tokens[segment.microbatch].append(torch.as_tensor(num_tokens))
-            return result if segment.is_whole_sequence else (loss, torch.ones_like(num_tokens), report)
+            return result if self._is_whole(segment) else (loss, torch.ones_like(num_tokens), report)
         if not segment.is_whole_sequence:
             raise ValueError(
                 "the loss function returns (loss, report), an average whose weights are not known; with "
@@ -61,9 +69,19 @@ class LossLedger:
 
     def ready_for_backward(self, loss: Tensor, segment: Segment) -> Tensor:
         """The loss of a segment, divided by the token count of its whole micro-batch unless the step sums per token."""
-        if segment.is_whole_sequence or self._per_token_loss:
+        microbatch = segment.microbatch
+        if self._is_whole(segment) or self._per_token_loss or microbatch not in self._num_tokens:
             return loss
-        return loss / torch.clamp(sum(self._num_tokens[segment.microbatch]), min=1)
+        if microbatch not in self._of_micro_batches:
+            num_tokens = torch.stack(self._num_tokens[microbatch]).sum(dim=0)
+            if self._num_shares > 1:
+                dist.all_reduce(num_tokens, group=self._context_parallel)
+            self._of_micro_batches[microbatch] = torch.clamp(num_tokens, min=1)
+        # Megatron's gradients are means over the ranks, too.
+        return loss * self._num_shares / self._of_micro_batches[microbatch]
+
+    def _is_whole(self, segment: Segment) -> bool:
+        return segment.is_whole_sequence and self._num_shares == 1
 
     def total_num_tokens(self, device: torch.device) -> Tensor:
         """Unmasked tokens of all micro-batches; zero where no loss is computed."""

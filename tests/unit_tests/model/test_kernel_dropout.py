@@ -180,6 +180,7 @@ def test_layers_that_evaluate_get_attention_that_drops_nothing():
         torch.nn.Module.__init__(layer)
         layer.core_attention = torch.nn.Identity()
         layer.attn_mask_type, layer.layer_number = AttnMaskType.causal, 1
+        layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
         layer.config = SimpleNamespace(
             kv_channels=SIZE,
             softmax_scale=None,

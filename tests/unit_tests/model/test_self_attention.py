@@ -17,6 +17,7 @@ def attention_layer(kind, mask_type):
     torch.nn.Module.__init__(layer)
     layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
     layer.attn_mask_type, layer.layer_number = mask_type, 1
+    layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     layer.config = SimpleNamespace(
         kv_channels=8,
         softmax_scale=None,
