@@ -29,6 +29,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         packing=_packing(config, end_of_document) if config.follows_documents else None,
         meter=StepMeter(),
+        reports_on_last_rank=True,
     )
 
 
@@ -39,11 +40,10 @@ class ProgramExecutor:
     `attention_mask`. The first step makes the configuration, and raises ValueError for what is not supported.
     """
 
-    def __init__(self, options: Namespace, placement: str, keep_documents_apart: bool = False) -> None:
+    def __init__(self, options: Namespace, keep_documents_apart: bool = False) -> None:
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
         self._options = options
-        self._placement = placement
         self._keep_documents_apart = keep_documents_apart
         self._run: Callable | None = None
         self._training_steps = 0
@@ -60,7 +60,7 @@ class ProgramExecutor:
         if self._run is None:
             micro_batch_size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
-            config = pipeline_config(self._options, run, self._placement, Naming.KEYWORDS)
+            config = pipeline_config(self._options, run, Naming.KEYWORDS)
             warn_of_short_segments(config)
             warn_of_equal_lengths(config)
             warn_of_unused_flags(config, self._options)

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from .runtime import Reading
 
 
-def install(
-    add_flags: bool = False, placement: str = "looped", keep_documents_apart: bool = False, **flags: Any
-) -> None:
+def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
     """Make Megatron in this process run our schedules; to be called before a program imports Megatron.
 
     A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags`, so does every
@@ -35,14 +33,14 @@ def install(
     A program that uses megatron-core without megatron.training gives our flags here:
     `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
     schedule (1f1b if none is named), which raises ValueError in its first step for what is not supported.
-    With `placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart` no token
-    sees another document of its sequence; where those start is read from the `cu_seqlens` or the boolean
+    With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart`
+    no token sees another document of its sequence; where those start is read from the `cu_seqlens` or the boolean
     `attention_mask` [b, 1, s, s] of a batch. Raises ValueError for what is no flag.
 
     On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. With `--dry-run` a script
     rehearses its launch instead of training. Calling it again does nothing.
     """
-    is_library = bool(flags) or placement != "looped" or keep_documents_apart
+    is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
     is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
     if is_rehearsal:
@@ -58,7 +56,7 @@ def install(
     if is_library:
         from .executors import ProgramExecutor
 
-        overlay.executor = ProgramExecutor(options, placement, keep_documents_apart)
+        overlay.executor = ProgramExecutor(options, keep_documents_apart)
     overlay.patches = patched(_patches(overlay, is_library, add_flags))
     if is_rehearsal:
         from .executors import watched
@@ -81,7 +79,7 @@ def validate(args: Namespace) -> PipelineConfig:
     config = startup.validate(args)
     overlay = _installed()
     if overlay is not None:
-        overlay.config = config
+        overlay.use(config)
     return config
 
 
@@ -120,6 +118,14 @@ class Overlay:
         self.patches = ExitStack()
         self._upstream = upstream
 
+    def use(self, config: PipelineConfig) -> None:
+        """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
+        self.config = config
+        if config.places_chunks_in_a_v:
+            from . import v_chunks
+
+            self.patches.enter_context(patched(v_chunks.patches()))
+
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
         if self.executor is not None:
@@ -140,6 +146,10 @@ class Overlay:
             from megatron.training import get_args
 
             self.config = arguments.pipeline_config(get_args(), arguments.run_of_arguments(get_args()))
+            if self.config.places_chunks_in_a_v:
+                raise ValueError(
+                    "--pipeline-placement v: the script must call megatron.seq1f1b.validate before pretrain"
+                )
         return self.config
 
     def megatron_args(self) -> Namespace:
@@ -165,7 +175,7 @@ class Overlay:
                 return parser if has_our_flags(parser) else add_arguments(parser)
 
             parsed = parse_and_validate(provider, *args, **kwargs)
-            self.config = startup.validate(parsed)
+            self.use(startup.validate(parsed))
             return parsed
 
         return parse
@@ -181,6 +191,7 @@ def _installed() -> Overlay | None:
 
 def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; a program without megatron.training does not import it for our sake."""
+    from .model.local_attention import LOCAL_ATTENTION
     from .model.output_layer import needs_output_layers_without_apex, without_apex
 
     modules = ["megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel"]
@@ -193,6 +204,7 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
         )
         for module in modules
     ]
+    rows += LOCAL_ATTENTION.patches
     if not is_library:
         rows.append(
             Patch(

@@ -86,7 +86,7 @@ def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
         (["sequence_splits=2", "sequence_split_strategy=profile"], "needs sequence_split_profile"),
         (["pipeline_schedule=2f2b"], "pipeline_schedule='2f2b': invalid choice: '2f2b'"),
         (["segments=2"], "segments is not a keyword of megatron.seq1f1b.install"),
-        (["placement=w"], "unknown placement 'w'"),
+        (["pipeline_placement=w"], "pipeline_placement='w': invalid choice: 'w'"),
     ],
     ids=str,
 )

@@ -50,6 +50,11 @@ class PipelineConfig:
         return action_costs(self.partition.costs, self.run.layers_per_stage, lengths)
 
     @property
+    def places_chunks_in_a_v(self) -> bool:
+        """Whether Megatron, which builds looped chunks, has to build others."""
+        return self.schedule is not None and self.schedule.placement == "v"
+
+    @property
     def follows_documents(self) -> bool:
         """Whether our schedule keeps attention within the documents of packed sequences, whatever a batch's masks."""
         settings = self.run.settings
@@ -66,19 +71,17 @@ class PipelineConfig:
         return is_local and segments_are_possible(settings) and not packs_documents(settings)
 
 
-def pipeline_config(
-    flags: argparse.Namespace, run: MegatronRun, placement: str = "looped", naming: Naming = Naming.FLAGS
-) -> PipelineConfig:
+def pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming = Naming.FLAGS) -> PipelineConfig:
     """Turn our parsed flags into the configuration of this process.
 
     Raises ValueError for what is not supported: a sentence that names the flag, or the keyword of a program, and the
     way out.
     """
     with naming.in_errors():
-        return _pipeline_config(flags, run, placement, naming)
+        return _pipeline_config(flags, run, naming)
 
 
-def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str, naming: Naming) -> PipelineConfig:
+def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming) -> PipelineConfig:
     is_on_cpu = _is_on_cpu(flags.device)
     partition = SequencePartition(
         run=run,
@@ -89,7 +92,9 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str
         throughput=CPU_CORE if is_on_cpu else A100,
         naming=naming,
     )
-    schedule = _schedule(flags, run, placement)
+    schedule = _schedule(flags, run)
+    if flags.pipeline_placement != "looped":
+        _check_placement(flags.pipeline_placement, schedule, run)
     if schedule is not None:  # before a cut, which takes costs that an unsupported layer may not have
         _refuse_unsupported(run, schedule, flags.sequence_splits not in (None, 1) or partition.file is not None)
     if flags.sequence_splits == "auto" and partition.file is None:
@@ -105,7 +110,7 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, placement: str
         takes_authors_default=flags.has_authors_splits and flags.sequence_split_strategy is None,
     )
     if schedule is not None:
-        _check(config, placement)
+        _check(config, flags.pipeline_placement)
     return config
 
 
@@ -127,7 +132,20 @@ def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition:
     return best_num_segments(partition, schedule, _machine(flags), _device_memory(flags))
 
 
-def _schedule(flags: argparse.Namespace, run: MegatronRun, placement: str) -> ScheduleChoice | None:
+def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
+    """Raise ValueError where there is nothing to place, or it is Megatron's own schedule that would run."""
+    if schedule is None:
+        raise ValueError(
+            f"--pipeline-placement {placement} is not for Megatron's own schedules; add --pipeline-schedule auto"
+        )
+    if run.num_chunks == 1:
+        raise ValueError(
+            f"--pipeline-placement {placement} places several model chunks on each rank, but there is one; add "
+            "--num-virtual-stages-per-pipeline-rank 2"
+        )
+
+
+def _schedule(flags: argparse.Namespace, run: MegatronRun) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
         try:
             return Given(read_csv(flags.pipeline_schedule_file))
@@ -139,7 +157,7 @@ def _schedule(flags: argparse.Namespace, run: MegatronRun, placement: str) -> Sc
         name = "1f1b"
     if name is None:
         return None
-    schedule = choose(name, placement)
+    schedule = choose(name, flags.pipeline_placement)
     if isinstance(schedule, Planned) and first_unsupported(run.settings, {Scope.SPLIT_BACKWARDS}) is not None:
         schedule = replace(schedule, split=False)
     return schedule
@@ -158,6 +176,8 @@ def _refuse_unsupported(run: MegatronRun, schedule: ScheduleChoice, has_segments
         scopes.add(Scope.SEGMENTS)
     if schedule.splits_backwards:
         scopes.add(Scope.SPLIT_BACKWARDS)
+    if schedule.placement == "v":
+        scopes.add(Scope.V_CHUNKS)
     message = first_unsupported(run.settings, scopes)
     if message is not None:
         raise ValueError(message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..partition import STRATEGIES
 from ..ranks import warn_on_rank_0
-from ..schedule import FAMILY_NAMES, splitting_families
+from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 from .rehearsal_flags import add_rehearsal_flags
 
 _log = logging.getLogger(__name__)
@@ -53,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE.csv",
         help="Run the schedule in this file instead of a named one: a row for each pipeline rank, an action such as "
         "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell; see docs/schedules.md.",
+    )
+    group.add_argument(
+        "--pipeline-placement",
+        choices=PLACEMENTS,
+        default="looped",
+        help="How several model chunks of a rank lie in the depth of the model. 'looped': as Megatron's, every chunk "
+        "runs from the first pipeline rank to the last. 'v': every second chunk runs back, so that the first rank has "
+        "the embedding and, with two chunks, the loss; with --pipeline-schedule auto about half the bubble of 1F1B at "
+        "its memory. Checkpoints of the one can be loaded with the other. Default: 'looped'.",
     )
     _add_split_arguments(group)
     parser.set_defaults(has_authors_splits=False)

@@ -39,6 +39,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         latent=latent,
         experts=experts,
         expert_layers=expert_layers,
+        prediction_depth=settings.get("mtp_num_layers") or 0,
         **_window(settings),
         **_hybrid(settings),
     )

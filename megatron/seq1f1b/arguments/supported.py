@@ -25,6 +25,7 @@ class Scope(Enum):
     ANY_SCHEDULE = "with any schedule of ours"
     SEGMENTS = "with segments"
     SPLIT_BACKWARDS = f"with {_SPLITTING}, files with W"
+    V_CHUNKS = "with --pipeline-placement v"
 
 
 class Supported(NamedTuple):
@@ -79,6 +80,31 @@ def _grouped_by_transformer_engine(settings: Mapping[str, Any]) -> bool:
 
 def _has_layers(symbol: str) -> Condition:
     return lambda settings: symbol in (settings.get("hybrid_layer_pattern") or "")
+
+
+def _in_a_v(other: Condition) -> Condition:
+    in_a_v = _is("v", "pipeline_placement")
+    return lambda settings: in_a_v(settings) and other(settings)
+
+
+def _context_parallel_and(*others: Condition) -> Condition:
+    is_parallel = _above(1, "context_parallel_size")
+    return lambda settings: is_parallel(settings) and any(other(settings) for other in others)
+
+
+def _spreads_keys(settings: Mapping[str, Any]) -> bool:
+    kinds = settings.get("cp_comm_type") or ()
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    return (settings.get("context_parallel_size") or 1) > 1 and kinds != {"a2a"}
+
+
+def _predicts_within_documents(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("mtp_num_layers")) and packs_documents(settings)
+
+
+def _heads_are_no_multiple(settings: Mapping[str, Any]) -> bool:
+    heads = settings.get("num_attention_heads") or 0
+    return bool(heads // settings["tensor_model_parallel_size"] % (settings.get("context_parallel_size") or 1))
 
 
 def _recomputes(module: str) -> Condition:
@@ -144,8 +170,12 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "`--num-layers-per-virtual-pipeline-stage` and its kin",
         "tests/functional_tests/test_seq1f1b_training.py::test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile",
-        "looped chunks; V-shaped ones in programs that build their own",
         is_in_readme=True,
+    ),
+    Supported(
+        "`--pipeline-placement v`",
+        "tests/functional_tests/test_v_chunks.py::test_losses_are_those_of_looped_chunks_from_the_same_checkpoint",
+        "checkpoints are those of looped chunks; the losses of a step travel to the last rank as it ends",
     ),
     Supported(
         "`--pipeline-model-parallel-layout`",
@@ -171,6 +201,12 @@ SUPPORTED: tuple[Supported, ...] = (
         "`--group-query-attention`",
         "tests/unit_tests/model/test_kernels.py::test_segments_equal_dense_attention",
         "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
+    ),
+    Supported(
+        "`--context-parallel-size`, `--cp-comm-type a2a`",
+        _EQUALITY,
+        "ranks share the heads of a segment, whose prefix is not sent again; segments are multiples of twice the size",
+        is_in_readme=True,
     ),
     Supported(
         "`--multi-latent-attention`",
@@ -202,6 +238,12 @@ SUPPORTED: tuple[Supported, ...] = (
         "of the prefix a segment reads a window; not with the kernels of flash-attn-4",
     ),
     Supported("`--softmax-type` `off-by-one`, `learnable`", _EQUALITY),
+    Supported(
+        "`--mtp-num-layers`",
+        _EQUALITY,
+        "the last tokens of a segment predict from, and predict, those of the next",
+        is_in_readme=True,
+    ),
     Supported(
         "`--reset-position-ids`, `--eod-mask-loss`",
         "tests/functional_tests/test_documents.py::test_losses_are_those_of_megatrons_own_mask",
@@ -288,11 +330,22 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
     ),
     Scope.SEGMENTS: (
         Unsupported(
-            "--context-parallel-size above 1",
-            _above(1, "context_parallel_size"),
-            "spreads the keys of a segment over ranks",
+            "--context-parallel-size above 1 with another --cp-comm-type than a2a",
+            _spreads_keys,
+            "moves the keys and values of the whole prefix for every segment",
+            "use --cp-comm-type a2a, by which the ranks share heads",
+        ),
+        Unsupported(
+            "--context-parallel-size that does not divide the attention heads of a tensor-parallel rank",
+            _heads_are_no_multiple,
+            "gives each of its ranks an equal share of them",
+            "choose a divisor",
+        ),
+        Unsupported(
+            "--context-parallel-size above 1 with G or M of --hybrid-layer-pattern",
+            _context_parallel_and(_has_layers("G"), _has_layers("M")),
+            _NOT_YET,
             "use --context-parallel-size 1",
-            is_in_readme=True,
         ),
         Unsupported("--moe-expert-capacity-factor", _given("moe_expert_capacity_factor"), _CROWD, "drop it"),
         Unsupported(
@@ -314,11 +367,22 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "drop it",
         ),
         Unsupported(
-            "--mtp-num-layers",
-            _given("mtp_num_layers"),
-            "predicts tokens of the next segment",
-            _WHOLE,
-            is_in_readme=True,
+            "--mtp-use-repeated-layer",
+            _given("mtp_use_repeated_layer"),
+            "runs one layer several times on the same segment, whose keys would take one another's place",
+            "drop it",
+        ),
+        Unsupported(
+            "--mtp-num-layers with packed documents",
+            _predicts_within_documents,
+            "predicts tokens of the next document",
+            "drop one of them",
+        ),
+        Unsupported(
+            "--mtp-num-layers with --context-parallel-size above 1",
+            _context_parallel_and(_given("mtp_num_layers")),
+            "predicts tokens that other ranks hold",
+            "use --context-parallel-size 1",
         ),
         Unsupported("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
         Unsupported(
@@ -326,6 +390,12 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             _has_layers("D"),
             "chooses among the keys of whole sequences",
             "use * for attention",
+        ),
+        Unsupported(
+            "--hybrid-layer-pattern with / (layers of multi-token prediction)",
+            _has_layers("/"),
+            _NOT_YET,
+            "leave out what follows the /",
         ),
         Unsupported(
             "--recompute-modules gdn_norm_out",
@@ -380,6 +450,20 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             _given("moe_shared_expert_overlap"),
             "computes shared experts on a stream of their own, whose weight gradients would not be waited for",
             "drop it",
+        ),
+    ),
+    Scope.V_CHUNKS: (
+        Unsupported(
+            "--mtp-num-layers",
+            _in_a_v(_given("mtp_num_layers")),
+            "keeps a second embedding on the last rank",
+            "use --pipeline-placement looped",
+        ),
+        Unsupported(
+            "--ckpt-format torch",
+            _in_a_v(_is("torch", "ckpt_format")),
+            "keeps chunks by the rank that holds them",
+            "use --ckpt-format torch_dist",
         ),
     ),
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
+    PLACEMENTS,
     Costs,
     Placement,
     Shape,
@@ -49,7 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=count, default=8, metavar="M")
     parser.add_argument("--sequence-splits", type=count, default=1, metavar="K", help="segments of each sequence")
     parser.add_argument("--num-virtual-stages", type=count, default=1, metavar="C", help="model chunks on each rank")
-    parser.add_argument("--placement", choices=("looped", "v"), default="looped", help="of the model chunks")
+    parser.add_argument("--placement", choices=PLACEMENTS, default="looped", help="of the model chunks")
     parser.add_argument(
         "--costs",
         default="f=1,i=1,w=1",

@@ -35,6 +35,12 @@ def head_flops(model: ModelShape) -> int:
     return 2 * model.hidden_size * model.vocab_size
 
 
+def joining_flops(model: ModelShape) -> int:
+    """Of one token in the projection by which a layer that predicts one token more joins hidden states and embeddings
+    (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    return 4 * model.hidden_size**2
+
+
 def authors_flops(model: ModelShape) -> Flops:
     """Of the whole model as the authors of Seq1F1B count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
 

@@ -61,7 +61,8 @@ class ModelShape:
     `head_dim` is the size of one attention head; `vocab_size` is the padded vocabulary. `num_kv_heads` is None without
     grouped-query attention. `is_gated`: the feed-forward block has three matrices (SwiGLU) instead of two (GELU).
     `expert_layers` numbers, from 0, the layers that hold `experts`. In `window_layers` a query sees at most `window`
-    keys before its own. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
+    keys before its own. `prediction_depth` more layers, each with a projection to the vocabulary, predict tokens after
+    the next. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
     + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2.
     """
 
@@ -81,3 +82,4 @@ class ModelShape:
     pattern: str | None = None
     delta_net: DeltaNet | None = None
     mamba: Mamba | None = None
+    prediction_depth: int = 0

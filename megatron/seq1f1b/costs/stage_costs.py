@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from ..errors import ParameterError
 from ..partition import SegmentTime
 from .device_throughput import DeviceThroughput
-from .flops import head_flops, layer_flops
+from .flops import head_flops, joining_flops, layer_flops
 from .model_shape import ModelShape
 
 
@@ -80,7 +80,8 @@ def analytic_costs(
 ) -> tuple[StageCost, ...]:
     """The cost of a segment on every stage, in seconds for one sequence.
 
-    The first stage also holds the embedding, the last the projection to the vocabulary. With `recomputes_layers` (full
+    The first stage also holds the embedding, the last the layers of multi-token prediction and the projection to the
+    vocabulary. With `recomputes_layers` (full
     activation recomputation) the backward of a layer includes its forward. Raises ParameterError if the stages do not
     hold all layers of the model.
     """
@@ -105,10 +106,16 @@ def analytic_costs(
             forward += AnalyticTime(per_token=2 * model.hidden_size / device.memory)
             backward += AnalyticTime(per_token=3 * model.hidden_size / device.memory)
         if stage == len(layers_per_stage) - 1:
-            head = head_flops(model) / device.matmul
-            forward += AnalyticTime(per_token=head)
-            backward += AnalyticTime(per_token=device.matmul_backward_flops * head)
-            weight += AnalyticTime(per_token=device.matmul_backward_flops / 2 * head)
+            depth = model.prediction_depth
+            for _ in range(depth):  # as the last layer of the model
+                layer_forward, layer_backward, layer_weight = _layer(model, model.num_layers - 1, device)
+                forward += layer_forward
+                weight += layer_weight
+                backward += layer_backward + layer_forward if recomputes_layers else layer_backward
+            products = ((1 + depth) * head_flops(model) + depth * joining_flops(model)) / device.matmul
+            forward += AnalyticTime(per_token=products)
+            backward += AnalyticTime(per_token=device.matmul_backward_flops * products)
+            weight += AnalyticTime(per_token=device.matmul_backward_flops / 2 * products)
         costs.append(StageCost(forward, backward, weight, forward + backward))
         first += num_layers
     return tuple(costs)

@@ -69,6 +69,10 @@ def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.Process
     object_list[:] = [obj] * len(object_list)
 
 
+def _own_objects(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    """They stay as they are."""
+
+
 def _fake_group(new_group: Callable) -> Callable:
     def new_fake_group(*args: Any, **kwargs: Any) -> Any:
         return new_group(*args, **(kwargs | {"backend": "fake", "pg_options": None}))
@@ -98,6 +102,7 @@ _FOR_FAKES = (
     Patch("torch.nn.Module._apply", _apply, "swaps the contents of parameters, which fake ones do not take"),
     Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
+    Patch("torch.distributed.broadcast_object_list", _own_objects, "reads sizes that others would send"),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", _no_norm, "reads the norm of every gradient"),
     Patch(
         "megatron.training.training.logical_and_across_model_parallel_group",

@@ -23,6 +23,7 @@ class SegmentIterator:
         self._kept: dict[int, Any] = {}
         self._read = 0
         self._segment: Segment | None = None
+        self.latest: Any = None  # the whole batch of the segment that was handed out last
 
     def at(self, segment: Segment) -> "SegmentIterator":
         """Make `next()` give this segment."""
@@ -36,6 +37,7 @@ class SegmentIterator:
         segment = self._segment
         self._read_to(segment.microbatch + 1)
         batch = self._kept.pop(segment.microbatch) if segment.is_last else self._kept[segment.microbatch]
+        self.latest = batch
         if segment.is_whole_sequence:
             return batch
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from ..model import (
     Documents,
+    PredictionHeads,
     Segment,
     SegmentContext,
     WeightGradientStore,
@@ -20,6 +22,7 @@ from ..model import (
     defer_weight_gradients,
     refuse_attention_to_later_tokens,
 )
+from ..patches import patched
 from ..schedule import Channel, CostsOfLengths, Kind, Placement, ScheduleChoice, Shape
 from .agreement import check_agreement
 from .call import Call
@@ -29,12 +32,14 @@ from .data import SegmentIterator
 from .documents import Packing, documents_of_step
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Services, Step
+from .look_ahead import look_ahead
 from .loss import LossLedger
 from .meter import Reading, StepMeter
 from .plan import Plan
 from .program import Program
 from .recorder import Recorder
 from .segmentation import Segmentation
+from .tied_embeddings import add_up_tied_embeddings
 from .tracer import Tracer
 
 
@@ -44,7 +49,8 @@ class PipelineExecutor:
     `cut(sequence_length)` gives the lengths of the segments if there are several; `costs(lengths)` what `auto` plans
     for, equal costs if it is None. `sequence_length_is(length)` is entered around the user's forward step, for code
     that derives shapes from a global sequence length. With `packing` attention stays within the documents of a
-    sequence. A `meter` measures every training step. No state of a step survives it.
+    sequence. A `meter` measures every training step. With `reports_on_last_rank` the last rank of the pipeline has the
+    reports, too, where another computes the loss. No state of a step survives it.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class PipelineExecutor:
         packing: Packing | None = None,
         costs: CostsOfLengths | None = None,
         meter: StepMeter | None = None,
+        reports_on_last_rank: bool = False,
     ) -> None:
         self._plan = Plan(schedule, costs, one_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
         self._segmentation = Segmentation(num_segments, cut, packing)
@@ -65,6 +72,7 @@ class PipelineExecutor:
         self._timeout = timeout
         self._tracer = tracer
         self._meter = meter
+        self._reports_on_last_rank = reports_on_last_rank
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -141,13 +149,15 @@ class PipelineExecutor:
     def _run(self, step: Step, program: Program, shape: Shape) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
         call, lengths = step.call, self._segmentation.common_lengths(step.call.seq_length)
-        losses = LossLedger(call.config.calculate_per_token_loss)
+        losses = LossLedger(call.config.calculate_per_token_loss, call.groups.cp)
         sync = GradientSync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             around.callback(sync.close)
             recorders: list[Recorder | StepMeter] = []
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, call.chunks))
+            if (prediction := self._prediction_heads(step, shape)) is not None:
+                around.enter_context(patched(prediction.patches()))
             if self._tracer is not None and not call.forward_only:
                 tracing = self._tracer.step(self._plan.name, shape, call.pipeline, call.device, lengths)
                 recorder = around.enter_context(tracing)
@@ -179,7 +189,33 @@ class PipelineExecutor:
                     num_tokens = losses.total_num_tokens(call.device)
                     _take_from_last_stage(num_tokens, shape.placement, call.pipeline)
                 call.finalize(num_tokens)
-        return losses.reports()
+                add_up_tied_embeddings(call.chunks)
+        reports = losses.reports()
+        return self._on_last_rank(reports, shape.placement, call.pipeline) if self._reports_on_last_rank else reports
+
+    def _on_last_rank(self, reports: list[Any], placement: Placement, pipeline: dist.ProcessGroup) -> list[Any]:
+        """The reports where Megatron's training loop looks for them; it waits for the GPU there, too."""
+        source = placement.rank_of(placement.num_stages - 1)
+        if source == placement.num_ranks - 1:
+            return reports
+        sent = [tree_map(_to_cpu, reports)]
+        dist.broadcast_object_list(sent, dist.get_process_group_ranks(pipeline)[source], group=pipeline)
+        if pipeline.rank() != placement.num_ranks - 1:
+            return reports
+        device = torch.device(torch.cuda.current_device())
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, sent[0])
+
+    def _prediction_heads(self, step: Step, shape: Shape) -> PredictionHeads | None:
+        """For the rank with the last stage of a model with multi-token prediction, whose sequences are cut."""
+        call, last = step.call, shape.num_stages - 1
+        depth = getattr(call.config, "mtp_num_layers", None)
+        if not depth or shape.num_segments == 1 or shape.placement.rank_of(last) != step.rank:
+            return None
+        batches = step.batches[shape.placement.chunk_of(last)]
+        return PredictionHeads(
+            self._context,
+            lambda segment: look_ahead(batches, segment, call.micro_batch_size, depth, call.groups.tp, call.device),
+        )
 
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement
@@ -204,6 +240,10 @@ class PipelineExecutor:
         if plan not in self._agreed:
             check_agreement(plan)
             self._agreed.add(plan)
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:

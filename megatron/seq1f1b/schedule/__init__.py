@@ -14,7 +14,7 @@ from .families import FAMILIES
 from .files import UNUSABLE, read_json, reason
 from .lowering import Channel, channel_of, lower
 from .memory import peak_memory, peak_units
-from .placement import Placement
+from .placement import PLACEMENTS, Placement
 from .schedule import Schedule, Shape
 from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate
@@ -31,6 +31,7 @@ __all__ = [
     "Given",
     "Kind",
     "Named",
+    "PLACEMENTS",
     "Placement",
     "Planned",
     "Schedule",

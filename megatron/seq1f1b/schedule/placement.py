@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+PLACEMENTS = ("looped", "v")
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -21,7 +23,7 @@ class Placement:
             raise ValueError(
                 f"a placement needs at least one rank and one model chunk, not {self.num_ranks} and {self.num_chunks}"
             )
-        if self.style not in ("looped", "v"):
+        if self.style not in PLACEMENTS:
             raise ValueError(f"unknown placement {self.style!r}; it is 'looped' or 'v'")
 
     @property

@@ -102,6 +102,7 @@ def _check_model(folder: Path, saved: Path, args: Namespace) -> None:
     there = common.get("args")
     if there is None:
         return
+    _check_placement(folder, saved, there, args)
     for name in _OF_THE_MODEL:
         if hasattr(there, name) and hasattr(args, name) and getattr(there, name) != getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
@@ -109,6 +110,19 @@ def _check_model(folder: Path, saved: Path, args: Namespace) -> None:
                 f"--load {folder}: {saved.name} is of another model, with {flag} {getattr(there, name)} instead of "
                 f"{getattr(args, name)}; give the flags of that model, or another folder"
             )
+
+
+def _check_placement(folder: Path, saved: Path, there: Namespace, args: Namespace) -> None:
+    """Megatron's usual form of the distributed optimizer's state names ranks, not layers, and would load anywhere."""
+    placements = [getattr(each, "pipeline_placement", "looped") for each in (there, args)]
+    is_by_ranks = getattr(there, "use_distributed_optimizer", False) and not getattr(
+        there, "dist_ckpt_optim_fully_reshardable", False
+    )
+    if placements[0] != placements[1] and is_by_ranks and not args.no_load_optim:
+        raise ValueError(
+            f"--load {folder}: the optimizer's state in {saved.name} is by ranks with --pipeline-placement "
+            f"{placements[0]}; give that, or --no-load-optim, or save with --dist-ckpt-optim-fully-reshardable"
+        )
 
 
 def _unreadable(folder: Path, saved: Path, name: str, error: Exception) -> ValueError:

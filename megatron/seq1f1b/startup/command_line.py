@@ -154,6 +154,8 @@ def _scopes(args: Namespace) -> set[Scope]:
         scopes.add(Scope.SEGMENTS)
     if schedule in splitting_families() and schedule != "auto":  # which plans without, where that is not possible
         scopes.add(Scope.SPLIT_BACKWARDS)
+    if getattr(args, "pipeline_placement", None) == "v":
+        scopes.add(Scope.V_CHUNKS)
     return scopes
 
 

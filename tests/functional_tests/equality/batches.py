@@ -1,5 +1,7 @@
 """The micro-batches of a case: random tokens, with masked losses and packed documents."""
 
+from itertools import pairwise
+
 import torch
 
 from functional_tests.equality.cases import Case
@@ -22,10 +24,22 @@ def batches(case: Case, first: int, step: int):
         batch = {
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
-            "loss_mask": loss_mask,
+            "loss_mask": loss_mask.double(),  # since Megatron divides sums of it
             "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
         }
-        yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
+        if case.packed == "apart":
+            yield from apart(batch | packed(tokens[:, :-1], "tokens"), microbatch)
+        else:
+            yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
+
+
+def apart(batch: dict, microbatch: int):
+    """Each document of a batch as a batch of its own, with the number of the micro-batch that it is from."""
+    starts = batch["position_ids"] == 0
+    for row, found in enumerate(starts):
+        bounds = [*found.nonzero().flatten().tolist(), SEQUENCE]
+        for start, end in pairwise(bounds):
+            yield {name: entry[row : row + 1, start:end] for name, entry in batch.items()} | {"part_of": microbatch}
 
 
 def packed(tokens: torch.Tensor, form: str) -> dict:

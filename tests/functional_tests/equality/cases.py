@@ -14,6 +14,7 @@ class Layout:
     pipeline: int = 1
     chunks: int = 1
     tensor: int = 1
+    context: int = 1
     sequence_parallel: bool = False
     expert: int = 1
     expert_tensor: int | None = None
@@ -42,7 +43,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One step. Where sequences are `packed`, it says how a batch tells of documents."""
+    """One step. Segments are multiples of `multiple` tokens; where sequences are `packed`, it says how a batch tells of
+    documents.
+    """
 
     family: str
     k: int
@@ -50,6 +53,7 @@ class Case:
     split: str
     mask: str
     packed: str | None = None
+    multiple: int = 2
 
     @property
     def label(self) -> str:
@@ -59,6 +63,6 @@ class Case:
     @property
     def lengths(self) -> tuple[int, ...]:
         if self.split in ("even", "documents"):
-            return even(SEQUENCE, self.k, 2)
-        shrinking = [2 * (self.k - i) for i in range(self.k)]  # uneven, and even numbers for two tensor ranks
+            return even(SEQUENCE, self.k, self.multiple)
+        shrinking = [self.multiple * (self.k - i) for i in range(self.k)]
         return (SEQUENCE - sum(shrinking[1:]), *shrinking[1:])

@@ -45,7 +45,9 @@ class References:
             sequence_parallel=layout.sequence_parallel,
             expert_tensor=layout.expert_tensor,
         )
-        cases = [replace(case, packed=case.packed and "mask") for case in cases]
+        # Megatron's recurrent layers on a CPU go on from one document to the next.
+        form = "apart" if model.has_recurrent_layers else "mask"
+        cases = [replace(case, packed=case.packed and form) for case in cases]
         model = replace(model, transformer_engine=None)
         chunks = None
         found = []

@@ -12,6 +12,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
+from megatron.seq1f1b.model import use_segment_attention
+from megatron.seq1f1b.model.local_attention import LOCAL_ATTENTION
+from megatron.seq1f1b.patches import patched
+from megatron.seq1f1b.v_chunks import at_stage, building
 
 
 def use_ranks(layout: Layout) -> None:
@@ -20,7 +24,7 @@ def use_ranks(layout: Layout) -> None:
     Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
     """
     sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None, layout.expert
-    sizes += (layout.expert_tensor or layout.tensor,)
+    sizes += layout.expert_tensor or layout.tensor, layout.context
     if parallel_state.model_parallel_is_initialized():
         now = (
             parallel_state.get_tensor_model_parallel_world_size(),
@@ -28,17 +32,19 @@ def use_ranks(layout: Layout) -> None:
             parallel_state.get_virtual_pipeline_model_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
         )
         if now == sizes:
             return
         for group in filter(None, parallel_state._global_process_group_list):
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
-    tensor, pipeline, chunks, expert, expert_tensor = sizes
+    tensor, pipeline, chunks, expert, expert_tensor, context = sizes
     parallel_state.initialize_model_parallel(
         tensor,
         pipeline,
         virtual_pipeline_model_parallel_size=chunks,
+        context_parallel_size=context,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
     )
@@ -53,16 +59,21 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         sequence_parallel=layout.sequence_parallel,
+        context_parallel_size=layout.context,
+        cp_comm_type="a2a",
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
-    config.finalize_model_grads_func = finalize_v if layout.style == "v" else finalize_model_grads
+    config.finalize_model_grads_func = finalize_model_grads
     chunks = []
     for chunk in range(layout.chunks):
         stage = layout.placement.stage_of(parallel_state.get_pipeline_model_parallel_rank(), chunk)
         is_last = stage == layout.pipeline * layout.chunks - 1
         number = chunk if layout.chunks > 1 else None
-        chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
+        with patched(building(layout.placement, stage)), patched(LOCAL_ATTENTION):
+            chunks.append(model.build(config, stage == 0, is_last, number, groups_of(layout, stage)))
+    if layout.context > 1:  # as the training scripts do, for sequences that are not cut
+        use_segment_attention(chunks)
     with torch.no_grad():
         for name, param in named(chunks):
             param.copy_(initial(name, param))
@@ -81,19 +92,6 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     return wrapped
 
 
-class Depth:
-    """Stands for the pipeline group while Megatron builds a chunk: which of its layers they are follows from `rank`."""
-
-    def __init__(self, stage: int, size: int) -> None:
-        self._rank, self._size = stage % size, size
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-
 def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollection | None:
     """Megatron's groups; of the ranks of a V no two share an embedding, and their chunks lie as deep as their stage."""
     if layout.style == "looped":
@@ -101,18 +99,8 @@ def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollectio
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.embd = groups.pos_embd = groups.cp  # of this rank alone
     if stage is not None:
-        groups.pp = Depth(stage, layout.pipeline)
+        groups = at_stage(layout.placement, stage, groups)
     return groups
-
-
-def finalize_v(chunks, *args, **kwargs) -> None:
-    """In a V rank 0 has the embedding and the output layer, so tied ones are summed there."""
-    finalize_model_grads(chunks, *args, **kwargs)
-    first, last = chunks[0].module, chunks[-1].module
-    if first.pre_process and first.share_embeddings_and_output_weights:
-        embedding, output = (model.shared_embedding_or_output_weight().main_grad for model in (first, last))
-        embedding += output
-        output.copy_(embedding)
 
 
 def _bare_if_one(hooks: list):
@@ -167,7 +155,7 @@ def initial(name: str, param: torch.Tensor) -> torch.Tensor:
 
 
 def replicas_of(layout: Layout) -> int:
-    return dist.get_world_size() // (layout.pipeline * layout.tensor)
+    return dist.get_world_size() // (layout.pipeline * layout.tensor * layout.context)
 
 
 def has_loss(layout: Layout) -> bool:

@@ -107,17 +107,22 @@ class Model:
         if self.pattern is not None:
             return self._build_hybrid(config, is_first, is_last, chunk, groups)
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
+        has_their_layers = self.transformer_engine is not None
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=has_their_layers,
+            normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
+            vp_stage=chunk,
+        )
+        heads = {}
+        if config.mtp_num_layers:
+            heads["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, has_their_layers, vp_stage=chunk)
         return GPTModel(
             config,
-            get_gpt_decoder_block_spec(
-                config,
-                use_transformer_engine=self.transformer_engine is not None,
-                normalization=config.normalization,
-                qk_l2_norm=config.qk_l2_norm,
-                vp_stage=chunk,
-            ),
+            spec,
             VOCABULARY,
             SEQUENCE,
             pre_process=is_first,
@@ -126,6 +131,7 @@ class Model:
             share_embeddings_and_output_weights=self.tied,
             vp_stage=chunk,
             pg_collection=groups,
+            **heads,
             **dict(self.gpt),
         ).to(self.dtype)
 

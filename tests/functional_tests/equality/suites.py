@@ -82,6 +82,8 @@ def v_suite(pipeline: int):
         yield model, layout, few_cases(("1f1b", "zb-h1", "auto"))
     for variant in ({"per_token_loss": True}, {"tied": True, "positions": "learned_absolute", "recompute": "full"}):
         yield replace(model, **variant), layout, few_cases(("1f1b", "auto"))
+    if pipeline == 2:
+        yield hybrid("G*-M"), layout, few_cases(("auto",))[2:3]
 
 
 def v_overlap_suite():
@@ -231,7 +233,51 @@ def recurrent_tensor_suite():
         yield hybrid("G*M-"), Layout(tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))[1:3]
 
 
+def context_cases(families=("1f1b",)):
+    """As `few_cases`, in multiples of what two context-parallel ranks need."""
+    for family in families:
+        for k, m, split, mask in (
+            (1, 2, "even", "random"),
+            (2, 1, "uneven", "random"),
+            (3, 5, "uneven", "random"),
+            (4, 2, "even", "segment"),
+            (5, 2, "uneven", "random"),
+        ):
+            yield Case(family, k, m, split, mask, multiple=4)
+
+
+def context_suite(pipeline: int):
+    """Heads shared among context-parallel ranks: with more KV heads than ranks or fewer, sinks, windows, documents."""
+    layout, cases = Layout(pipeline=pipeline, context=2), list(context_cases())
+    yield Model(), layout, cases
+    if pipeline > 1:
+        yield Model(kv_heads=1), layout, list(context_cases(("zb-h1",)))[2:3]
+        return
+    yield replace(Model(kv_heads=1), positions="learned_absolute", tied=True, recompute="selective"), layout, cases[1:3]
+    yield replace(Model(kv_heads=2), dtype=torch.float32, per_token_loss=True), layout, cases[2:4]
+    sliding = Model().with_config(window_size=(9, 0), window_attn_skip_freq=2, softmax_type="learnable")
+    yield replace(sliding, recompute="full"), replace(layout, overlap=True, distributed_optimizer=True), cases[1:3]
+    yield latent(), layout, cases[2:3]
+    packed = [
+        replace(case, packed=form) for case, form in zip(cases[:3], ("tokens", "cu_seqlens", "mask"), strict=True)
+    ]
+    yield Model(), layout, packed
+    yield balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1), layout, cases[1:3]
+
+
+def prediction_suite():
+    """Two more tokens are predicted, also across segments that are shorter than that."""
+    layout, cases = Layout(pipeline=2), few_cases()
+    model = Model().with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
+    yield model, layout, cases + few_cases(("zb-h1",))[1:3]
+    yield replace(model, per_token_loss=True), layout, cases[1:3]
+    yield replace(model, recompute="full"), Layout(pipeline=2, chunks=2), cases[2:3]
+
+
 RANKS = {
+    "pp2-mtp": 2,
+    "tp2-mtp": 2,
+    "cp2": 2,
     "transformer-engine": 2,
     "pp1": 1,
     "pp2": 2,
@@ -282,6 +328,15 @@ def transformer_engine_suite():
 
 
 SUITES = {
+    "pp2-mtp": prediction_suite,
+    "tp2-mtp": lambda: [
+        (
+            Model().with_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.7),
+            Layout(tensor=2, sequence_parallel=True),
+            few_cases()[1:3],
+        )
+    ],
+    "cp2": lambda: context_suite(1),
     "transformer-engine": transformer_engine_suite,
     "pp1": lambda: pipeline_suite(1),
     "pp2": lambda: pipeline_suite(2),

@@ -61,6 +61,24 @@ def test_a_schedule_alone_keeps_sequences_whole():
     assert (config.schedule, config.cut(16384)) == (Named("1f1b"), (16384,))
 
 
+def test_chunks_in_a_v_are_for_schedules_of_ours_with_several_chunks():
+    v, auto = ("--pipeline-placement", "v"), ("--pipeline-schedule", "auto")
+    config = pipeline_config(parsed(*v, *auto, virtual_pipeline_model_parallel_size=2))
+    assert config.places_chunks_in_a_v and config.schedule == Planned(placement="v")
+    assert not pipeline_config(parsed(*auto, virtual_pipeline_model_parallel_size=2)).places_chunks_in_a_v
+    with pytest.raises(ValueError, match="is not for Megatron's own schedules; add --pipeline-schedule auto"):
+        pipeline_config(parsed(*v, virtual_pipeline_model_parallel_size=2))
+    with pytest.raises(ValueError, match="but there is one; add --num-virtual-stages-per-pipeline-rank 2"):
+        pipeline_config(parsed(*v, *auto))
+
+
+def test_segments_have_an_equal_part_for_every_rank_that_shares_them():
+    for context, tensor, multiple in ((1, 1, 1), (1, 4, 4), (2, 1, 4), (2, 4, 8), (4, 3, 24)):
+        sizes = {"context_parallel_size": context, "tensor_model_parallel_size": tensor, "sequence_parallel": True}
+        assert run_of_arguments(parsed(**sizes)).segment_multiple == multiple
+    assert run_of_arguments(parsed(context_parallel_size=2, tensor_model_parallel_size=4)).segment_multiple == 4
+
+
 def test_the_authors_flags_mean_the_same():
     ours = parsed("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp")
     theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")
@@ -147,7 +165,7 @@ def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_paral
         (["--sequence-splits", "4"], {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
         (["--sequence-splits", "4"], {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
         (["--sequence-splits", "4"], {"moe_router_load_balancing_type": ["quantile_balancing"]}, "quantile_balancing"),
-        (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --context-parallel-size 1"),
+        (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --cp-comm-type a2a"),
         (["--sequence-splits", "4"], {"log_max_attention_logit": True}, "drop it"),
         (
             ["--sequence-splits", "4"],

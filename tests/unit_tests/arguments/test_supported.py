@@ -17,12 +17,33 @@ ROOT = Path(__file__).resolve().parents[3]
 SETTINGS = {
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "multi-token prediction on a pipeline stage of its own": {"mtp_standalone": True},
-    "--context-parallel-size above 1": {"context_parallel_size": 2},
+    "--mtp-num-layers with packed documents": {"mtp_num_layers": 1, "sft": True},
+    "--mtp-num-layers with --context-parallel-size above 1": {
+        "mtp_num_layers": 1,
+        "context_parallel_size": 2,
+        "cp_comm_type": ["a2a"],
+    },
+    "--context-parallel-size above 1 with another --cp-comm-type than a2a": {
+        "context_parallel_size": 2,
+        "cp_comm_type": ["p2p"],
+    },
+    "--context-parallel-size that does not divide the attention heads of a tensor-parallel rank": {
+        "context_parallel_size": 64,
+        "cp_comm_type": ["a2a"],
+    },
+    "--context-parallel-size above 1 with G or M of --hybrid-layer-pattern": {
+        "context_parallel_size": 2,
+        "cp_comm_type": ["a2a"],
+        "hybrid_layer_pattern": "*G",
+        "padded_vocab_size": None,  # so that no sizes are looked for
+    },
     "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
     "--moe-router-load-balancing-type sinkhorn, quantile_balancing": {"moe_router_load_balancing_type": ["sinkhorn"]},
-    "--mtp-num-layers": {"mtp_num_layers": 1},
+    "--mtp-num-layers": {"mtp_num_layers": 1, "virtual_pipeline_model_parallel_size": 2},
+    "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
     "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
     "--hybrid-layer-pattern with D (sparse attention)": {"hybrid_layer_pattern": "*D"},
+    "--hybrid-layer-pattern with / (layers of multi-token prediction)": {"hybrid_layer_pattern": "*-/*-"},
     "--recompute-modules gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
     "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
     "--window-size with tokens after the query": {"window_size": (128, 1)},
@@ -48,6 +69,7 @@ FLAGS = {
     Scope.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
     Scope.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
     Scope.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
+    Scope.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
 }
 ROWS = [(scope, row) for scope, rows in UNSUPPORTED.items() for row in rows]
 

@@ -49,6 +49,16 @@ def test_a_hybrid_is_cut_between_even_and_attention_alone():
     assert spread(even(LENGTH, 4, 1)) < spread(mixed) < spread(attention)
 
 
+def test_predicting_more_tokens_takes_the_last_stage_a_layer_a_projection_and_a_head_each():
+    plain, more = (
+        analytic_costs(replace(MODEL, prediction_depth=depth), (4, 4), replace(A100, overhead=0.0)) for depth in (0, 2)
+    )
+    assert more[0] == plain[0]
+    layer = analytic_costs(replace(MODEL, num_layers=2), (1, 1), replace(A100, overhead=0.0))[1].forward(1000, 3000)
+    joined = 2 * 2000 * 4 * MODEL.hidden_size**2 / A100.matmul
+    assert more[1].forward(1000, 3000) == pytest.approx(plain[1].forward(1000, 3000) + 2 * layer + joined)
+
+
 def test_windows_make_the_balanced_cut_even():
     every = replace(MODEL, window=512, window_layers=tuple(range(8)))
     half = replace(MODEL, window=512, window_layers=(0, 2, 4, 6))

@@ -1,0 +1,92 @@
+"""Multi-token prediction on one segment: its last tokens predict from, and predict, tokens of the next.
+
+Megatron shifts tokens, positions, labels and loss mask by one for each token more that it predicts, and fills the end
+with zeros. Here the end of a segment is filled with what follows it, and the loss of a micro-batch is divided by the
+number of its tokens, not of a segment's.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..patches import Patch, PatchTable, Scope
+from .segment import Segment, SegmentContext
+
+
+class Ahead(Protocol):
+    """What follows a segment; see runtime/look_ahead.py."""
+
+    entries: dict[str, Tensor]
+    counts: Tensor
+
+
+class PredictionHeads:
+    """Stands between Megatron's multi-token prediction and its shifts during one step.
+
+    `ahead(segment)` gives what follows a segment.
+    """
+
+    def __init__(self, context: SegmentContext, ahead: Callable[[Segment], Ahead]) -> None:
+        self._context = context
+        self._look_ahead = ahead
+        self._segment: Segment | None = None
+        self._ahead: Ahead | None = None
+        # What Megatron is about to shift: the entry of the batch, and the tokens that it will then be shifted by.
+        self._shifts: Iterator[tuple[str, int]] = iter(())
+
+    def patches(self) -> PatchTable:
+        """What has to be bound while the step runs."""
+        module = "megatron.core.transformer.multi_token_prediction"
+        shifts = "fills the end of a segment with zeros"
+        loss = "divides by the tokens of a segment"
+        return PatchTable(
+            Scope.STEP,
+            (
+                Patch(f"{module}.roll_tensor", self._shifted, shifts),
+                Patch(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts, wraps=True),
+                Patch("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss, wraps=True),
+                Patch("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss, wraps=True),
+            ),
+        )
+
+    def _shifted(self, tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """In place of `roll_tensor`: [b, n] without its first token, with one that follows, and the sum of the mask."""
+        name, shift = next(self._shifts)
+        ahead = self._now()
+        following = ahead.entries[name][:, shift - 1 : shift].to(tensor.dtype)
+        return torch.cat((tensor[:, 1:], following), dim=1), ahead.counts[shift].to(tensor.dtype)
+
+    def _embeddings(self, upstream: Callable) -> Callable:
+        @wraps(upstream)
+        def embeddings(layer: Any, *args: Any, **options: Any) -> Any:
+            self._shifts = iter([("tokens", layer.layer_number), ("position_ids", layer.layer_number)])
+            return upstream(layer, *args, **options)
+
+        return embeddings
+
+    def _loss(self, upstream: Callable) -> Callable:
+        @wraps(upstream)
+        def loss(*, labels: Tensor, config: Any, **options: Any) -> Tensor:
+            if labels is None:
+                raise ValueError("multi-token prediction on segments needs labels; drop --sequence-splits")
+            depth = config.mtp_num_layers
+            self._shifts = ((name, shift) for shift in range(1, depth + 1) for name in ("labels", "loss_mask"))
+            if config.calculate_per_token_loss:
+                # Megatron multiplies by the number of unmasked tokens, by which the sum over all losses is divided.
+                config = copy(config)
+                config.calculate_per_token_loss = False
+                config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * self._now().counts[0]
+            return upstream(labels=labels, config=config, **options)
+
+        return loss
+
+    def _now(self) -> Ahead:
+        """Found once for a segment."""
+        if self._segment is not self._context.segment:
+            self._segment = self._context.segment
+            self._ahead = self._look_ahead(self._segment)
+        return self._ahead

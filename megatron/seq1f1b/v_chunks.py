@@ -1,0 +1,174 @@
+"""Model chunks of `--pipeline-placement v`, built by code of Megatron's that places chunks looped.
+
+Megatron derives what a chunk is made of (its layers, the embedding, the loss) from its rank and its number there.
+Here a chunk that runs back is built as on the rank where a looped chunk would lie as deep. Its layers bear the numbers
+of their depth, by which checkpoints name them: those of V-shaped and of looped chunks are interchangeable.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+
+from .patches import Patch, PatchTable, Scope, patched
+from .schedule import Placement
+
+# As it is while no chunk is built.
+_pipeline_rank = parallel_state.get_pipeline_model_parallel_rank
+
+
+class Depth:
+    """Stands for the pipeline group of a chunk that runs back: its rank is that of the looped chunk of its stage."""
+
+    def __init__(self, stage: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = stage % num_ranks, num_ranks
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._num_ranks
+
+
+def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
+    """Megatron's process groups, for building the chunk of `stage`.
+
+    Megatron takes the groups of a step from those of the first chunk, which never runs back.
+    """
+    if placement.rank_of(stage) == stage % placement.num_ranks:
+        return groups
+    found = copy(groups)
+    found.pp = Depth(stage, placement.num_ranks)
+    return found
+
+
+def building(placement: Placement, stage: int) -> PatchTable:
+    """What Megatron asks for besides its process groups while it builds the chunk of `stage`."""
+    reason = "a chunk that runs back lies as deep as the looped one of another rank"
+    depth = Depth(stage, placement.num_ranks)
+    state = "megatron.core.parallel_state"
+    return PatchTable(
+        Scope.STEP,
+        (
+            Patch(f"{state}.get_pipeline_model_parallel_rank", depth.rank, reason),
+            Patch(
+                "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
+                partial(partial, _part_of_stage, stage),
+                reason,
+                wraps=True,
+            ),
+        ),
+    )
+
+
+def _part_of_stage(
+    stage: int, select: Callable, pattern: str, pipeline: Any, chunk: int, *rest: Any, **more: Any
+) -> Any:
+    """In a pipeline of one rank, Megatron numbers parts of a pattern by depth."""
+    return select(pattern, None, stage, *rest, **more)
+
+
+def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
+    """Start tied embeddings with the same values where the embedding and the output layer are chunks of one rank.
+
+    Megatron ties those of two ranks, by an all-reduce.
+    """
+    first, last = (get_attr_wrapped_model(chunks[end], "pre_process", return_model_obj=True) for end in (0, -1))
+    if first is not last and first.pre_process and last.post_process and first.share_embeddings_and_output_weights:
+        last.shared_embedding_or_output_weight().data.copy_(first.shared_embedding_or_output_weight().data)
+
+
+def patches() -> PatchTable:
+    """What makes Megatron's training loop build, feed and save V-shaped chunks."""
+    built = "builds looped chunks"
+    return PatchTable(
+        Scope.INSTALLED,
+        (
+            Patch("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built, wraps=True),
+            Patch("megatron.training.training.get_model", _v_shaped, built, wraps=True),
+            Patch(
+                "megatron.core.parallel_state.is_pipeline_last_stage",
+                _is_last_stage,
+                "seeks the loss on the last rank",
+                wraps=True,
+            ),
+            Patch(
+                "megatron.core.parallel_state.default_embedding_ranks",
+                _embedding_ranks,
+                "seeks the output layer, whose weights may be the embedding's, on the last rank",
+                wraps=True,
+            ),
+            Patch(
+                "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.get_layer_offset",
+                _layer_offset,
+                "counts the layers before a looped chunk",
+                wraps=True,
+            ),
+        ),
+    )
+
+
+def _placement() -> Placement:
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    return Placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks, "v")
+
+
+def _v_shaped(build_chunks: Callable) -> Callable:
+    """Megatron's functions that build all chunks of a rank by the function for one that they are given first."""
+
+    @wraps(build_chunks)
+    def build(build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
+        chunks = build_chunks(partial(_build, build_one), *args, **options)
+        tie_embeddings(chunks)
+        return chunks
+
+    return build
+
+
+def _build(build_one: Callable, *groups: Any, vp_stage: int | None = None, **options: Any) -> torch.nn.Module:
+    if vp_stage is None:
+        return build_one(*groups, **options)
+    placement = _placement()
+    stage = placement.stage_of(_pipeline_rank(), vp_stage)
+    options |= {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1, "vp_stage": vp_stage}
+    if "pg_collection" in options:
+        options["pg_collection"] = at_stage(placement, stage, options["pg_collection"])
+    groups = tuple(at_stage(placement, stage, each) for each in groups)
+    with patched(building(placement, stage)):
+        return build_one(*groups, **options)
+
+
+def _is_last_stage(upstream: Callable[..., bool]) -> Callable[..., bool]:
+    @wraps(upstream)
+    def is_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if ignore_virtual or vp_stage is None:
+            return upstream(ignore_virtual, vp_stage)
+        placement = _placement()
+        return placement.stage_of(_pipeline_rank(), vp_stage) == placement.num_stages - 1
+
+    return is_last_stage
+
+
+def _embedding_ranks(upstream: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+    @wraps(upstream)
+    def embedding_ranks(ranks: list[int]) -> list[int]:
+        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        placement = Placement(len(ranks), chunks, "v")
+        return sorted({ranks[placement.rank_of(stage)] for stage in (0, placement.num_stages - 1)})
+
+    return embedding_ranks
+
+
+def _layer_offset(upstream: Callable[..., int]) -> Callable[..., int]:
+    @wraps(upstream)
+    def layer_offset(layout: Any, layer_type: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+        placement = _placement()
+        if vp_stage is not None and pp_rank is None:
+            pp_rank = placement.stage_of(_pipeline_rank(), vp_stage) % placement.num_ranks
+        return upstream(layout, layer_type, vp_stage, pp_rank)
+
+    return layer_offset
