@@ -52,7 +52,6 @@ BAD = [
     (MOCK + SPLIT + "--hybrid-context-parallel", "--hybrid-context-parallel follows"),
     (MOCK + SPLIT + "--delay-wgrad-compute", "--delay-wgrad-compute follows"),
     (MOCK + SPLIT + "--fine-grained-activation-offloading", "--fine-grained-activation-offloading follows"),
-    (MOCK + SPLIT + "--mtp-num-layers 1", "--mtp-num-layers predicts tokens of the next segment"),
     (MOCK + SPLIT + "--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor makes"),
     (MOCK + SPLIT + "--tp-comm-overlap", "--tp-comm-overlap sizes its buffers for whole sequences"),
     # Megatron's own checks

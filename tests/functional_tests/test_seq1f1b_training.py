@@ -127,10 +127,10 @@ def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segment
 
 
 def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
-    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--mtp-num-layers", "1"], timeout=60)
+    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--qk-clip"], timeout=60)
     assert job.code not in (0, None)
     assert job.log.count("error: ") == 1
-    assert "error: --mtp-num-layers predicts tokens of the next segment; drop --sequence-splits" in job.log
+    assert "error: --qk-clip needs attention logits, which the kernels for segments do not keep; drop it." in job.log
 
 
 def test_attention_dropout_and_recomputation_that_repeats_it(launch):
@@ -151,5 +151,5 @@ def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     script = Path(__file__).with_name("foreign_script.py")
     job = launch(2, [script, *PIPELINE, *EVALUATE, "--sequence-splits", "4"], script=OVERLAY).check()
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
-    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--mtp-num-layers", "1"], script=OVERLAY)
-    assert refused.code != 0 and "error: --mtp-num-layers " in refused.log
+    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--qk-clip"], script=OVERLAY)
+    assert refused.code != 0 and "error: --qk-clip " in refused.log
