@@ -54,7 +54,11 @@ BAD = [
     (MOCK + SPLIT + "--fine-grained-activation-offloading", "--fine-grained-activation-offloading follows"),
     (MOCK + SPLIT + "--moe-expert-capacity-factor 1", "--moe-expert-capacity-factor makes"),
     (MOCK + SPLIT + "--tp-comm-overlap", "--tp-comm-overlap sizes its buffers for whole sequences"),
+    (MOCK + SPLIT + "--window-size 4", "--window-size with tokens after the query"),
     # Megatron's own checks
+    (MOCK + "--num-layers 0", "--num-layers 0 must be at least 1"),
+    (MOCK + "--hidden-size 0", "--hidden-size 0 must be at least 1"),
+    (MOCK + "--log-interval 0", "--log-interval 0 must be at least 1"),
     (MOCK + "--num-layers 5 --num-layers-per-virtual-pipeline-stage 2", "--num-layers"),
     ("ranks=2 " + MOCK + "--num-layers 5 --pipeline-model-parallel-size 2", "--num-layers 5"),
     ("ranks=2 " + MOCK + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "virtual"),

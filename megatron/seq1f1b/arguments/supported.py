@@ -115,7 +115,7 @@ def _recomputes(module: str) -> Condition:
 
 def _sees_later_tokens(settings: Mapping[str, Any]) -> bool:
     window = settings.get("window_size")
-    return bool(window) and window[1] != 0
+    return bool(window) and tuple(window[1:]) != (0,)  # `--window-size 128` is one number
 
 
 def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:

@@ -27,6 +27,8 @@ from .tokenizer import check_tokenizer
 # For checks only, where the vocabulary is not known before the tokenizer is loaded.
 _USUAL_VOCABULARY = 32768
 
+_AT_LEAST_ONE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size", "log_interval")
+
 
 class CommandLine:
     """The steps from the command line to checked arguments, around Megatron's own; it keeps the parser in between."""
@@ -61,7 +63,7 @@ class CommandLine:
 
         with explained("Megatron cannot read these flags", None, Namespace()):
             args = upstream(provider, *rest, **more)
-        message = first_unsupported(vars(args), _scopes(args))
+        message = _without_size(args) or first_unsupported(vars(args), _scopes(args))
         if message is not None:
             end(message)
         return args
@@ -92,6 +94,15 @@ class CommandLine:
             check_vocabulary(args)
         except ValueError as error:
             end(str(error), error)
+
+
+def _without_size(args: Namespace) -> str | None:
+    """A sentence on a size or an interval by which Megatron would divide, or of which it would make nothing."""
+    for name in _AT_LEAST_ONE:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            return f"--{name.replace('_', '-')} {value} must be at least 1"
+    return None
 
 
 def check_vocabulary(args: Namespace) -> None:
