@@ -36,7 +36,7 @@ from benchmarking.model import build_model, use_ranks  # noqa: E402
 from benchmarking.results import table, write_profiles  # noqa: E402
 from benchmarking.variants import Variant, variants  # noqa: E402
 from megatron.seq1f1b.partition import STRATEGIES  # noqa: E402
-from megatron.seq1f1b.schedule import FAMILY_NAMES  # noqa: E402
+from megatron.seq1f1b.schedule import FAMILY_NAMES, PLACEMENTS  # noqa: E402
 
 
 def parse() -> argparse.Namespace:
@@ -62,6 +62,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=512, help="small, so that the stages cost the same")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[2], metavar="M", help="a table for each")
     parser.add_argument("--num-chunks", type=int, nargs="+", default=[1], metavar="C", help="of a rank; a table each")
+    parser.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        default="looped",
+        help="of several model chunks; beside V-shaped ones, Megatron's own schedule has one chunk on a rank",
+    )
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[1, 4], metavar="K", help="of our schedules")
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
     parser.add_argument("--sequence-split-profile", metavar="JSON", help="measured costs, for the strategy profile")
@@ -84,9 +90,9 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def run_step(model: list[torch.nn.Module], variant: Variant) -> None:
+def run_step(variant: Variant) -> None:
     """One step, all that is measured of it added to the variant."""
-    for chunk in model:
+    for chunk in variant.model:
         chunk.zero_grad_buffer()
     dist.barrier()
     torch.cuda.synchronize()
@@ -105,12 +111,12 @@ def run_step(model: list[torch.nn.Module], variant: Variant) -> None:
 
 def compare(args: argparse.Namespace, num_chunks: int, num_microbatches: int) -> list[Variant]:
     """Time all variants of one layout in turn; the first round warms up."""
-    use_ranks(num_chunks)
-    model = build_model(args, num_chunks)
+    use_ranks(num_chunks if args.placement == "looped" else 1)
+    model = build_model(args, num_chunks, args.placement)
     timed = variants(args, model, num_microbatches)
     for repeat in range(args.repeats + 1):
         for variant in timed:
-            run_step(model, variant)
+            run_step(variant)
             if dist.get_rank() == 0:
                 round_ = f"repeat {repeat}/{args.repeats}" if repeat else "warm-up"
                 print(f"{round_}  {variant.name}: {variant.seconds[-1]:.3f} s", flush=True)
@@ -131,6 +137,7 @@ def main() -> None:
             timed = compare(args, num_chunks, num_microbatches)
             everything += timed
             title = f"{num_microbatches} micro-batches, model chunks on a rank: {num_chunks}"
+            title += " in a V" if args.placement == "v" and num_chunks > 1 else ""
             tables.append(f"{title}\n{table(timed)}")
     if dist.get_rank() == 0:
         print(

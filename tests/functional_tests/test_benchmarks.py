@@ -29,6 +29,13 @@ def test_schedules_side_by_side_with_their_measured_times(launch, tmp_path):
         assert all(len(row) == 2 and min(row) > 0 for table in entry["seconds"].values() for row in table)
 
 
+def test_v_shaped_chunks_beside_megatrons_own_schedule(launch):
+    flags = [*TINY, "--placement", "v", "--num-chunks", "2", "--schedule", "megatron", "auto", "--sequence-splits", "2"]
+    job = launch(2, flags, script=ROOT / "tools" / "benchmark.py", timeout=300).check()
+    rows = job.log.split("model chunks on a rank: 2 in a V")[1].splitlines()[2:4]
+    assert rows[0].startswith("Megatron's own 1F1B ") and rows[1].startswith("auto, k = 2, balanced, V ")
+
+
 def test_segments_against_whole_sequences(launch):
     for part in ("attention", "layer"):
         flags = [*TINY, "--part", part, "--sequence-splits", "2", "4"]

@@ -11,11 +11,15 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.costs import DeltaNet
 from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
+from megatron.seq1f1b.patches import patched
+from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.v_chunks import at_stage, building
 
 
 def use_ranks(num_chunks: int) -> None:
@@ -29,10 +33,11 @@ def use_ranks(num_chunks: int) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def build_model(args: argparse.Namespace, num_chunks: int) -> list[torch.nn.Module]:
+def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped") -> list[torch.nn.Module]:
     """The model chunks of this rank, in bf16 on a GPU and fp32 on a CPU. Every schedule gets our attention kernel."""
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     num_ranks, rank = dist.get_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+    placement, groups = Placement(num_ranks, num_chunks, style), ProcessGroupCollection.use_mpu_process_groups()
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -51,26 +56,26 @@ def build_model(args: argparse.Namespace, num_chunks: int) -> list[torch.nn.Modu
     )
     config.finalize_model_grads_func = finalize_model_grads
     chunks = []
-    for chunk in range(num_chunks):
-        stage = chunk * num_ranks + rank
+    for chunk, stage in enumerate(placement.stages_of(rank)):
         kind, spec, pattern = GPTModel, get_gpt_layer_local_spec(), {}
         if args.hybrid_layer_pattern:
             kind, spec = HybridModel, local_hybrid_spec(config)
             pattern = {"hybrid_layer_pattern": args.hybrid_layer_pattern}
-        chunks.append(
-            kind(
+        with patched(building(placement, stage)):
+            model = kind(
                 config,
                 spec,
                 args.vocab_size,
                 args.seq_length,
                 pre_process=stage == 0,
-                post_process=stage == num_ranks * num_chunks - 1,
+                post_process=stage == placement.num_stages - 1,
                 position_embedding_type="rope",
                 share_embeddings_and_output_weights=False,
                 vp_stage=chunk if num_chunks > 1 else None,
+                pg_collection=at_stage(placement, stage, groups),
                 **pattern,
-            ).to(torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
-        )
+            )
+        chunks.append(model.to(torch.cuda.current_device() if torch.cuda.is_available() else "cpu"))
     use_segment_attention(chunks)
     return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
 

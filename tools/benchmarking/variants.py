@@ -26,7 +26,7 @@ from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
 
-from .model import Batch, delta_net
+from .model import Batch, build_model, delta_net
 from .torch_pipeline import schedule_1f1b
 
 
@@ -47,13 +47,14 @@ class KeepsRecorder:
 
 @dataclass
 class Variant:
-    """A training step to time. `recorder`, `shape` and `lengths` are those of our own schedules.
+    """A training step of a model to time. `recorder`, `shape` and `lengths` are those of our own schedules.
 
     Measured, a value for each repeat: `seconds` and `cpu_seconds`, of the slowest rank; `spans` of all ranks.
     """
 
     name: str
     schedule: str
+    model: list[torch.nn.Module]
     step: Callable[[], None]
     recorder: KeepsRecorder | None = None
     shape: Shape | None = None
@@ -64,19 +65,23 @@ class Variant:
 
 
 def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microbatches: int) -> list[Variant]:
-    """All variants of the command line that this number of model chunks allows."""
+    """All variants of the command line that this number of model chunks allows.
+
+    Beside V-shaped chunks, which are ours alone, the others run on a model with one chunk on a rank.
+    """
     batch, splits = Batch(args), _splits(args, len(model), num_microbatches)
     found = []
+    whole = build_model(args, 1) if args.placement == "v" and len(model) > 1 else model
     for schedule in args.schedule:
-        if _cannot_run(schedule, len(model), num_microbatches):
+        if _cannot_run(schedule, len(whole), num_microbatches):
             if dist.get_rank() == 0:
                 print(f"left out, for it cannot run {num_microbatches} micro-batches here: {schedule}", flush=True)
         elif schedule == "megatron":
-            name = "Megatron's own interleaved" if len(model) > 1 else "Megatron's own 1F1B"
-            step = _megatron_step(get_forward_backward_func(), args, model, batch, num_microbatches)
-            found.append(Variant(name, schedule, step))
+            name = "Megatron's own interleaved" if len(whole) > 1 else "Megatron's own 1F1B"
+            step = _megatron_step(get_forward_backward_func(), args, whole, batch, num_microbatches)
+            found.append(Variant(name, schedule, whole, step))
         elif schedule == "torch":
-            found.append(Variant("torch Schedule1F1B", schedule, schedule_1f1b(model, batch, num_microbatches)))
+            found.append(Variant("torch Schedule1F1B", schedule, whole, schedule_1f1b(whole, batch, num_microbatches)))
         else:
             for strategy, lengths in splits:
                 found += _ours(args, schedule, strategy, lengths, model, batch, num_microbatches)
@@ -103,17 +108,18 @@ def _ours(
     """One of our schedules on segments of `lengths`, and the same without a recorder with `--untraced`."""
     name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
     layers = _layers_per_stage(args, len(model))
-    shape = Shape(Placement(dist.get_world_size(), len(model)), num_microbatches, len(lengths))
+    name += ", V" if args.placement == "v" and len(model) > 1 else ""
+    shape = Shape(Placement(dist.get_world_size(), len(model), args.placement), num_microbatches, len(lengths))
     for recorder in (KeepsRecorder(), None) if args.untraced else (KeepsRecorder(),):
         executor = PipelineExecutor(
-            choose(schedule),
+            choose(schedule, args.placement),
             len(lengths),
             lambda _: lengths,
             tracer=recorder,
             costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
         )
         step = _megatron_step(executor, args, model, batch, num_microbatches)
-        yield Variant(name if recorder else f"{name}, untraced", schedule, step, recorder, shape, lengths)
+        yield Variant(name if recorder else f"{name}, untraced", schedule, model, step, recorder, shape, lengths)
 
 
 def _megatron_step(
