@@ -30,5 +30,5 @@ def test_a_wrong_start_ends_with_one_sentence(environment, sentence):
 @pytest.mark.parametrize("flag", ["num_experts", "sft"])
 def test_what_follows_from_values_cannot_be_rehearsed(flag):
     check(Namespace(**{flag: None}))
-    with pytest.raises(SystemExit, match=f"error: --{flag.replace('_', '-')} .* have none"):
+    with pytest.raises(SystemExit, match=f"error: --{flag.replace('_', '-')} .* have no values"):
         check(Namespace(**{flag: 8}))
