@@ -1,5 +1,6 @@
 """Transformer Engine's fused attention, which is cuDNN's: what Megatron runs on by `--attention-backend fused`."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -95,9 +96,11 @@ class TransformerEngineFused:
 
 def _lengths(query: Tensor, key: Tensor) -> CumulativeLengths:
     """Of sequences that all have one length."""
-
-    def ends(length: int) -> Tensor:
-        return torch.arange(0, (query.shape[1] + 1) * length, length, dtype=torch.int32, device=query.device)
-
     n, m = query.shape[0], key.shape[0]
-    return CumulativeLengths(ends(n), ends(m), n, m)
+    return CumulativeLengths(*(_ends(length, query.shape[1], query.device) for length in (n, m)), n, m)
+
+
+# The same in all layers and micro-batches.
+@lru_cache(maxsize=256)
+def _ends(length: int, num_sequences: int, device: torch.device) -> Tensor:
+    return torch.arange(0, (num_sequences + 1) * length, length, dtype=torch.int32, device=device)
