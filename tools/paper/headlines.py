@@ -7,11 +7,12 @@ from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.memory import GIB
 from megatron.seq1f1b.costs.paper_flops import megatron_flops
 from megatron.seq1f1b.partition import even
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.simulator import predict
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables
-from .row import gpt, read
+from .row import read
 
 # Slices of a sequence of 2048 tokens that are tried for TeraPipe.
 _SLICES = (1, 2, 4, 8, 16, 32)

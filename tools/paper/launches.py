@@ -7,10 +7,11 @@ from types import MappingProxyType
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planner import Candidate, decided_flags, model_flags
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.simulator import predict
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
-from .row import Row, gpt, read, slug
+from .row import Row, read, slug
 
 _TRAINING = (
     "--mock-data",

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.simulator import predict
 
-from .row import Row, gpt, read
+from .row import Row, read
 
 # Scores in memory, blocking messages, gradients summed in 16 bit; the reduction in the backward of the
 # tensor-parallel layers was put beside weight gradients after SC21.

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import mean
 
 from megatron.seq1f1b.costs.machine import Machine
-from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -64,8 +63,3 @@ def slug(label: str) -> str:
 def read(name: str) -> list[dict[str, str]]:
     with (REFERENCE / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def gpt(layers: int, hidden: int, heads: int, vocabulary: int) -> ModelShape:
-    """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
-    return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)

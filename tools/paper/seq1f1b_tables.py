@@ -8,10 +8,11 @@ from megatron.seq1f1b.costs.memory import GIB
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.partition import uniform_comp
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.simulator import Prediction, predict
 
-from .row import Row, gpt, read
+from .row import Row, read
 
 _SOFTWARE = Software(overlaps_messages=False, concatenates_prefix=True)
 _SEGMENTS = 4

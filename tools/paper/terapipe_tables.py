@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.simulator import predict
 
-from .row import Row, gpt, read
+from .row import Row, read
 
 # The authors' model is the layers alone, without embedding and vocabulary; gradients take four bytes (memory_model.py).
 _SOFTWARE = Software(flash_attention=False, overlaps_messages=False, overlaps_tensor_parallel=False)

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.simulator import predict
 
-from .row import Row, gpt, read
+from .row import Row, read
 
 _SOFTWARE = Software(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 _VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded

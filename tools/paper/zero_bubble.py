@@ -10,10 +10,11 @@ from dataclasses import replace
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.stage_times import step_costs
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.costs import Table
 
-from .row import Row, gpt, read
+from .row import Row, read
 
 _SOFTWARE = Software(flash_attention=False, dropout=True)
 _CHUNKS = {22: 3, 30: 4}  # of interleaved 1F1B: one layer each, by the number of layers

@@ -7,7 +7,8 @@ from ..costs import ModelShape
 from ..errors import ParameterError
 
 
-def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
+    """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
     return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
 
 
@@ -18,17 +19,17 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
     {
         # arXiv 2406.03488; scripts/models.sh has the same.
-        "2.7b": _gpt(32, 2560, 32),
-        "7b": _gpt(32, 4096, 32),
-        "13b": _gpt(40, 5120, 40),
-        "30b": _gpt(64, 6144, 64),
+        "2.7b": gpt(32, 2560, 32),
+        "7b": gpt(32, 4096, 32),
+        "13b": gpt(40, 5120, 40),
+        "30b": gpt(64, 6144, 64),
         # arXiv 2407.21783, table 3.
         "llama3-8b": _llama3(32, 4096, 32, 14336),
         "llama3-70b": _llama3(80, 8192, 64, 28672),
         # arXiv 2005.14165, table 2.1; the vocabulary is padded.
-        "gpt3-175b": _gpt(96, 12288, 96, 51200),
+        "gpt3-175b": gpt(96, 12288, 96, 51200),
         # arXiv 2104.04473, table 1.
-        "gpt-1t": _gpt(128, 25600, 160, 51200),
+        "gpt-1t": gpt(128, 25600, 160, 51200),
     }
 )
 
