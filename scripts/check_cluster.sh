@@ -18,9 +18,7 @@ if [ -z "${SLURM_JOB_NODELIST:-}" ]; then
     exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS_PER_NODE" tools/check_cluster.py "$@"
 fi
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | wc -l)
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
-# shellcheck disable=SC2016 # expanded in the task
-exec srun --ntasks=$((nodes * GPUS_PER_NODE)) --ntasks-per-node="$GPUS_PER_NODE" --overcommit --kill-on-bad-exit=1 bash -c '
-export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-exec "$@"' rank "$PYTHON" tools/check_cluster.py "$@"
+# shellcheck source=scripts/slurm/ranks.sh
+source scripts/slurm/ranks.sh
+exec srun --ntasks=$((nodes * GPUS_PER_NODE)) --ntasks-per-node="$GPUS_PER_NODE" --overcommit --kill-on-bad-exit=1 \
+    bash -c "$as_rank"'exec "$@"' rank "$PYTHON" tools/check_cluster.py "$@"

@@ -42,13 +42,12 @@ run_table() {
 
 # run GPUS FLAG...: one training run on that many GPUs of the allocation.
 run() {
-    local gpus=$1 per_node=${GPUS_PER_NODE:-8} rank
+    local gpus=$1 per_node=${GPUS_PER_NODE:-8}
     shift
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))} CUDA_DEVICE_MAX_CONNECTIONS=1
+    # shellcheck source=scripts/slurm/ranks.sh
+    source scripts/slurm/ranks.sh
+    export CUDA_DEVICE_MAX_CONNECTIONS=1
     ((gpus > per_node)) || per_node=$gpus
-    # shellcheck disable=SC2016 # expanded in the task
-    rank='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"'
     srun --nodes=$((gpus / per_node)) --ntasks="$gpus" --ntasks-per-node="$per_node" --kill-on-bad-exit=1 \
-        bash -c "$rank" rank "$PYTHON" pretrain_gpt.py "$@"
+        bash -c "$as_rank"'exec "$@"' rank "$PYTHON" pretrain_gpt.py "$@"
 }
