@@ -11,10 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from .arguments import Naming, PipelineConfig, pipeline_config
-from .arguments.equal_lengths import warn_of_equal_lengths
 from .arguments.from_program import run_of_program
-from .arguments.short_segments import warn_of_short_segments
-from .arguments.unused_flags import warn_of_unused_flags
+from .arguments.warnings import log_warnings
 from .patches import Patch, PatchTable, Scope, patched
 from .runtime import Packing, PipelineExecutor, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
@@ -61,9 +59,7 @@ class ProgramExecutor:
             micro_batch_size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
             config = pipeline_config(self._options, run, Naming.KEYWORDS)
-            warn_of_short_segments(config)
-            warn_of_equal_lengths(config)
-            warn_of_unused_flags(config, self._options)
+            log_warnings(config, self._options)
             packing = _packing(config) if config.follows_documents else None
             self._run = _executor(config, lambda: self._training_steps, packing=packing)
         self._training_steps += not forward_only

@@ -1,15 +1,14 @@
 """Our flags and Megatron's run as one frozen value."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..costs import A100, CPU_CORE, action_costs
-from ..costs.machine import Machine, read_machine
-from ..costs.memory import GIB
+from ..partition import DEFAULT_STRATEGY
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
+from .device import device_memory, is_on_cpu, nearest_machine
 from .megatron_run import MegatronRun
 from .naming import Naming
 from .segment_count import best_num_segments
@@ -82,14 +81,13 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming 
 
 
 def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming) -> PipelineConfig:
-    is_on_cpu = _is_on_cpu(flags.device)
     partition = SequencePartition(
         run=run,
         strategy=_strategy(flags, run),
         num_segments=None if flags.sequence_splits == "auto" else flags.sequence_splits,
         file=flags.sequence_split_file,
         profile=flags.sequence_split_profile,
-        throughput=CPU_CORE if is_on_cpu else A100,
+        throughput=CPU_CORE if is_on_cpu(flags) else A100,
         naming=naming,
     )
     schedule = _schedule(flags, run)
@@ -119,7 +117,7 @@ def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
     if flags.sequence_split_strategy is not None:
         return flags.sequence_split_strategy
     # What a segment costs is not known of every model that a program may bring.
-    return "even" if flags.has_authors_splits or run.model is None else "balanced"
+    return "even" if flags.has_authors_splits or run.model is None else DEFAULT_STRATEGY
 
 
 def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition: SequencePartition) -> int:
@@ -129,7 +127,7 @@ def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition:
         raise ValueError(
             "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
         )
-    return best_num_segments(partition, schedule, _machine(flags), _device_memory(flags))
+    return best_num_segments(partition, schedule, nearest_machine(flags), device_memory(flags))
 
 
 def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
@@ -204,33 +202,3 @@ def _words(shape: Shape) -> str:
         f"{shape.num_ranks} ranks with {shape.num_chunks} model chunks each ({shape.placement.style}), "
         f"{shape.num_microbatches} micro-batches and {shape.num_segments} segments"
     )
-
-
-def _machine(flags: argparse.Namespace) -> Machine:
-    """The one of this package that comes closest."""
-    import torch
-
-    if _is_on_cpu(flags.device):
-        return read_machine("cpu")
-    is_known = not flags.dry_run and torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if is_known else "A100"
-    return read_machine("a100-80gb" if "A100" in name else "h100-80gb")
-
-
-def _device_memory(flags: argparse.Namespace) -> float:
-    """Bytes that this process can have, in whole GiB, so that ranks on like machines come to the same number."""
-    import torch
-
-    if flags.dry_run:
-        return flags.device_memory * GIB
-    if _is_on_cpu(flags.device):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return max(1, total // GIB) * GIB
-
-
-def _is_on_cpu(device: str) -> bool:
-    import torch
-
-    return device == "cpu" or device == "auto" and not torch.cuda.is_available()

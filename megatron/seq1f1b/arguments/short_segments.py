@@ -1,25 +1,27 @@
 """A warning where segments are too short for the device that runs them."""
 
+import argparse
 import logging
 from itertools import accumulate
 
 from ..costs import CPU_CORE, layer_flops
-from ..costs.machine import Machine, read_machine
+from ..costs.machine import Machine
 from ..ranks import warn_on_rank_0
 from .config import PipelineConfig
+from .device import nearest_machine
 from .megatron_run import MegatronRun
 
 _log = logging.getLogger(__name__)
 
 
-def warn_of_short_segments(config: PipelineConfig) -> None:
+def warn_of_short_segments(config: PipelineConfig, flags: argparse.Namespace) -> None:
     """To be called once in a process."""
     if config.num_segments == 1:
         return
     if config.partition.throughput is CPU_CORE:
         _warn_of_slow_kernels(min(config.lengths))
     elif config.run.model is not None:
-        machine = read_machine("h100-80gb" if _is_hopper_or_later() else "a100-80gb")
+        machine = nearest_machine(flags)
         _warn_of_waiting_gpus(config.lengths, _layer_seconds(config.run, config.lengths, machine), machine)
 
 
@@ -54,7 +56,7 @@ def _layer_seconds(run: MegatronRun, lengths: tuple[int, ...], machine: Machine)
     """Time of the forward of a segment in a layer on the device, the mean over all layers."""
     assert run.model is not None
     layers = [layer_flops(run.model, layer) for layer in range(run.model.num_layers)]
-    device, share = machine.device, (run.settings.get("micro_batch_size") or 1) / run.tensor_parallel_size
+    device, share = machine.device, run.micro_batch_size / run.tensor_parallel_size
     token = sum(each.per_token for each in layers) / (device.peak_flops * device.matmul_efficiency)
     pair = sum(each.per_pair for each in layers) / (device.peak_flops * device.flash_forward)
     ends = accumulate(lengths)
@@ -63,9 +65,3 @@ def _layer_seconds(run: MegatronRun, lengths: tuple[int, ...], machine: Machine)
         share * (token * length + pair * length * (end - length / 2)) / len(layers)
         for length, end in zip(lengths, ends, strict=True)
     ]
-
-
-def _is_hopper_or_later() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9

@@ -2,10 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..costs import ModelShape
 from ..costs.training_setup import TrainingSetup, even_layers
-from ..partition import STRATEGIES
+from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner import Candidate, Question
 from ..planner.space import cut
 from ..schedule import FAMILY_NAMES, Placement
@@ -81,7 +82,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     lengths = cut(setup, strategy, segments)
     if lengths is None:
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
-    return Candidate(TrainingSetup(**{**vars(setup), "segments": lengths}), strategy)
+    return Candidate(replace(setup, segments=lengths), strategy)
 
 
 def _chunks(launch: argparse.Namespace, pipeline: int) -> int:
@@ -127,7 +128,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
-    parser.add_argument("--sequence-split-strategy", choices=sorted(STRATEGIES), default="even")
+    parser.add_argument("--sequence-split-strategy", choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     for name in ("recompute-method", "cp-comm-type"):
         parser.add_argument(f"--{name}")

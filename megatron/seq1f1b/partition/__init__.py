@@ -4,7 +4,7 @@ Start with cut (the strategies). What a segment takes is a function that the cal
 """
 
 from .balanced import balanced
-from .cut import STRATEGIES, Strategy, cut_sequence, even
+from .cut import DEFAULT_STRATEGY, STRATEGIES, Strategy, cut_sequence, even
 from .documents import balanced_by_documents, within_documents
 from .lengths_file import check_lengths, read_lengths
 from .segment_time import SegmentTime, segment_times
@@ -12,6 +12,7 @@ from .terapipe import terapipe
 from .uniform_comp import uniform_comp
 
 __all__ = [
+    "DEFAULT_STRATEGY",
     "STRATEGIES",
     "SegmentTime",
     "Strategy",

@@ -91,6 +91,9 @@ def _terapipe(task: Task) -> tuple[int, ...]:
 
 _BALANCED = Strategy(_balanced, needs="time", follows_documents=True)
 
+# Of --sequence-splits without a strategy.
+DEFAULT_STRATEGY = "balanced"
+
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
         "even": Strategy(_even, needs="nothing"),

@@ -3,10 +3,8 @@
 import argparse
 
 from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
-from ..arguments.equal_lengths import warn_of_equal_lengths
 from ..arguments.in_force import in_force
-from ..arguments.short_segments import warn_of_short_segments
-from ..arguments.unused_flags import warn_of_unused_flags
+from ..arguments.warnings import log_warnings
 from ..ranks import is_rank_0
 from .ending import end
 from .summary import summary
@@ -21,9 +19,7 @@ def validate(args: argparse.Namespace) -> PipelineConfig:
         config = pipeline_config(args, run_of_arguments(args))
     except ValueError as error:
         end(str(error), error)
-    warn_of_short_segments(config)
-    warn_of_equal_lengths(config)
-    warn_of_unused_flags(config, args)
+    log_warnings(config, args)
     vars(args).update(in_force(config))
     if config.schedule is not None and is_rank_0() and not args.dry_run:
         print(summary(config), flush=True)
