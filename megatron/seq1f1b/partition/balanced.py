@@ -36,6 +36,9 @@ def balanced(
         shortest = step
 
     low, high = 0.0, time(0, sequence_length)
+    # Where a kernel is faster from some length on, a part of the sequence can take longer than the whole.
+    while _ends(sequence_length, num_segments, time, high, shortest)[-1] < sequence_length:
+        high *= 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if _ends(sequence_length, num_segments, time, middle, shortest)[-1] < sequence_length:

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, authors_flops, bottleneck_time
@@ -31,6 +31,7 @@ def imbalance(lengths, cost):
     device=st.sampled_from([A100, CPU_CORE]),
     min_length=st.sampled_from([1, 100, 768]),
 )
+@example(pieces=768, num_segments=1, multiple_of=1, model=GPT_7B, device=CPU_CORE, min_length=1)
 @settings(max_examples=100, deadline=None)
 def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, model, device, min_length):
     assume(num_segments <= pieces)
