@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..costs import ModelShape
-from ..costs.training_setup import TrainingSetup, even_layers
+from ..costs.training_setup import Software, TrainingSetup, even_layers
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner import Candidate, Question
 from ..planner.space import cut
@@ -75,6 +75,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         sequence_parallel=launch.sequence_parallel,
         recompute=launch.recompute_granularity or "none",
         distributed_optimizer=launch.use_distributed_optimizer,
+        software=Software(overlaps_data_parallel=launch.overlap_grad_reduce),
     )
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
     if segments == 1:
@@ -132,5 +133,5 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     for name in ("recompute-method", "cp-comm-type"):
         parser.add_argument(f"--{name}")
-    for name in ("sequence-parallel", "use-distributed-optimizer"):
+    for name in ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"):
         parser.add_argument(f"--{name}", action="store_true")

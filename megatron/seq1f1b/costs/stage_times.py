@@ -249,6 +249,15 @@ def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[f
     return tuple(tables)
 
 
+def replica_times(setup: TrainingSetup, machine: Machine, parameters: float) -> tuple[float, float]:
+    """To sum the gradients of so many parameters over the ranks that hold the same, and to gather the parameters where
+    the optimizer state is sharded."""
+    group, gradients = setup.data_group, setup.software.gradient_bytes * parameters
+    if setup.distributed_optimizer:
+        return all_gather_time(machine, group, gradients), all_gather_time(machine, group, BYTES * parameters)
+    return all_reduce_time(machine, group, gradients), 0.0
+
+
 @dataclass(frozen=True)
 class StepEnd:
     """What follows the pipeline, on the ranks of one pipeline rank."""
@@ -259,16 +268,14 @@ class StepEnd:
 
 
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
-    """Summing gradients over the data-parallel ranks, Adam, and gathering the parameters where the state is sharded."""
+    """Summing gradients over the data-parallel ranks, Adam, and gathering the parameters where the state is sharded.
+
+    With `overlaps_data_parallel` the first and the last are part of the schedule, but for tied embeddings.
+    """
     stages = setup.placement.stages_of(rank)
     parameters = sum(setup.stage_parameters(stage) for stage in stages)
-    group, software = setup.data_group, setup.software
-    gradients = software.gradient_bytes * parameters
-    if setup.distributed_optimizer:
-        reduce = all_gather_time(machine, group, gradients)
-        gather = all_gather_time(machine, group, BYTES * parameters)
-    else:
-        reduce, gather = all_reduce_time(machine, group, gradients), 0.0
+    software = setup.software
+    reduce, gather = (0.0, 0.0) if software.overlaps_data_parallel else replica_times(setup, machine, parameters)
     ends = (0, setup.placement.num_stages - 1)
     if setup.tied_embeddings and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)

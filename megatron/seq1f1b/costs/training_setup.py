@@ -14,7 +14,9 @@ class Software:
 
     `flash_attention`: no scores in memory. `overlaps_messages`: ranks compute while messages travel; otherwise both
     sides of a message wait for it, as in Megatron's schedules without --overlap-p2p-communication.
-    `overlaps_tensor_parallel`: collectives of the backward run beside weight gradients.
+    `overlaps_tensor_parallel`: collectives of the backward run beside weight gradients. `overlaps_data_parallel`:
+    gradients of a model chunk are summed, and its parameters gathered, beside the compute of others
+    (--overlap-grad-reduce, --overlap-param-gather).
     `concatenates_prefix`: keys and values of a segment are joined to copies of those before it, as in the code of the
     authors of Seq1F1B, and not written into one buffer. `gradient_bytes` is the size of a gradient that is summed.
     """
@@ -22,7 +24,7 @@ class Software:
     flash_attention: bool = True
     overlaps_messages: bool = True
     overlaps_tensor_parallel: bool = True
-    overlaps_gradient_reduction: bool = False
+    overlaps_data_parallel: bool = False
     concatenates_prefix: bool = False
     gradient_bytes: int = 4
     dropout: bool = False

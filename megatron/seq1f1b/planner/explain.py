@@ -4,11 +4,12 @@ from itertools import accumulate, pairwise
 
 from ..costs.stage_times import layer_time
 from ..simulator import Prediction
+from ..simulator.lowered import compute_only
 
 
 def breakdown(prediction: Prediction) -> dict[str, float]:
     """Seconds of the rank that computes most, by what they are spent on; together the iteration time."""
-    setup, machine, timeline = prediction.setup, prediction.machine, prediction.timeline
+    setup, machine, timeline = prediction.setup, prediction.machine, compute_only(prediction.timeline)
     busy = [timeline.busy(rank) for rank in range(setup.pipeline_parallel)]
     rank = max(range(len(busy)), key=busy.__getitem__)
     times = [layer_time(setup, machine, *span) for span in pairwise(accumulate(setup.segments, initial=0))]

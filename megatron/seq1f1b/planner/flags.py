@@ -41,6 +41,8 @@ def decided_flags(candidate: Candidate) -> list[str]:
         f"--global-batch-size {setup.global_batch_size}",
         "--use-distributed-optimizer",
     ]
+    if setup.software.overlaps_data_parallel:
+        words.append("--overlap-grad-reduce --overlap-param-gather")
     if setup.sequence_parallel:
         words.append("--sequence-parallel")
     if setup.context_parallel > 1:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 
 from ..costs import action_costs
 from ..costs.memory import GIB, rank_memory
 from ..schedule import Schedule, build
-from ..simulator import Prediction, predict
+from ..simulator import Prediction, predict, shortest
 from .bounds import least_bytes, least_seconds
 from .question import Candidate, Question
 from .space import candidates, stage_costs
@@ -61,7 +62,7 @@ class Search:
         kept: list[Plan] = []
 
         def consider(candidate: Candidate) -> None:
-            found = self._if_it_fits(candidate, limit)
+            found = self._if_it_fits(candidate, limit, kept[-1].prediction.seconds if len(kept) == count else inf)
             if found is not None and found not in kept:
                 kept.append(found)
                 kept.sort(key=lambda each: each.prediction.seconds)
@@ -82,11 +83,14 @@ class Search:
         self.progress(2 * total, 2 * total)
         return kept
 
-    def _if_it_fits(self, candidate: Candidate, limit: float) -> Plan | None:
+    def _if_it_fits(self, candidate: Candidate, limit: float, slowest: float) -> Plan | None:
+        """None also if it takes longer than `slowest`, in seconds."""
         if candidate not in self.plans:
             setup, schedule = candidate.setup, schedule_of(candidate)
-            # Before the simulation, which takes longer.
+            # In the order of how long they take: memory, a bound, the prediction.
             if any(rank_memory(setup, schedule, rank).total > limit for rank in range(setup.pipeline_parallel)):
+                return None
+            if shortest(setup, self.question.machine, schedule) >= slowest:
                 return None
             self.plans[candidate] = Plan(candidate, predict(setup, self.question.machine, schedule))
         found = self.plans[candidate]

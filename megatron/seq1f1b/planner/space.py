@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
-from ..costs.training_setup import TrainingSetup
+from ..costs.training_setup import Software, TrainingSetup
 from ..errors import ParameterError
 from ..partition import SegmentTime, cut_sequence
 from ..schedule import Placement
@@ -40,6 +40,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
                             sequence_parallel=tensor > 1,
                             recompute=recompute,
                             distributed_optimizer=True,
+                            software=Software(overlaps_data_parallel=data * context > 1),
                         )
                         yield from _scheduled(question, setup)
 

@@ -2,6 +2,16 @@
 
 from .blocking import execute_blocking
 from .estimate import StepEstimate, estimate_step
-from .step import Prediction, predict
+from .lowered import ChunkCollectives, execute_lowered
+from .step import Prediction, predict, shortest
 
-__all__ = ["Prediction", "StepEstimate", "estimate_step", "execute_blocking", "predict"]
+__all__ = [
+    "ChunkCollectives",
+    "Prediction",
+    "StepEstimate",
+    "estimate_step",
+    "execute_blocking",
+    "execute_lowered",
+    "predict",
+    "shortest",
+]

@@ -1,18 +1,19 @@
-"""A training step predicted: the schedule on simulated channels, then gradients, optimizer and parameters."""
+"""A training step predicted: the lowered schedule in simulated time, then gradients, optimizer and parameters."""
 
 from dataclasses import dataclass
 
 from ..costs.machine import Machine
 from ..costs.memory import GIB, Memory, rank_memory
-from ..costs.stage_times import StepEnd, step_costs, step_end
+from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.training_setup import TrainingSetup
-from ..schedule import Schedule, Timeline, build, simulate
+from ..schedule import Schedule, Timeline, build, lower, simulate
 from .blocking import execute_blocking
+from .lowered import ChunkCollectives, compute_only, execute_lowered
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`pipeline` is the time of the schedule, `seconds` that of the whole iteration."""
+    """`timeline` is that of the schedule, `seconds` the time of the whole iteration."""
 
     setup: TrainingSetup
     machine: Machine
@@ -28,7 +29,8 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        return self.timeline.bubble_ratio
+        """Idle time over total time, from the first forward to the last backward of any rank."""
+        return compute_only(self.timeline).bubble_ratio
 
     @property
     def fits(self) -> bool:
@@ -36,16 +38,42 @@ class Prediction:
 
 
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
-    """`schedule` is built from `setup.family` if it is not given. Raises ValueError for what cannot run."""
+    """`schedule` is built from `setup.family` if it is not given. Raises ValueError for what cannot run.
+
+    Messages that overlap with compute travel as the interpreter sends them (`lowered`); where ranks wait for every
+    message, both of its ends are one call, as in Megatron's own schedules (`blocking`).
+    """
     costs = step_costs(setup, machine)
     schedule = schedule or build(setup.family, setup.shape, costs)
     if setup.software.overlaps_messages or setup.pipeline_parallel == 1:
-        timeline = simulate(schedule, costs)
+        timeline = execute_lowered(lower(schedule), costs, chunk_collectives(setup, machine))
     else:
         timeline = execute_blocking(schedule, costs)
     timeline = Timeline(timeline.shape, timeline.ranks, "s", {"schedule": setup.family})
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
-    reduced = max(spans[-1].end + end.reduce for spans, end in zip(timeline.ranks, ends, strict=True))
-    seconds = reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+    seconds = _seconds(timeline, ends, machine)
     memory = tuple(rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel))
     return Prediction(setup, machine, timeline, ends, seconds, memory)
+
+
+def shortest(setup: TrainingSetup, machine: Machine, schedule: Schedule) -> float:
+    """No more than the `seconds` of `predict`, and found sooner: messages do not wait for each other, and replicas
+    exchange nothing beside compute."""
+    ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
+    return _seconds(simulate(schedule, step_costs(setup, machine)), ends, machine)
+
+
+def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollectives | None:
+    """None where replicas exchange gradients and parameters outside the schedule."""
+    if not setup.software.overlaps_data_parallel or setup.data_group.size == 1:
+        return None
+    stages = range(setup.placement.num_stages)
+    reduce, gather = zip(*(replica_times(setup, machine, setup.stage_parameters(each)) for each in stages), strict=True)
+    return ChunkCollectives(gather, reduce)
+
+
+def _seconds(timeline: Timeline, ends: tuple[StepEnd, ...], machine: Machine) -> float:
+    """Of the whole step: the schedule and what follows it."""
+    through = (max(span.end for span in spans) for spans in timeline.ranks)
+    reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
+    return reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
