@@ -4,14 +4,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..costs import ModelShape
+from ..costs import Experts, ModelShape
 from ..costs.training_setup import Software, TrainingSetup, even_layers
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planner import Candidate, Question
-from ..planner.space import cut
+from ..planner.space import cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement
 from .model_flags import model_shape
 from .parsing import Parser, count
+
+# What the formulas of time and memory do not cover.
+_NOT_PREDICTED = ("--multi-latent-attention", "--hybrid-layer-pattern", "--window-size", "--mtp-num-layers")
 
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
@@ -40,9 +43,26 @@ def model_of(launch: argparse.Namespace) -> ModelShape:
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if getattr(launch, name) is None]
     if missing:
         raise ValueError(f"--{missing[0].replace('_', '-')} is missing: give the sizes of the model, or --model")
+    for flag in _NOT_PREDICTED:
+        if getattr(launch, flag[2:].replace("-", "_")):
+            raise ValueError(f"{flag} has no cost in the planner; drop it here, or rehearse the launch (--dry-run)")
     if not launch.group_query_attention:
         launch.num_query_groups = None
-    return model_shape(launch)
+    model = model_shape(launch)
+    if launch.num_experts is None:
+        return model
+    experts = Experts(
+        total=launch.num_experts,
+        active=launch.moe_router_topk,
+        ffn_hidden_size=launch.moe_ffn_hidden_size or model.ffn_hidden_size,
+        shared_ffn_hidden_size=launch.moe_shared_expert_intermediate_size or 0,
+    )
+    layers = range(model.num_layers)
+    frequency = launch.moe_layer_freq
+    sparse = [not layer % frequency for layer in layers] if isinstance(frequency, int) else frequency
+    if len(sparse) != model.num_layers:
+        raise ValueError(f"--moe-layer-freq has {len(sparse)} entries, --num-layers is {model.num_layers}")
+    return replace(model, experts=experts, expert_layers=tuple(layer for layer in layers if sparse[layer]))
 
 
 def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:
@@ -54,6 +74,14 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     micro_batch = launch.micro_batch_size or 1
     data, rest = divmod(question.num_devices, tensor * pipeline * context)
     microbatches, left = divmod(question.global_batch_size, max(data, 1) * micro_batch)
+    expert = launch.expert_model_parallel_size or 1
+    if expert > 1 and (
+        question.model.experts is None or expert not in expert_sizes(question.model, tensor * context * data)
+    ):
+        raise ValueError(
+            f"--expert-model-parallel-size {expert} does not divide the experts and the {tensor * context * data} "
+            "ranks of a pipeline stage; drop it to have it chosen"
+        )
     if rest or left:
         raise ValueError(
             f"--tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline} and "
@@ -68,6 +96,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         micro_batch_size=micro_batch,
         tensor_parallel=tensor,
         context_parallel=context,
+        expert_parallel=expert,
         data_parallel=data,
         placement=placement,
         family=launch.pipeline_schedule or "1f1b",
@@ -108,8 +137,29 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--num-query-groups", type=count)
     parser.add_argument("--vocab-size", type=count, default=51200)
-    for name in ("group-query-attention", "swiglu"):
+    for name in ("num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "mtp-num-layers"):
+        parser.add_argument(f"--{name}", type=count)
+    parser.add_argument("--moe-router-topk", type=count, default=2)
+    parser.add_argument("--moe-layer-freq", type=_layer_frequency, default=1)
+    for name in ("hybrid-layer-pattern", "window-size"):
+        parser.add_argument(f"--{name}")
+    for name in ("group-query-attention", "swiglu", "multi-latent-attention"):
         parser.add_argument(f"--{name}", action="store_true")
+
+
+def _layer_frequency(text: str) -> int | list[int]:
+    """Every so many layers, or a list of 0 and 1 as Megatron's parser takes it: [0,1,1] or [0]*1+[1]*2."""
+    if text.isdigit() and int(text):
+        return int(text)
+    found: list[int] = []
+    for part in text.strip().removeprefix("(").removesuffix(")").split("+"):
+        entries, _, times = part.strip().partition("*")
+        try:
+            numbers = [int(number) for number in entries.strip().removeprefix("[").removesuffix("]").split(",")]
+            found += numbers * int(times or 1)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*47") from None
+    return found
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +170,8 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "tensor-model-parallel-size",
         "pipeline-model-parallel-size",
         "context-parallel-size",
+        "expert-model-parallel-size",
+        "expert-tensor-parallel-size",
         "num-layers-per-virtual-pipeline-stage",
         "num-virtual-stages-per-pipeline-rank",
         "decoder-first-pipeline-num-layers",

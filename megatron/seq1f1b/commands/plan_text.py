@@ -4,17 +4,16 @@ from collections.abc import Sequence
 
 from ..costs.memory import GIB
 from ..costs.paper_flops import model_flops
-from ..costs.training_setup import parameters_of_layer
+from ..costs.training_setup import parameters_of_model
 from ..planner import Plan, Question, breakdown
 
 _COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
 
 
 def title(question: Question) -> str:
-    model = question.model
-    parameters = model.num_layers * parameters_of_layer(model) + 2 * model.vocab_size * model.hidden_size
+    billions = parameters_of_model(question.model) / 1e9
     return (
-        f"{parameters / 1e9:.3g} B parameters on {question.num_devices} x {question.machine.device.name}, "
+        f"{billions:.3g} B parameters on {question.num_devices} x {question.machine.device.name}, "
         f"{question.sequence_length} tokens, batch of {question.global_batch_size}, "
         f"{question.memory_limit:.1f} GiB a device"
     )

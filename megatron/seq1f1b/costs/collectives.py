@@ -47,8 +47,16 @@ def all_reduce_time(machine: Machine, group: Group, num_bytes: float) -> float:
 
 
 def all_to_all_time(machine: Machine, group: Group, num_bytes: float) -> float:
-    """Every rank holds `num_bytes` and keeps one part of `size` of it."""
-    return all_gather_time(machine, group, num_bytes)
+    """Every rank holds `num_bytes` and keeps one part of `size` of it; all of a node send to other nodes at once."""
+    if group.size == 1:
+        return 0.0
+    here = group.in_node(machine)
+    inside = num_bytes * (here - 1) / group.size / machine.node.bandwidth
+    if here == group.size:
+        return inside + machine.node.latency * ceil(log2(here))
+    share = min(machine.network.bandwidth / machine.devices_per_node, machine.network.message_bandwidth)
+    outside = num_bytes * (group.size - here) / group.size / share
+    return max(inside, outside) + machine.network.latency * ceil(log2(group.size / here))
 
 
 def message_time(machine: Machine, source: int, destination: int, num_bytes: float, senders: int) -> float:

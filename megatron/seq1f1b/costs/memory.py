@@ -39,7 +39,7 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
-def layer_activation(setup: TrainingSetup, start: int, end: int) -> float:
+def layer_activation(setup: TrainingSetup, start: int, end: int, has_experts: bool = False) -> float:
     """What the forward of one layer keeps for the backward of the segment [start, end), keys and values apart."""
     model, tensor = setup.model, setup.tensor_parallel
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
@@ -48,11 +48,14 @@ def layer_activation(setup: TrainingSetup, start: int, end: int) -> float:
     if setup.recompute == "full":
         return 2 * rows * hidden / (tensor if setup.sequence_parallel else 1)
     width = model.num_heads * model.head_dim
-    fc1 = model.ffn_hidden_size * (2 if model.is_gated else 1)
+    experts = model.experts if has_experts else None
+    ffn = experts.shared_ffn_hidden_size if experts else model.ffn_hidden_size
+    inner = (2 if model.is_gated else 1) + 1  # what goes into the activation function, and what comes out
     # Norms and inputs of products 8, masks of dropout 2; queries 2, attention's output 2; feed-forward block.
-    kept = (10 if setup.software.dropout else 8) * whole + rows * (
-        4 * width + 2 * fc1 + 2 * model.ffn_hidden_size
-    ) / tensor
+    kept = (10 if setup.software.dropout else 8) * whole + rows * (4 * width + 2 * inner * ffn) / tensor
+    if experts:
+        # What is sent to the experts, what they compute of it, and what they give.
+        kept += rows / tensor * experts.active * BYTES * (2 * hidden + inner * experts.ffn_hidden_size)
     if setup.software.flash_attention:
         return kept + 4 * rows * model.num_heads / tensor
     if setup.recompute != "selective":
@@ -77,7 +80,7 @@ def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
         row, start = [], 0
         for length in setup.segments:
             end = start + length
-            held = count * (layer_activation(setup, start, end) + layer_keys_values(setup, start, end))
+            held = _stage_activation(setup, stage, start, end) + count * layer_keys_values(setup, start, end)
             if stage == last:
                 held += _LOGIT_BYTES_KEPT * _logits(setup, length)
             row.append(held)
@@ -85,6 +88,24 @@ def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
         rows.append(tuple(row))
     table = tuple(rows)
     return table, table
+
+
+def _stage_activation(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
+    dense, sparse = setup.stage_layers[stage]
+    held = dense * layer_activation(setup, start, end)
+    return held + (sparse * layer_activation(setup, start, end, has_experts=True) if sparse else 0.0)
+
+
+def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of a rank: what no schedule changes."""
+    stages = setup.placement.stages_of(rank)
+    parameters = sum(setup.stage_parameters(stage) for stage in stages)
+    experts = sum(setup.stage_expert_parameters(stage) for stage in stages)
+    share, expert_share = (
+        group.size if setup.distributed_optimizer else 1 for group in (setup.data_group, setup.expert_data_group)
+    )
+    optimizer = 12 * (parameters / share + experts / expert_share)
+    return BYTES * (parameters + experts), setup.software.gradient_bytes * (parameters + experts), optimizer
 
 
 def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
@@ -109,7 +130,7 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
     for stage, segment in at_peak:
         span = ends[segment] - setup.segments[segment], ends[segment]
         keys_values += setup.layers_per_stage[stage] * layer_keys_values(setup, *span)
-        activations += setup.layers_per_stage[stage] * layer_activation(setup, *span)
+        activations += _stage_activation(setup, stage, *span)
         if stage == placement.num_stages - 1:
             logits += _LOGIT_BYTES_KEPT * _logits(setup, setup.segments[segment])
     longest = max(setup.segments)
@@ -129,14 +150,13 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
         keys_values += 2 * width * kv * tokens * max(setup.layers_per_stage[stage] for stage in stages)
     messages = 4 * BYTES * share / parallel if setup.pipeline_parallel > 1 else 0.0
 
-    parameters = sum(setup.stage_parameters(stage) for stage in stages)
-    sharded = setup.data_group.size if setup.distributed_optimizer else 1
+    weights, gradients, optimizer = static_memory(setup, rank)
     unequal = len(set(setup.segments)) > 1
     dynamic = activations + keys_values + logits + working + messages
     return Memory(
-        weights=BYTES * parameters,
-        gradients=setup.software.gradient_bytes * parameters,
-        optimizer=12 * parameters / sharded,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
         activations=activations,
         keys_values=keys_values,
         logits=logits,
@@ -147,7 +167,8 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
 
 
 def layer_activation_without_recomputation(setup: TrainingSetup, length: int) -> float:
-    return layer_activation(replace(setup, recompute="none"), setup.sequence_length - length, setup.sequence_length)
+    span = setup.sequence_length - length, setup.sequence_length
+    return layer_activation(replace(setup, recompute="none"), *span, has_experts=setup.model.experts is not None)
 
 
 def _logits(setup: TrainingSetup, length: int) -> float:

@@ -35,7 +35,8 @@ class TrainingSetup:
     """`segments` are the lengths in tokens, first to last; `recompute` is "none", "selective" or "full".
 
     `layers_per_stage` has one entry a stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel
-    fastest, then context, data, pipeline; `pipeline_before_data` swaps the last two (--use-tp-pp-dp-mapping).
+    fastest, then context, data, pipeline; `pipeline_before_data` swaps the last two (--use-tp-pp-dp-mapping). Experts
+    are spread over `expert_parallel` of the ranks of a pipeline rank and are not cut (--expert-tensor-parallel-size 1).
     Raises ValueError for sizes that do not fit.
     """
 
@@ -45,6 +46,7 @@ class TrainingSetup:
     micro_batch_size: int = 1
     tensor_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     data_parallel: int = 1
     placement: Placement = field(default_factory=lambda: Placement(1))
     family: str = "1f1b"
@@ -114,10 +116,34 @@ class TrainingSetup:
         stride = self.tensor_parallel * self.context_parallel
         return stride if self.pipeline_before_data else stride * self.data_parallel
 
+    @property
+    def expert_group(self) -> Group:
+        return Group(self.expert_parallel, 1)
+
+    @property
+    def expert_data_group(self) -> Group:
+        """Of the ranks that hold the same experts."""
+        ranks = self.tensor_parallel * self.context_parallel * self.data_parallel
+        return Group(max(1, ranks // self.expert_parallel), self.expert_parallel)
+
     @cached_property
-    def layer_parameters(self) -> float:
-        """Of one layer, on one rank."""
-        return parameters_of_layer(self.model) / self.tensor_parallel
+    def stage_layers(self) -> tuple[tuple[int, int], ...]:
+        """How many layers without and with experts each stage has."""
+        found, first = [], 0
+        for count in self.layers_per_stage:
+            sparse = sum(layer in self.model.expert_layers for layer in range(first, first + count))
+            found.append((count - sparse, sparse))
+            first += count
+        return tuple(found)
+
+    def layer_parameters(self, has_experts: bool = False) -> float:
+        """Of one layer, on one rank, without its routed experts."""
+        return parameters_of_layer(self.model, has_experts) / self.tensor_parallel
+
+    @cached_property
+    def layer_expert_parameters(self) -> float:
+        """Of the routed experts of one layer, on one rank."""
+        return parameters_of_experts(self.model) / self.expert_parallel
 
     @cached_property
     def embedding_parameters(self) -> float:
@@ -125,10 +151,15 @@ class TrainingSetup:
 
     def stage_parameters(self, stage: int) -> float:
         """Of one stage, on one rank; the first holds the embedding, the last the projection to the vocabulary."""
-        count = self.layers_per_stage[stage] * self.layer_parameters
+        dense, sparse = self.stage_layers[stage]
+        count = dense * self.layer_parameters() + sparse * self.layer_parameters(has_experts=True)
         last = self.placement.num_stages - 1
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
         return count - self.embedding_parameters if self.tied_embeddings and last == 0 else count
+
+    def stage_expert_parameters(self, stage: int) -> float:
+        """Of the routed experts of one stage, on one rank."""
+        return self.stage_layers[stage][1] * self.layer_expert_parameters
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -137,10 +168,29 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(base + (stage < more) for stage in range(num_stages))
 
 
-def parameters_of_layer(model: ModelShape) -> float:
-    """Weights of the matrices of one layer and of its two norms."""
+def parameters_of_layer(model: ModelShape, has_experts: bool = False) -> float:
+    """Weights of the matrices of one layer and of its two norms; with experts, of the shared ones and the router."""
     width = model.num_heads * model.head_dim
     kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim
     matrices = 3 if model.is_gated else 2
     attention = model.hidden_size * (2 * width + 2 * kv_width)
-    return attention + matrices * model.hidden_size * model.ffn_hidden_size + 13 * model.hidden_size
+    if has_experts and model.experts is not None:
+        ffn, router = model.experts.shared_ffn_hidden_size, model.hidden_size * model.experts.total
+    else:
+        ffn, router = model.ffn_hidden_size, 0
+    return attention + matrices * model.hidden_size * ffn + router + 13 * model.hidden_size
+
+
+def parameters_of_experts(model: ModelShape) -> float:
+    """Weights of the routed experts of one layer."""
+    if model.experts is None:
+        return 0.0
+    return model.experts.total * (3 if model.is_gated else 2) * model.hidden_size * model.experts.ffn_hidden_size
+
+
+def parameters_of_model(model: ModelShape) -> float:
+    """All weights, embedding and projection to the vocabulary apart from each other."""
+    sparse = len(model.expert_layers) if model.experts else 0
+    layers = (model.num_layers - sparse) * parameters_of_layer(model)
+    layers += sparse * (parameters_of_layer(model, has_experts=True) + parameters_of_experts(model))
+    return layers + 2 * model.vocab_size * model.hidden_size

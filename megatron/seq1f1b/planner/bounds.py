@@ -1,8 +1,9 @@
 """What a configuration takes at least, without simulating it."""
 
-from ..costs.kernels import BYTES
+from dataclasses import replace
+
 from ..costs.machine import Machine
-from ..costs.memory import layer_activation, layer_keys_values
+from ..costs.memory import activation_tables, static_memory
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.training_setup import TrainingSetup
 
@@ -28,18 +29,10 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
 
 
-def static_bytes(setup: TrainingSetup) -> float:
-    """Weights, gradients and optimizer state of the fullest rank: what no schedule changes."""
-    placement = setup.placement
-    most = max(
-        sum(setup.stage_parameters(stage) for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
-    )
-    sharded = setup.data_group.size if setup.distributed_optimizer else 1
-    return most * (BYTES + setup.software.gradient_bytes + 12 / sharded)
-
-
 def least_bytes(setup: TrainingSetup) -> float:
-    """Static bytes and the activations of one micro-batch on the first rank, which every schedule holds at once."""
-    layers = sum(setup.layers_per_stage[stage] for stage in setup.placement.stages_of(0))
-    whole = 0, setup.sequence_length
-    return static_bytes(setup) + layers * (layer_activation(setup, *whole) + layer_keys_values(setup, *whole))
+    """Of the fullest rank: weights, gradients, optimizer state, and on the first rank the activations of one
+    micro-batch, which every schedule holds at once."""
+    ranks = range(setup.pipeline_parallel)
+    activation, _ = activation_tables(replace(setup, segments=(setup.sequence_length,)))
+    held = sum(activation[stage][0] for stage in setup.placement.stages_of(0))
+    return max(sum(static_memory(setup, rank)) + (held if rank == 0 else 0.0) for rank in ranks)

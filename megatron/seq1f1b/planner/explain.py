@@ -1,10 +1,22 @@
 """Where the time of a predicted step goes."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from ..costs.stage_times import layer_time
+from ..costs.layer_times import LayerTime, layer_time
 from ..simulator import Prediction
 from ..simulator.lowered import compute_only
+
+_OF_LAYERS = (
+    "matrix products",
+    "attention",
+    "norms, activations, positions",
+    "tensor-parallel collectives",
+    "context- and expert-parallel collectives",
+    "recomputation",
+)
+# The others appear where they take time.
+_ALWAYS = _OF_LAYERS[:3]
 
 
 def breakdown(prediction: Prediction) -> dict[str, float]:
@@ -12,21 +24,17 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
     setup, machine, timeline = prediction.setup, prediction.machine, compute_only(prediction.timeline)
     busy = [timeline.busy(rank) for rank in range(setup.pipeline_parallel)]
     rank = max(range(len(busy)), key=busy.__getitem__)
-    times = [layer_time(setup, machine, *span) for span in pairwise(accumulate(setup.segments, initial=0))]
-    layers = sum(setup.layers_per_stage[stage] for stage in setup.placement.stages_of(rank))
-    recomputed = {
-        "none": 0.0,
-        "selective": sum(time.forward_attention for time in times),
-        "full": sum(time.forward for time in times),
-    }
-    of_layers = {
-        "matrix products": sum(time.forward_matmul + time.input_matmul + time.weight for time in times),
-        "attention": sum(time.forward_attention + time.input_attention for time in times),
-        "norms, activations, positions": sum(time.forward_other + time.input_other for time in times),
-        "tensor-parallel collectives": sum(time.forward_exchange + time.input_exchange for time in times),
-        "recomputation": recomputed[setup.recompute],
-    }
-    parts = {name: setup.num_microbatches * layers * seconds for name, seconds in of_layers.items()}
+    kept, named = replace(setup, recompute="none"), dict.fromkeys(_OF_LAYERS, 0.0)
+    for stage in setup.placement.stages_of(rank):
+        for span in pairwise(accumulate(setup.segments, initial=0)):
+            for has_experts, count in enumerate(setup.stage_layers[stage]):
+                if count:
+                    seconds = _of_layer(
+                        layer_time(kept, machine, *span, has_experts=bool(has_experts)), setup.recompute
+                    )
+                    for name, part in zip(_OF_LAYERS, seconds, strict=True):
+                        named[name] += setup.num_microbatches * count * part
+    parts = {name: seconds for name, seconds in named.items() if seconds or name in _ALWAYS}
     # Where the host cannot launch kernels as fast as they end, the device waits for it.
     parts["embedding, head, host"] = busy[rank] - sum(parts.values())
     parts["bubble and messages"] = timeline.end - busy[rank]
@@ -36,3 +44,16 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
     )
     parts["outside the pipeline"] = machine.host.step
     return parts
+
+
+def _of_layer(time: LayerTime, recompute: str) -> tuple[float, ...]:
+    """Seconds of both directions, in the order of `_OF_LAYERS`."""
+    repeated = {"none": 0.0, "selective": time.forward_attention, "full": time.forward}
+    return (
+        time.forward_matmul + time.input_matmul + time.weight,
+        time.forward_attention + time.input_attention,
+        time.forward_other + time.input_other,
+        time.forward_exchange + time.input_exchange,
+        time.forward_all_to_all + time.input_all_to_all,
+        repeated[recompute],
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..costs import ModelShape
+from ..costs import Experts, ModelShape
 from .question import Candidate
 
 
@@ -19,6 +19,8 @@ def model_flags(model: ModelShape, sequence_length: int) -> list[str]:
         words.append(f"--group-query-attention --num-query-groups {model.num_kv_heads}")
     if model.is_gated:
         words.append("--swiglu --disable-bias-linear")
+    if model.experts is not None:
+        words += _expert_flags(model, model.experts)
     return [
         *words,
         "--untie-embeddings-and-output-weights",
@@ -28,6 +30,21 @@ def model_flags(model: ModelShape, sequence_length: int) -> list[str]:
         "--attention-dropout 0",
         "--bf16",
     ]
+
+
+def _expert_flags(model: ModelShape, experts: Experts) -> list[str]:
+    words = [
+        f"--num-experts {experts.total} --moe-router-topk {experts.active}",
+        f"--moe-ffn-hidden-size {experts.ffn_hidden_size}",
+        "--moe-grouped-gemm --moe-token-dispatcher-type alltoall",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3",
+    ]
+    if experts.shared_ffn_hidden_size:
+        words.append(f"--moe-shared-expert-intermediate-size {experts.shared_ffn_hidden_size}")
+    if len(model.expert_layers) < model.num_layers:
+        pattern = ",".join(str(int(layer in model.expert_layers)) for layer in range(model.num_layers))
+        words.append(f"--moe-layer-freq [{pattern}]")
+    return words
 
 
 def decided_flags(candidate: Candidate) -> list[str]:
@@ -47,6 +64,8 @@ def decided_flags(candidate: Candidate) -> list[str]:
         words.append("--sequence-parallel")
     if setup.context_parallel > 1:
         words.append(f"--context-parallel-size {setup.context_parallel} --cp-comm-type a2a")
+    if setup.model.experts is not None:
+        words.append(f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1")
     if setup.recompute == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     return [*words, *_layers(candidate), *_schedule(candidate)]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..costs import ModelShape
+from ..costs import Experts, ModelShape
 from ..errors import ParameterError
 
 
@@ -14,6 +14,24 @@ def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelS
 
 def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
     return ModelShape(layers, hidden, ffn, heads, hidden // heads, 128256, num_kv_heads=8, is_gated=True)
+
+
+def _mixture(
+    layers: int, hidden: int, heads: int, kv_heads: int, vocabulary: int, experts: Experts, head_dim: int = 128
+) -> ModelShape:
+    """Experts in every layer, SwiGLU, grouped queries."""
+    return ModelShape(
+        layers,
+        hidden,
+        experts.ffn_hidden_size,
+        heads,
+        head_dim,
+        vocabulary,
+        num_kv_heads=kv_heads,
+        is_gated=True,
+        experts=experts,
+        expert_layers=tuple(range(layers)),
+    )
 
 
 PRESETS: Mapping[str, ModelShape] = MappingProxyType(
@@ -30,6 +48,12 @@ PRESETS: Mapping[str, ModelShape] = MappingProxyType(
         "gpt3-175b": gpt(96, 12288, 96, 51200),
         # arXiv 2104.04473, table 1.
         "gpt-1t": gpt(128, 25600, 160, 51200),
+        # arXiv 2401.04088, table 1, and the configuration of mistralai/Mixtral-8x22B-v0.1; vocabularies padded.
+        "mixtral-8x7b": _mixture(32, 4096, 32, 8, 32000, Experts(8, 2, 14336)),
+        "mixtral-8x22b": _mixture(56, 6144, 48, 8, 32768, Experts(8, 2, 16384)),
+        # arXiv 2505.09388, table 2, and the configurations of Qwen/Qwen3-30B-A3B and Qwen3-235B-A22B.
+        "qwen3-30b-a3b": _mixture(48, 2048, 32, 4, 151936, Experts(128, 8, 768)),
+        "qwen3-235b-a22b": _mixture(94, 4096, 64, 4, 151936, Experts(128, 8, 1536)),
     }
 )
 

@@ -25,7 +25,7 @@ class Question:
     sequence_length: int
     global_batch_size: int
     memory_gib: float | None = None
-    families: tuple[str, ...] = ("1f1b", "zb-h1", "auto")
+    families: tuple[str, ...] = ("1f1b", "zb-h1", "breadth-first", "auto")
     strategies: tuple[str, ...] = ("even", "uniform_comp", "balanced")
     segments: tuple[int, ...] = (1, 2, 4, 8, 16)
     chunks: tuple[int, ...] = (1, 2, 4)

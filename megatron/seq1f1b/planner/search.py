@@ -118,4 +118,5 @@ def schedule_of(candidate: Candidate) -> Schedule:
 def _auto_is_possible(candidate: Candidate) -> bool:
     setup = candidate.setup
     actions = 3 * setup.shape.num_units * setup.placement.num_stages
-    return setup.pipeline_parallel > 1 and setup.recompute != "full" and actions <= _MOST_ACTIONS_OF_AUTO
+    splits = setup.pipeline_parallel > 1 and setup.recompute != "full" and setup.model.experts is None
+    return splits and actions <= _MOST_ACTIONS_OF_AUTO

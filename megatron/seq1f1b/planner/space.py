@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, lcm
 
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.training_setup import Software, TrainingSetup
@@ -16,8 +16,8 @@ from .question import Candidate, Question
 def candidates(question: Question) -> Iterator[Candidate]:
     """Whether one fits, and how fast it is, comes later.
 
-    Tensor- and context-parallel sizes are powers of two and stay within a node. Layers are spread evenly, or with fewer
-    on the stages of the embedding and of the head. Sequences are cut where context is not parallel.
+    Tensor- and context-parallel sizes are powers of two and stay within a node; expert-parallel ones may leave it.
+    Layers are spread evenly, or with fewer on the stages of the embedding and of the head.
     """
     for tensor, context, pipeline, data in layouts(question):
         for chunks in question.chunks:
@@ -26,23 +26,30 @@ def candidates(question: Question) -> Iterator[Candidate]:
                     microbatches, rest = divmod(question.global_batch_size, data * micro_batch)
                     if rest:
                         continue
-                    for recompute in question.recomputes:
-                        setup = TrainingSetup(
-                            model=question.model,
-                            sequence_length=question.sequence_length,
-                            num_microbatches=microbatches,
-                            micro_batch_size=micro_batch,
-                            tensor_parallel=tensor,
-                            context_parallel=context,
-                            data_parallel=data,
-                            placement=Placement(pipeline, chunks),
-                            layers_per_stage=layers,
-                            sequence_parallel=tensor > 1,
-                            recompute=recompute,
-                            distributed_optimizer=True,
-                            software=Software(overlaps_data_parallel=data * context > 1),
-                        )
-                        yield from _scheduled(question, setup)
+                    setup = TrainingSetup(
+                        model=question.model,
+                        sequence_length=question.sequence_length,
+                        num_microbatches=microbatches,
+                        micro_batch_size=micro_batch,
+                        tensor_parallel=tensor,
+                        context_parallel=context,
+                        data_parallel=data,
+                        placement=Placement(pipeline, chunks),
+                        layers_per_stage=layers,
+                        sequence_parallel=tensor > 1,
+                        distributed_optimizer=True,
+                        software=Software(overlaps_data_parallel=data * context > 1),
+                    )
+                    for expert in expert_sizes(question.model, tensor * context * data):
+                        for recompute in question.recomputes:
+                            yield from _scheduled(question, replace(setup, expert_parallel=expert, recompute=recompute))
+
+
+def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
+    """How many of the ranks of a pipeline rank may share the experts: powers of two."""
+    if model.experts is None:
+        return [1]
+    return [size for size in powers_of_two(ranks) if ranks % size == 0 and model.experts.total % size == 0]
 
 
 def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
@@ -89,14 +96,17 @@ def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
         yield Candidate(setup)
         return
     for family in question.families:
-        # What W keeps is nearly all that recomputation saves.
-        if family == "auto" or (family == "zb-h1" and setup.recompute == "full"):
+        # What W keeps is nearly all that recomputation saves; grouped products of experts cannot be split.
+        if family == "auto" or (family == "zb-h1" and (setup.recompute == "full" or setup.model.experts)):
+            continue
+        # On one chunk a rank it is GPipe.
+        if family == "breadth-first" and setup.placement.num_chunks == 1:
             continue
         named = replace(setup, family=family)
         for segments in question.segments:
             if segments == 1:
                 yield Candidate(named)
-            elif setup.context_parallel == 1:
+            else:
                 seen = set()
                 for strategy in question.strategies:
                     lengths = cut(named, strategy, segments)
@@ -109,6 +119,8 @@ def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] |
     """The lengths that training would have with these flags; None where a sequence is too short."""
     time = _slowest_stage(stage_costs(setup)) if strategy == "balanced" else None
     multiple = setup.tensor_parallel if setup.sequence_parallel else 1
+    if setup.context_parallel > 1:  # each rank holds two parts of a segment
+        multiple = setup.context_parallel * lcm(2, multiple)
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
 

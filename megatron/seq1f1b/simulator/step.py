@@ -68,7 +68,11 @@ def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollective
     if not setup.software.overlaps_data_parallel or setup.data_group.size == 1:
         return None
     stages = range(setup.placement.num_stages)
-    reduce, gather = zip(*(replica_times(setup, machine, setup.stage_parameters(each)) for each in stages), strict=True)
+    times = (
+        replica_times(setup, machine, setup.stage_parameters(each), setup.stage_expert_parameters(each))
+        for each in stages
+    )
+    reduce, gather = zip(*times, strict=True)
     return ChunkCollectives(gather, reduce)
 
 

@@ -3,8 +3,9 @@
 import pytest
 
 from megatron.seq1f1b.costs.paper_flops import megatron_flops, seq1f1b_flops, terapipe_flops
+from megatron.seq1f1b.planner.presets import gpt
 from paper.megatron_tables import sc21_setup
-from paper.row import gpt, read
+from paper.row import read
 
 
 def test_seq1f1b():
