@@ -56,7 +56,8 @@ def auto(
 
 
 def _build(family: str, shape: Shape) -> Schedule:
-    return Schedule(shape, tuple(tuple(FAMILIES[family](shape, rank)) for rank in range(shape.num_ranks)))
+    clock = FAMILIES[family](shape)
+    return Schedule(shape, tuple(tuple(clock.order(rank).actions) for rank in range(shape.num_ranks)))
 
 
 def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
@@ -84,7 +85,8 @@ def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: 
             yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), patience)
 
     # The order of 1F1B, with W only where a rank waits.
-    orders = [FAMILIES["1f1b"](shape, rank) for rank in range(shape.num_ranks)]
+    clock = FAMILIES["1f1b"](shape)
+    orders = [clock.order(rank).actions for rank in range(shape.num_ranks)]
     for patience in patiences:
         schedule = scheduler.by_order(orders, patience)
         if schedule is not None:

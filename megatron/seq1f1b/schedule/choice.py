@@ -33,8 +33,7 @@ class Named:
     @cached_property
     def splits_backwards(self) -> bool:
         """Whether its actions have W, as in one small pipeline so in all."""
-        shape = Shape(Placement(2), num_microbatches=2)
-        return any(has_weight_gradients(FAMILIES[self.name](shape, rank)) for rank in range(2))
+        return any(map(has_weight_gradients, build(self.name, Shape(Placement(2), num_microbatches=2)).ranks))
 
     def program(
         self,
@@ -46,7 +45,7 @@ class Named:
     ) -> list[Action]:
         """The lowered actions of a rank in a training step with segments of `lengths` tokens.
 
-        `one_queue` is that of `lower`.
+        `one_queue` is that of `program`.
         """
         return program(self.name, shape, rank, one_queue=one_queue)
 

@@ -1,18 +1,21 @@
-"""From a clock to the program of a rank.
+"""From a clock to the order of a rank.
 
-A family is described by a clock: a nominal tick for every action. A rank runs its actions in the
-order of their ticks. If every action has a later tick than its dependencies, following first a
-dependency and then the order of a rank never leads back in time, so the schedule has no cycle and
-cannot deadlock, whatever the real durations are. Nobody waits for a tick: it only sorts.
+A family is a clock: a nominal tick for every action. A rank runs its actions in the order of their
+ticks. If every action has a later tick than its dependencies, following first a dependency and then
+the order of a rank never leads back in time, so the schedule has no cycle and cannot deadlock,
+whatever the real durations are. No rank waits for a tick: ticks only sort.
 
 The backward pass is the mirror image of the forward pass: the j-th unit in backward order at a
 stage does what the j-th unit in forward order does at the stage as far from the other end.
 So a clock is one function and one number.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product, repeat
 from math import ceil
+from typing import NamedTuple
 
 from .action import Action, Kind
 from .schedule import Shape
@@ -21,24 +24,75 @@ from .schedule import Shape
 Tick = Callable[[int, int], int]
 
 
-def by_clock(shape: Shape, rank: int, tick: Tick, turn: int) -> list[Action]:
-    """The F and B actions of one rank, in the order of their ticks.
+# How many input gradients a rank computes between that of a unit and its weight gradients.
+Lag = Callable[[int], int]
+
+
+class Order(NamedTuple):
+    """The compute actions of a rank in order, and the tick of each."""
+
+    actions: list[Action]
+    ticks: list[int]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The ticks of a schedule.
 
     `tick(unit, stage)` is the tick of a forward; it must grow with the stage and with the
     segment. The backward of the j-th unit in backward order (micro-batches ascending, segments
-    descending) at a stage has the tick `turn + tick(j, last_stage - stage)`.
+    descending) at a stage has the tick `turn + tick(j, last_stage - stage)`. Backwards are whole
+    (B) unless `lag` is given, see `split`.
     """
-    microbatches, segments = range(shape.num_microbatches), range(shape.num_segments)
-    units, last_stage = range(shape.num_units), shape.num_stages - 1
-    actions: list[Action] = []
-    ticks: list[int] = []
-    for stage in shape.placement.stages_of(rank):
-        actions += _product(Kind.F, stage, microbatches, segments)
-        ticks += [tick(unit, stage) for unit in units]
-        actions += _product(Kind.B, stage, microbatches, reversed(segments))
-        ticks += [turn + tick(unit, last_stage - stage) for unit in units]
-    order = sorted(range(len(actions)), key=ticks.__getitem__)
-    return [actions[index] for index in order]
+
+    shape: Shape
+    tick: Tick
+    turn: int
+    lag: Lag | None = None
+
+    def split(self, lag: Lag) -> "Clock":
+        """The same clock with every B split in two: an I and, `lag(rank)` of the rank's I later, a W."""
+        return replace(self, lag=lag)
+
+    def order(self, rank: int) -> Order:
+        """What a rank computes, in the order of the ticks."""
+        shape, tick, turn = self.shape, self.tick, self.turn
+        microbatches, segments = range(shape.num_microbatches), range(shape.num_segments)
+        units, last_stage = range(shape.num_units), shape.num_stages - 1
+        actions: list[Action] = []
+        ticks: list[int] = []
+        for stage in shape.placement.stages_of(rank):
+            actions += _product(Kind.F, stage, microbatches, segments)
+            ticks += [tick(unit, stage) for unit in units]
+            actions += _product(Kind.B, stage, microbatches, reversed(segments))
+            ticks += [turn + tick(unit, last_stage - stage) for unit in units]
+        indices = sorted(range(len(actions)), key=ticks.__getitem__)
+        order = Order([actions[index] for index in indices], [ticks[index] for index in indices])
+        return order if self.lag is None else _split(order, self.lag(rank))
+
+
+def _split(order: Order, lag: int) -> Order:
+    """Every B becomes an I, and its W follows `lag` such I later, at the tick of the action after it.
+
+    The W come in the order of the I, so with segments in descending order too. No other action
+    needs a W, so this cannot close a cycle.
+    """
+    actions, ticks = order
+    result = Order([], [])
+    pending: deque[Action] = deque()
+    end = ticks[-1] + 1
+    for action, tick, next_tick in zip(actions, ticks, [*ticks[1:], end], strict=True):
+        kind, *unit = action
+        result.actions.append(Action(Kind.I, *unit) if kind is Kind.B else action)
+        result.ticks.append(tick)
+        if kind is Kind.B:
+            pending.append(Action(Kind.W, *unit))
+            if len(pending) > lag:
+                result.actions.append(pending.popleft())
+                result.ticks.append(next_tick)
+    result.actions.extend(pending)
+    result.ticks.extend([end] * len(pending))
+    return result
 
 
 def _product(kind: Kind, stage: int, microbatches: Iterable[int], segments: Iterable[int]) -> Iterator[Action]:

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from .action import Action, Kind
 from .dependencies import message_needed
-from .one_queue import Transfer, issue_order, nominal_starts
+from .one_queue import NominalTimes, Transfer, issue_order
 from .placement import Placement
 from .schedule import Schedule, Shape
 
@@ -72,14 +72,14 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     return Channel(_PAYLOAD[action.kind], source, destination)
 
 
-def lower(schedule: Schedule, one_queue: bool = False) -> Schedule:
+def lower(schedule: Schedule, times: NominalTimes | None = None) -> Schedule:
     """The whole schedule with messages, gathering and reduction added.
 
-    With `one_queue` it does not hang where each rank has one hardware queue; that may delay messages.
+    With the nominal `times` of all its actions it does not hang where each rank has one hardware
+    queue; that may delay messages.
     """
     orders = dict(enumerate(schedule.ranks))
-    starts = dict(enumerate(nominal_starts(schedule))) if one_queue else None
-    ranks = (tuple(lower_rank(schedule.shape, orders, rank, starts)) for rank in orders)
+    ranks = (tuple(lower_rank(schedule.shape, orders, rank, times)) for rank in orders)
     return Schedule(schedule.shape, tuple(ranks))
 
 
@@ -87,11 +87,11 @@ def lower_rank(
     shape: Shape,
     orders: Mapping[int, Sequence[Action]],
     rank: int,
-    starts: Mapping[int, Sequence[float]] | None = None,
+    times: NominalTimes | None = None,
 ) -> list[Action]:
     """The same for one rank; `orders` holds the compute actions of it and of its neighbours.
 
-    `starts` holds the nominal starts of these actions, where each rank has one hardware queue.
+    `times` holds the nominal times of these actions, where each rank has one hardware queue.
     """
     order = orders[rank]
     before: list[list[Action]] = [[] for _ in order]
@@ -102,13 +102,13 @@ def lower_rank(
     neighbours = shape.placement.neighbours_of(rank)
     incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
     outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
-    if starts is None:
+    if times is None:
         for transfer in (each for transfers in incoming for each in transfers):
             before[transfer.posted].append(transfer.receive)
         for transfer in (each for transfers in outgoing for each in transfers):
             after[transfer.sent].append(transfer.send)
     else:
-        for index, action in issue_order(incoming, outgoing, rank, starts):
+        for index, action in issue_order(incoming, outgoing, rank, times):
             (after[index - 1] if index else before[0]).append(action)
     for index, action in _reductions(shape, order):
         after[index].append(action)

@@ -6,7 +6,9 @@ the last one of its channel has ended, nor compute before its message is there, 
 start holds up everything behind it.
 
 All ranks agree on one order of everything, in which each of them issues its part. Compute actions
-stand in it by their nominal starts, so after all that they depend on. On every channel
+stand in it by their nominal times, so after all that they depend on: the ticks of the clock where a
+family has one, so that a rank needs those of its neighbours only, and otherwise when they start if
+all take equally long. On every channel
 
 - a send comes after the compute action that makes the message, and after the receive of the message
   before;
@@ -32,9 +34,13 @@ from .costs import Costs
 from .schedule import Schedule
 from .timing import run
 
-# A point of the common order: nominal start, rank and index of a compute action, and where from it.
+# A point of the common order: nominal time, rank and index of a compute action, and where from it.
 _Point = tuple[float, int, int, int]
 _BEFORE, _ITSELF, _AFTER = 0, 1, 2
+
+
+# For each rank, the nominal times of its compute actions, in the order in which it runs them.
+NominalTimes = Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):
@@ -51,16 +57,16 @@ class Transfer(NamedTuple):
     posted: int
 
 
-def nominal_starts(schedule: Schedule) -> list[list[float]]:
-    """For each rank, when its compute actions start if all take equally long."""
-    return run(schedule, Costs.uniform(schedule.shape)).starts
+def nominal_times(schedule: Schedule) -> NominalTimes:
+    """When the compute actions of each rank start if all take equally long."""
+    return dict(enumerate(run(schedule, Costs.uniform(schedule.shape)).starts))
 
 
 def issue_order(
     incoming: Sequence[Sequence[Transfer]],
     outgoing: Sequence[Sequence[Transfer]],
     rank: int,
-    starts: Mapping[int, Sequence[float]],
+    times: NominalTimes,
 ) -> Iterator[tuple[int, Action]]:
     """Sends and receives of a rank in order, each with the number of its compute actions that come before.
 
@@ -68,24 +74,22 @@ def issue_order(
     """
     events: list[tuple[_Point, int, Action]] = []
     for transfers in incoming:
-        events += ((point, n, each.receive) for n, (each, _, point) in enumerate(_points(transfers, starts)))
+        events += ((point, n, each.receive) for n, (each, _, point) in enumerate(_points(transfers, times)))
     for transfers in outgoing:
-        events += ((point, n, each.send) for n, (each, point, _) in enumerate(_points(transfers, starts)))
-    compute = [(start, rank, index, _ITSELF) for index, start in enumerate(starts[rank])]
+        events += ((point, n, each.send) for n, (each, point, _) in enumerate(_points(transfers, times)))
+    compute = [(time, rank, index, _ITSELF) for index, time in enumerate(times[rank])]
     for point, _, action in sorted(events):
         yield bisect_left(compute, point), action
 
 
-def _points(
-    transfers: Sequence[Transfer], starts: Mapping[int, Sequence[float]]
-) -> Iterator[tuple[Transfer, _Point, _Point]]:
+def _points(transfers: Sequence[Transfer], times: NominalTimes) -> Iterator[tuple[Transfer, _Point, _Point]]:
     """The messages of a channel, each with the points of its send and of its receive.
 
     Of equal points that of the earlier message comes first.
     """
     last_send = last_receive = (0.0, -1, -1, _BEFORE)
     for each in transfers:
-        send = max((starts[each.source][each.sent], each.source, each.sent, _AFTER), last_receive)
-        posted = (starts[each.destination][each.posted], each.destination, each.posted, _BEFORE)
+        send = max((times[each.source][each.sent], each.source, each.sent, _AFTER), last_receive)
+        posted = (times[each.destination][each.posted], each.destination, each.posted, _BEFORE)
         last_send, last_receive = send, max(posted, last_send)
         yield each, send, last_receive

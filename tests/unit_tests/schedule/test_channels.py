@@ -15,9 +15,11 @@ from megatron.seq1f1b.schedule import (
     dependencies,
     lower,
     parse_action,
+    program,
     simulate,
     validate,
 )
+from megatron.seq1f1b.schedule.one_queue import nominal_times
 
 from .channels import HangError, execute
 
@@ -72,7 +74,13 @@ def test_no_valid_order_hangs(random, ranks, chunks, style):
     costs = [[[random.uniform(0.1, 3) for _ in range(2)] for _ in range(shape.num_stages)] for _ in range(4)]
     costs = Costs.from_mapping(shape, dict(zip(("f", "i", "w", "message"), costs, strict=True)))
     for buffered in (0, 1):
-        execute(lower(schedule, one_queue=True), costs, one_queue=True, buffered=buffered)
+        execute(lower(schedule, nominal_times(schedule)), costs, one_queue=True, buffered=buffered)
+
+
+def for_one_queue(family, shape):
+    """What every rank builds for itself, from the clock of a family or from the plan of all."""
+    ranks = (tuple(program(family, shape, rank, one_queue=True)) for rank in range(shape.num_ranks))
+    return Schedule(shape, tuple(ranks))
 
 
 def small_shapes():
@@ -88,9 +96,11 @@ def test_one_hardware_queue_needs_an_order_of_its_own_and_loses_next_to_nothing(
     schedule = build(family, Shape(Placement(ranks, 2), microbatches, segments))
     with pytest.raises(HangError):
         execute(lower(schedule), one_queue=True)
-    ordered = lower(schedule, one_queue=True)
+    ordered = for_one_queue(family, schedule.shape)
+    # Ticks count a W as no time, so messages of zb-h1 may be late by it.
+    most = simulate(schedule).makespan * (1.01 if family == "zb-h1" else 1)
     for buffered in (0, 1):
-        assert execute(ordered, one_queue=True, buffered=buffered) == simulate(schedule)
+        assert execute(ordered, one_queue=True, buffered=buffered).makespan <= most
     costs = Costs.uniform(schedule.shape, message=0.1)
     many_queues = execute(lower(schedule), costs).makespan
     assert execute(ordered, costs, one_queue=True).makespan < 1.02 * many_queues
@@ -101,7 +111,7 @@ def test_one_hardware_queue_needs_an_order_of_its_own_and_loses_next_to_nothing(
 @given(st.sampled_from(list(FAMILIES)), small_shapes(), st.sampled_from([0, 1]), st.floats(0, 3))
 def test_no_family_hangs_on_one_hardware_queue(family, shape, buffered, message):
     schedule, costs = build(family, shape), Costs.uniform(shape, message=message)
-    ordered = lower(schedule, one_queue=True)
+    ordered = for_one_queue(family, shape)
     timeline = execute(ordered, costs, one_queue=True, buffered=buffered)
     assert timeline.makespan >= simulate(schedule, costs).makespan - 1e-9
     assert all(set(one) == set(many) for one, many in zip(ordered.ranks, lower(schedule).ranks, strict=True))

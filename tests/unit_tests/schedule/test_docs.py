@@ -35,7 +35,8 @@ EAGER = example()
 
 
 def eager(shape):
-    return Schedule(shape, tuple(tuple(EAGER(shape, rank)) for rank in range(shape.num_ranks)))
+    clock = EAGER(shape)
+    return Schedule(shape, tuple(tuple(clock.order(rank).actions) for rank in range(shape.num_ranks)))
 
 
 @fixed

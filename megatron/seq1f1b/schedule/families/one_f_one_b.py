@@ -1,11 +1,10 @@
 """1F1B, interleaved 1F1B and, with several segments, Seq1F1B and Seq1F1B-I."""
 
-from ..action import Action
-from ..clock import by_clock, grouped, smallest_group, straight
+from ..clock import Clock, grouped, smallest_group, straight
 from ..schedule import Shape
 
 
-def one_f_one_b(shape: Shape, rank: int) -> list[Action]:
+def one_f_one_b(shape: Shape) -> Clock:
     """One forward, one backward (arXiv 2104.04473, section 2.2; with segments arXiv 2406.03488).
 
     On a rank the ticks of forwards and of backwards differ in parity, so they alternate as soon as
@@ -33,4 +32,4 @@ def one_f_one_b(shape: Shape, rank: int) -> list[Action]:
     else:
         tick = grouped(shape, smallest_group(shape), period=2, hop=2)
     turn = tick(shape.num_segments - 1, shape.num_stages - 1) + 1
-    return by_clock(shape, rank, tick, turn)
+    return Clock(shape, tick, turn)
