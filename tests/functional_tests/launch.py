@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from patience import patient
+
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"
 
@@ -18,9 +20,6 @@ PRETRAIN = ROOT / "pretrain_gpt.py"
 # are tests of the CPU, wherever they run.
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""} | dict.fromkeys(THREADS, "1")
-
-# Time limits end what hangs, also on a machine that is several times slower than those the tests were written on.
-PATIENCE = 3
 
 # A GPT that trains in a tenth of a second an iteration, and as well on 1, 2 or 4 ranks.
 TINY_GPT = (
@@ -70,7 +69,7 @@ def torchrun(
         start_new_session=True,
     )
     try:
-        log, _ = process.communicate(timeout=PATIENCE * timeout)
+        log, _ = process.communicate(timeout=patient(timeout))
     finally:
         # The ranks too, which are in torchrun's session.
         if process.poll() is None:
@@ -110,7 +109,7 @@ class Launcher:
             "script": str(script),
             "ranks": ranks,
             "flags": [str(flag) for flag in flags],
-            "timeout": PATIENCE * timeout,
+            "timeout": patient(timeout),
             "env": env or {},
             "port": free_port(),
             "log": str(log),
@@ -125,7 +124,7 @@ class Launcher:
     def close(self) -> None:
         self._zygote.stdin.close()
         try:
-            self._zygote.wait(timeout=10 * PATIENCE)
+            self._zygote.wait(timeout=patient(10))
         except subprocess.TimeoutExpired:
             pass
         finally:

@@ -5,13 +5,14 @@ import subprocess
 
 from check_cluster import Facts, verdict
 from functional_tests.launch import ENVIRONMENT, ROOT
+from patience import patient
 
 
 def run(*flags):
     command = ["bash", ROOT / "scripts" / "check_cluster.sh", "--megabytes", "1", *flags]
     environment = os.environ | ENVIRONMENT | {"GPUS_PER_NODE": "2"}
     environment.pop("SLURM_JOB_NODELIST", None)
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=360)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patient(360))
 
 
 def test_a_machine_that_is_ready(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from functional_tests.launch import ROOT
+from patience import patient
 
 # In a process of its own: redirects last as long as the process.
 BEFORE_AND_AFTER = """
@@ -50,7 +51,7 @@ def test_only_when_activated():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
     )
     assert "as promised" in result.stdout, result.stderr[-3000:]
 
@@ -58,7 +59,7 @@ def test_only_when_activated():
 def test_schedules_do_without_torch():
     """Reading or drawing a schedule should not take the seconds that importing torch does."""
     code = "import sys, megatron.seq1f1b.schedule; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=patient(60))
 
 
 @pytest.fixture

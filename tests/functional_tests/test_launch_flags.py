@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
+
 ROOT = Path(__file__).parents[2]
 
 # Parameters, with 32768 words, of the shapes that the authors trained; the GPUs that they had.
@@ -99,7 +101,7 @@ def launch(folder: Path, *settings: dict[str, str]) -> subprocess.CompletedProce
         )
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
-        cwd=ROOT, env=environment(PYTHONPATH=str(folder)), capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment(PYTHONPATH=str(folder)), capture_output=True, text=True, timeout=patient(300),
     )  # fmt: skip
 
 
@@ -142,7 +144,7 @@ def seen(launches) -> dict[tuple[str, str, int], dict]:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PARSE],
         cwd=ROOT, input="\n".join(different),
-        capture_output=True, text=True, timeout=800, env=environment(RANK="0"),
+        capture_output=True, text=True, timeout=patient(800), env=environment(RANK="0"),
     )  # fmt: skip
     found = [json.loads(line.removeprefix("SEEN ")) for line in run.stdout.splitlines() if line.startswith("SEEN ")]
     assert len(found) == len(different), run.stderr[-2000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from functional_tests.slurm_cluster import environment
+from patience import patient
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = "scripts/pretrain_gpt.sh"
@@ -31,7 +32,7 @@ def assert_trained(log: str) -> None:
 def torchrun_log() -> str:
     run = subprocess.run(
         ["bash", TORCHRUN, "--train-iters", str(ITERATIONS)],
-        cwd=ROOT, env=environment(PYTHON=sys.executable), capture_output=True, text=True, timeout=240,
+        cwd=ROOT, env=environment(PYTHON=sys.executable), capture_output=True, text=True, timeout=patient(240),
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
     return run.stdout
@@ -77,7 +78,7 @@ def test_what_cannot_work_is_refused_with_one_sentence(settings, sentence):
         env=environment(**{"PYTHON": sys.executable} | settings),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert run.returncode == 1 and run.stdout == ""
     assert sentence in run.stderr and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
@@ -92,7 +93,7 @@ def test_the_quick_start_refuses_before_it_installs_anything(setting):
         env=environment(**{name: value}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == f"error: {setting} is not a positive integer.\n"
@@ -112,7 +113,13 @@ def test_dry_run_starts_one_process_that_rehearses(script, given, world_size, gl
     python.chmod(0o755)
     settings = environment(DRY_RUN="1", MODEL_SIZE="30b", PYTHON=str(python), **given)
     run = subprocess.run(
-        ["bash", script, "--seed", "7"], cwd=ROOT, env=settings, capture_output=True, text=True, timeout=60, check=True
+        ["bash", script, "--seed", "7"],
+        cwd=ROOT,
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=True,
     )
     assert run.stdout.startswith(f"WORLD_SIZE={world_size} pretrain_gpt.py --device cuda")
     assert f"--global-batch-size {global_batch_size} " in run.stdout
@@ -125,5 +132,5 @@ def test_shellcheck():
         pytest.skip("shellcheck is not installed")
     scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci" / "run"]
     assert len(scripts) >= 3
-    run = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     assert run.returncode == 0, run.stdout

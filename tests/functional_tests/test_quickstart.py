@@ -5,6 +5,7 @@ import re
 import subprocess
 
 from functional_tests.launch import ROOT
+from patience import patient
 
 
 def test_quick_start_trains_twice_and_compares(tmp_path):
@@ -14,7 +15,7 @@ def test_quick_start_trains_twice_and_compares(tmp_path):
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert run.stdout.count("iteration     3/3") == 2

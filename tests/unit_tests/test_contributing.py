@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -56,7 +58,7 @@ def tree(tmp_path_factory) -> Path:
 def python(tree: Path, *words: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(tree)}
     run = subprocess.run(
-        [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True, timeout=patient(240)
     )
     assert run.returncode == 0, run.stderr
     return run

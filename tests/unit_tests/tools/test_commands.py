@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b import commands
+from patience import patient
 
 ROOT = Path(__file__).parents[3]
 FACES = {
@@ -65,5 +66,5 @@ def test_the_scripts_in_tools_are_faces_of_the_commands(face, name):
 
 def test_a_face_runs_as_a_program(tmp_path):
     tool = [sys.executable, str(ROOT / "tools" / "check_schedule.py"), str(tmp_path / "nowhere.csv")]
-    run = subprocess.run(tool, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(tool, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode == 2 and run.stderr.startswith("error: ")

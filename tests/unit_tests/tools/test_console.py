@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from megatron.seq1f1b import commands
+from patience import patient
 
 
 @pytest.mark.parametrize(
@@ -33,5 +34,5 @@ def test_a_reader_that_closes_the_pipe_sees_no_error():
     )
     command.stdout.read(1)
     command.stdout.close()
-    assert command.wait(timeout=120) == 1
+    assert command.wait(timeout=patient(120)) == 1
     assert command.stderr.read() == ""

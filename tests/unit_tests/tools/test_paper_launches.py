@@ -13,6 +13,7 @@ from paper.launches import TABLES, launches
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
 from paper_tables import markdown, with_logs
+from patience import patient
 
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = sorted(path.stem for path in (ROOT / "scripts" / "paper").glob("*.sh") if path.stem != "run")
@@ -55,14 +56,14 @@ def test_all_lengths_and_methods_of_the_authors_are_there():
 
 def test_a_prediction_runs_on_a_laptop():
     command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh"), "--predict"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(Path("unused")))
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), env=environment(Path("unused")))
     assert run.returncode == 0, run.stderr
     assert "7B, 131072 tokens, 8 micro-batches, 1F1B" in run.stdout and "out of memory" in run.stdout
 
 
 def test_without_slurm_a_launcher_says_what_it_needs():
     command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(Path("unused")))
+    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), env=environment(Path("unused")))
     assert run.returncode == 1 and "sbatch" in run.stderr
 
 
@@ -82,7 +83,7 @@ def test_the_logs_of_a_job_join_the_table(tmp_path):
     }
     command = ["bash", "scripts/paper/seq1f1b_7b.sh", "32768-tokens-8-micro-batches-seq1f1b$"]
     for _ in range(2):  # the second time the log is there
-        run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=settings, cwd=ROOT)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=patient(120), env=settings, cwd=ROOT)
         assert run.returncode == 0, run.stderr
     assert (tmp_path / "sruns").read_text().count("--ntasks=32 --ntasks-per-node=8") == 1
     row = next(row for row in throughput() if slug(row.label) == "7b-32768-tokens-8-micro-batches-seq1f1b")

@@ -19,6 +19,7 @@ from megatron.seq1f1b.preprocessing.partitions import Partitions
 from megatron.seq1f1b.preprocessing.stopping import Refused
 from megatron.seq1f1b.preprocessing.tokenizer import load_megatron_tokenizer, load_tokenizer, load_trained_tokenizer
 from megatron.seq1f1b.preprocessing.workers import results, started_workers, tokenize
+from patience import patient
 
 # Three batches, so that two workers have to keep their order.
 TEXTS = [f"def f_{i}(x):\n\treturn x + {i}  # größer 🙂\n" for i in range(3000)]
@@ -296,7 +297,7 @@ def test_a_signal_leaves_nothing_behind(corpus):
                     assert time.monotonic() < until and process.poll() is None
                     time.sleep(0.05)
                 os.killpg(process.pid, number)  # as a terminal does: the workers get it too
-                error = process.communicate(timeout=20)[1].decode()
+                error = process.communicate(timeout=patient(20))[1].decode()
             assert process.returncode == 128 + number
             assert f"stopped by {number.name}" in error and "Traceback" not in error
             assert names(folder) == {"pipe.jsonl"}

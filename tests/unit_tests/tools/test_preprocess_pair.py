@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.seq1f1b.commands import preprocess as preprocess_data
 from megatron.seq1f1b.preprocessing.durable import move
 from megatron.seq1f1b.preprocessing.pair import put_in_place, recover
+from patience import patient
 
 # Replaces a pair, and kills itself before its n-th change of a name in the file system.
 KILLED = """
@@ -51,7 +52,7 @@ def killed(function: str, folder: Path, step: int) -> bool:
     """Whether the run got as far as that step."""
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", KILLED, function, folder, step]
-    run = subprocess.run([*map(str, command)], cwd=root, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([*map(str, command)], cwd=root, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode in (0, -signal.SIGKILL), run.stderr
     return run.returncode != 0
 
