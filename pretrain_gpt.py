@@ -268,6 +268,8 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
     for name, why in (UNSUPPORTED | unsupported).items():
         if getattr(args, name, False):
             end(f"--{name.replace('_', '-')} {why}")
+    if not (args.mock_data or args.dry_run) and get_blend_and_blend_per_split(args) == (None, None):
+        end("there are no data; give --data-path, or --mock-data for made-up tokens")
     if in_packed_format(args) and args.transformer_impl == "local":
         end(
             "Megatron's own local layers do not take packed documents; add --sequence-splits or "

@@ -43,13 +43,17 @@ def start(script: str, num_ranks: int, flags: list[str]) -> tuple[int, str]:
     return 0, printed.getvalue()
 
 
-def without_tokenizer(args: argparse.Namespace) -> None:
-    args.padded_vocab_size = 128
+def without_library(args: argparse.Namespace) -> None:
+    """Null tokenizers import libraries, too, which takes seconds."""
+    if args.tokenizer_type == "NullTokenizer":
+        args.padded_vocab_size = 128
+    else:
+        build_tokenizer(args)
 
 
 if __name__ == "__main__":
     pretrain_gpt.pretrain = lambda *args, **kwargs: None
-    global_vars._build_tokenizer = without_tokenizer  # their libraries take seconds to import
+    build_tokenizer, global_vars._build_tokenizer = global_vars._build_tokenizer, without_library
     path = Path(sys.argv[1])
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(path.with_name("error.json"))
     starts = json.loads(path.read_text())

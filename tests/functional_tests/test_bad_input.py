@@ -11,6 +11,7 @@ import pytest
 
 from functional_tests.launch import ROOT, TINY_GPT
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
+from megatron.seq1f1b.startup.values import LIMITS, SIGNED, UNLIMITED
 
 SPLIT = "--sequence-splits 2 "
 MOCK = "--mock-data "
@@ -44,6 +45,61 @@ BAD = [
     (MOCK + SPLIT + "--pipeline-trace-iterations 0 --pipeline-trace {}/t", "--pipeline-trace-iterations 0"),
     (MOCK + SPLIT + "--pipeline-trace-iterations -3 --pipeline-trace {}/t", "--pipeline-trace-iterations -3"),
     (MOCK + SPLIT + "--pipeline-trace-iterations 9 --pipeline-trace {}/t", "beyond --train-iters 5"),
+    (MOCK + "--device-memory -1", "argument --device-memory: '-1' is not a size above 0"),
+    (MOCK + "--device-memory nan", "argument --device-memory: 'nan' is not a size above 0"),
+    (MOCK + "--dry-run-output {}/new", "--dry-run-output needs --dry-run"),
+    (MOCK + "--dry-run --dry-run-output /proc/none", "--dry-run-output /proc/none cannot be written"),
+    (MOCK + "--sequence-splits 1000000000", "use at most 64 segments"),
+    (MOCK + "--sequence-split-file {}/negative", "must hold the lengths of the segments in tokens, positive"),
+    # numbers that cannot be meant
+    (MOCK + "--group-query-attention --num-query-groups 3", "--num-query-groups 3 must divide --num-attention-heads 4"),
+    (MOCK + "--group-query-attention --num-query-groups 8", "--num-query-groups 8 must divide"),
+    (MOCK + "--kv-channels 0", "--kv-channels 0 must be at least 1"),
+    (MOCK + "--num-experts 4 --moe-router-topk 9", "--moe-router-topk 9 must be at most --num-experts 4"),
+    (MOCK + "--num-experts 4 --moe-aux-loss-coeff nan", "--moe-aux-loss-coeff nan must be a finite number"),
+    (MOCK + "--attention-dropout 2", "--attention-dropout 2.0 must be at least 0 and below 1"),
+    (MOCK + "--hidden-dropout -1", "--hidden-dropout -1.0 must be at least 0"),
+    (MOCK + "--init-method-std -1", "--init-method-std -1.0 must be at least 0"),
+    (MOCK + "--norm-epsilon nan", "--norm-epsilon nan must be a finite number"),
+    (MOCK + "--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0.0 must be above 0"),
+    (MOCK + "--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by 0 must be at least 1"),
+    (MOCK + "--train-iters -3", "--train-iters -3 must be at least 0"),
+    (MOCK + "--rampup-batch-size 0 0 0", "--rampup-batch-size 0 must be at least 1"),
+    (MOCK + "--lr inf", "--lr inf must be a finite number"),
+    (MOCK + "--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be between 0 and 1"),
+    (MOCK + "--lr-warmup-iters 100", "--lr-warmup-iters 100 must be below --train-iters 5"),
+    (MOCK + "--lr-decay-iters 2 --lr-warmup-iters 3", "--lr-warmup-iters 3 must be below --lr-decay-iters 2"),
+    (MOCK + "--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (MOCK + "--weight-decay nan", "--weight-decay nan must be a finite number"),
+    (MOCK + "--adam-beta1 2", "--adam-beta1 2.0 must be at least 0 and below 1"),
+    (MOCK + "--eval-iters 5 --eval-interval 0", "--eval-interval 0 must be at least 1"),
+    (MOCK + "--save-interval -2", "--save-interval -2 must be at least 1"),
+    (MOCK + "--seed -1", "--seed -1 must be at least 1"),
+    (MOCK + "--num-workers -1", "--num-workers -1 must be at least 0"),
+    (MOCK + "--fp16 --initial-loss-scale 0", "--initial-loss-scale 0.0 must be above 0"),
+    (MOCK + "--distributed-timeout-minutes 0", "--distributed-timeout-minutes 0 must be at least 1"),
+    (MOCK + "--tensor-model-parallel-size -1", "--tensor-model-parallel-size -1 must be at least 1"),
+    (MOCK + "--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0 must be at least 1"),
+    (MOCK + "--expert-model-parallel-size 0 --num-experts 4", "--expert-model-parallel-size 0 must be at least 1"),
+    (
+        "ranks=2 " + MOCK + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+        "--num-layers 4 does not fill --num-virtual-stages-per-pipeline-rank 3",
+    ),
+    (
+        "ranks=2 " + MOCK + "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9",
+        "--decoder-first-pipeline-num-layers 9 must be at most --num-layers 4",
+    ),
+    (
+        "ranks=2 " + MOCK + "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 63",
+        "--tensor-model-parallel-size 2 must divide --seq-length 63",
+    ),
+    (MOCK + "--seq-length -1", "--seq-length -1 must be at least 1"),
+    (MOCK + "--multi-latent-attention --kv-lora-rank 0", "--kv-lora-rank 0 must be at least 1"),
+    ("hybrid " + MOCK + "--hybrid-layer-pattern M*M* --mamba-num-heads 3", "--mamba-num-groups 8 must divide"),
+    ("hybrid " + MOCK + "--hybrid-layer-pattern M*M* --mamba-state-dim 0", "--mamba-state-dim 0 must be at least 1"),
+    (MOCK + "--ckpt-step 5", "--ckpt-step 5 needs --load"),
+    (MOCK + "--use-checkpoint-args", "--use-checkpoint-args needs --load or --pretrained-checkpoint"),
+    (MOCK + "--wandb-project x", "--wandb-project needs --wandb-exp-name"),
     # what is unsupported, whatever else Megatron would find
     (MOCK + SPLIT + "--qk-clip", "--qk-clip needs attention logits"),
     (MOCK + SPLIT + "--log-max-attention-logit", "--log-max-attention-logit needs attention logits"),
@@ -78,12 +134,22 @@ BAD = [
     ("--data-path {}/none", "there is no file {}/none.idx"),
     ("--data-path 0.5 {}/data 0.5 {}/none", "there is no file {}/none.idx"),
     ("--train-data-path {}/none --valid-data-path {}/data --test-data-path {}/data", "--train-data-path {}/none"),
+    ("--data-path", "--data-path names no data"),
+    ("--data-path 0.5 {}/data 0.5", "must be names, or pairs of weight and name throughout"),
+    ("--data-path 0 {}/data 0 {}/data", "weights must be finite, not negative, and not all 0"),
+    ("--data-args-path {}/none", "--data-args-path {}/none cannot be read (No such file or directory)"),
+    ("--per-split-data-args-path {}/words", "--per-split-data-args-path {}/words must hold JSON such as"),
+    ("--data-path {}/data --split a,b,c", "--split a,b,c must hold the shares of training, validation and test"),
+    ("--data-path {}/data --split 0,0,1", "--split 0,0,1 leaves no data for training"),
+    ("--data-path {}/negative_lengths", "holds lengths, positions or documents that do not follow one another"),
     ("--data-path {}/data.bin", "give the name without .bin"),
     ("--data-path {}/text", "is not an index of Megatron's"),
     ("--data-path {}/short_index", "has 60 bytes, but its 2 sequences"),
     ("--data-path {}/short_data", "has 10 bytes, but its index stands for 16"),
     (MOCK + "--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model"),
     (MOCK + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
+    (MOCK + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/broken", "tokenizer.json is broken"),
+    (MOCK + "--tokenizer-type HuggingFaceTokenizer --tokenizer-model {}/trained", "{}/trained holds no tokenizer"),
     (MOCK + "--tokenizer-type SentencePieceTokenizer --tokenizer-model {}/none", "{}/none does not exist"),
     (MOCK + "--tokenizer-type GPT2BPETokenizer --vocab-file {}/none", "--vocab-file {}/none does not exist"),
     # checkpoints
@@ -106,6 +172,11 @@ BAD = [
 ]
 # Found when Megatron has printed its arguments: what a script checks by itself, what needs the tokenizer.
 LATE = [
+    ("", "there are no data; give --data-path, or --mock-data"),
+    (
+        MOCK + "--tokenizer-type TikTokenizer --tokenizer-model {}/words",
+        "the tokenizer cannot be loaded (--tokenizer-t",
+    ),
     (MOCK + "--hybrid-layer-pattern *-*-", "--hybrid-layer-pattern makes a hybrid model"),
     ("hybrid " + MOCK, "pretrain_hybrid.py needs --hybrid-layer-pattern"),
     ("--data-path {}/beyond", "holds tokens from 197 to 204, but the vocabulary ends at 127; give the tokenizer"),
@@ -137,6 +208,9 @@ def folder(launch, tmp_path_factory):
     (folder / "three").write_text("20 20 24")
     (folder / "sixty").write_text("30 30")
     (folder / "words").write_text("many small words")
+    (folder / "negative").write_text("-10 74")
+    (folder / "broken").mkdir()
+    (folder / "broken" / "tokenizer.json").write_text('{"version": "1.0", "model"')
     (folder / "four.csv").write_text(",".join(f"0F{m},0B{m}" for m in range(4)))
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
     for name, idx, data in (
@@ -144,6 +218,11 @@ def folder(launch, tmp_path_factory):
         ("text", b"text " * 20, bytes(16)),
         ("short_index", index[:60], bytes(16)),
         ("short_data", index, bytes(10)),
+        (
+            "negative_lengths",
+            index.replace(struct.pack("<2i2q", 3, 5, 0, 6), struct.pack("<2i2q", -3, 11, 0, -6)),
+            bytes(16),
+        ),
         ("beyond", index, struct.pack("<8H", *range(197, 205))),
     ):
         (folder / f"{name}.idx").write_bytes(idx)
@@ -221,6 +300,15 @@ def test_torchrun_is_given_the_sentence(ended, folder):
     """The last refused start left it where torchrun's report finds it."""
     report = json.loads((folder / "error.json").read_text())["message"]
     assert ended[BAD[-1][0]][1].endswith(f"error: {report['message']}\n") and int(report["extraInfo"]["timestamp"]) > 0
+
+
+def test_every_limit_is_on_a_number_of_megatrons():
+    from megatron.training.arguments import add_megatron_arguments
+
+    actions = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+    numbers = {action.dest for action in actions if action.type in (int, float)}
+    limited = {name for limit in LIMITS for name in limit.names} | SIGNED | UNLIMITED
+    assert limited - numbers == set()
 
 
 def test_every_flag_of_the_table_is_one_of_megatrons():

@@ -1,6 +1,7 @@
 """The flags of a rehearsal."""
 
 import argparse
+import math
 from pathlib import Path
 
 
@@ -15,7 +16,7 @@ def add_rehearsal_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device-memory",
-        type=float,
+        type=_gibibytes,
         default=80.0,
         metavar="GIB",
         help="Memory of a GPU that --dry-run compares with. Default: 80.",
@@ -26,3 +27,13 @@ def add_rehearsal_flags(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="Write what --dry-run finds to DIR: rehearsal.json, and the memory over the step as memory.png.",
     )
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0 in GiB")
+    return size

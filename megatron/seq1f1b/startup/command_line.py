@@ -4,6 +4,7 @@ The table of what is unsupported is looked at before Megatron's own checks, whos
 program first; the rest before Megatron prints its arguments, several hundred lines that would bury a sentence.
 """
 
+import argparse
 import copy
 import difflib
 import os
@@ -17,17 +18,17 @@ from ..arguments.in_force import in_force
 from ..arguments.supported import Scope, first_unsupported
 from ..patches import Patch
 from ..schedule import splitting_families
+from .blends import check_split, data_prefixes
 from .checkpoint import check_checkpoint
-from .data_files import check_data, check_token_ids, data_prefixes
+from .data_files import check_data, check_token_ids
 from .ending import end
 from .explaining import explained
-from .places import check_space, check_writable, checkpoint_bytes, num_checkpoints, num_parameters, places
+from .places import Place, check_space, check_writable, checkpoint_bytes, num_checkpoints, num_parameters, places
 from .tokenizer import check_tokenizer
+from .values import unusable_value
 
 # For checks only, where the vocabulary is not known before the tokenizer is loaded.
 _USUAL_VOCABULARY = 32768
-
-_AT_LEAST_ONE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size", "log_interval")
 
 
 class CommandLine:
@@ -38,32 +39,47 @@ class CommandLine:
 
     def patches(self) -> tuple[Patch, ...]:
         """What puts these steps into `megatron.training.arguments`."""
-        module = "megatron.training.arguments"
+        module = "megatron.training"
         steps = (
-            ("parse_args", self.parse_args, "our refusals come first, and mistyped flags do not print the usage"),
-            ("validate_args", self.validate_args, "an assertion of Megatron's becomes a sentence with its flags"),
-            ("_print_args", self.print_args, "what we check is checked before several hundred lines are printed"),
             (
-                "set_global_variables",
-                self.set_global_variables,
-                "a tokenizer that does not load, or does not fit the data, is a sentence",
+                "arguments.parse_args",
+                self.parse_args,
+                "our refusals come first, and mistyped flags do not print the usage",
             ),
+            (
+                "arguments.validate_args",
+                self.validate_args,
+                "an assertion of Megatron's becomes a sentence with its flags",
+            ),
+            (
+                "arguments._print_args",
+                self.print_args,
+                "what we check is checked before several hundred lines are printed",
+            ),
+            (
+                "arguments.set_global_variables",
+                self.set_global_variables,
+                "a tokenizer that does not fit the data is a sentence",
+            ),
+            ("global_vars.build_tokenizer", build_tokenizer, "a tokenizer that does not load is a sentence"),
         )
         return tuple(Patch(f"{module}.{name}", partial(partial, step), why, wraps=True) for name, step, why in steps)
 
     def parse_args(
         self, upstream: Callable, extra_args_provider: Callable | None = None, *rest: Any, **more: Any
     ) -> Namespace:
-        """Parse, and look at the table of what is unsupported."""
+        """Parse, and look at numbers and at the table of what is unsupported."""
+        megatrons: list[argparse.Action] = []
 
         def provider(parser: ArgumentParser) -> ArgumentParser:
+            megatrons.extend(parser._actions)
             self._parser = extra_args_provider(parser) if extra_args_provider else parser
             self._parser.error = partial(_mistyped, self._parser)
             return self._parser
 
         with explained("Megatron cannot read these flags", None, Namespace()):
             args = upstream(provider, *rest, **more)
-        message = _without_size(args) or first_unsupported(vars(args), _scopes(args))
+        message = unusable_value(args, megatrons) or first_unsupported(vars(args), _scopes(args))
         if message is not None:
             end(message)
         return args
@@ -86,9 +102,7 @@ class CommandLine:
 
     def set_global_variables(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
         """Megatron loads the tokenizer here, and only then is the size of the vocabulary known."""
-        what = f"the tokenizer cannot be loaded (--tokenizer-type {args.tokenizer_type}"
-        model = f" --tokenizer-model {args.tokenizer_model})" if args.tokenizer_model else ")"
-        with explained(what + model, None, args):
+        with explained("Megatron does not take these flags", None, args):
             upstream(args, *rest, **more)
         try:
             check_vocabulary(args)
@@ -96,13 +110,12 @@ class CommandLine:
             end(str(error), error)
 
 
-def _without_size(args: Namespace) -> str | None:
-    """A sentence on a size or an interval by which Megatron would divide, or of which it would make nothing."""
-    for name in _AT_LEAST_ONE:
-        value = getattr(args, name, None)
-        if value is not None and value < 1:
-            return f"--{name.replace('_', '-')} {value} must be at least 1"
-    return None
+def build_tokenizer(upstream: Callable, args: Namespace) -> Any:
+    """Megatron's loading of a tokenizer, which fails in as many ways as there are libraries."""
+    what = f"the tokenizer cannot be loaded (--tokenizer-type {args.tokenizer_type}"
+    model = f" --tokenizer-model {args.tokenizer_model})" if args.tokenizer_model else ")"
+    with explained(what + model, None, args):
+        return upstream(args)
 
 
 def check_vocabulary(args: Namespace) -> None:
@@ -126,6 +139,8 @@ def check(args: Namespace) -> PipelineConfig | None:
     if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
         config = pipeline_config(probe, run)
         _check_traced_iterations(args)
+        _check_rehearsal(args)
+    check_split(args)
     if getattr(args, "dry_run", False):  # the machine that rehearses has no files of the cluster
         return config
     check_tokenizer(args)
@@ -153,6 +168,14 @@ def _check_traced_iterations(args: Namespace) -> None:
             f"--pipeline-trace-iterations {min(iterations)} is beyond --train-iters {args.train_iters}; "
             "choose earlier ones"
         )
+
+
+def _check_rehearsal(args: Namespace) -> None:
+    if args.dry_run_output is None:
+        return
+    if not args.dry_run:
+        raise ValueError("--dry-run-output needs --dry-run")
+    check_writable(Place("--dry-run-output", args.dry_run_output))
 
 
 def _scopes(args: Namespace) -> set[Scope]:

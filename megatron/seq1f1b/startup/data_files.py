@@ -2,8 +2,6 @@
 
 import os
 import struct
-from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,19 +13,6 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TOKENS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _PIECES, _PIECE = 64, 65536
 _MAKE = "make it again with tools/preprocess_data.py"
-
-
-def data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:
-    """(flag, prefix) of every `.bin`/`.idx` pair on a file system.
-
-    Left out are weights of a blend, object storage, and names that exist by themselves: conversations as JSON lines
-    (--sft), folders of a script's own data sets.
-    """
-    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        words = getattr(args, flag, None) or ()
-        for word in (words,) if isinstance(words, str) else words:
-            if not _is_number(word) and "://" not in word and not _is_of_another_kind(Path(word)):
-                yield f"--{flag.replace('_', '-')}", word
 
 
 def check_data(flag: str, prefix: str) -> None:
@@ -64,9 +49,15 @@ def check_data(flag: str, prefix: str) -> None:
                 _read(file, lengths, "<i", num_sequences),
                 _read(file, positions, "<q", num_sequences),
             )
+            width = np.dtype(_TOKENS[token]).itemsize
+            if not _is_consistent(index, num_sequences, num_documents, width):
+                raise ValueError(
+                    f"{flag} {prefix}: {index} holds lengths, positions or documents that do not follow one another; "
+                    f"{_MAKE}"
+                )
     except OSError as error:
         raise ValueError(f"{flag} {prefix}: {index} cannot be read ({error.strerror})") from None
-    expected = last_position + last_length * np.dtype(_TOKENS[token]).itemsize
+    expected = last_position + last_length * width
     if data.stat().st_size != expected:
         raise ValueError(
             f"{flag} {prefix}: {data} has {data.stat().st_size} bytes, but its index stands for {expected}; {_MAKE}"
@@ -78,8 +69,7 @@ def check_token_ids(flag: str, prefix: str, vocabulary_size: int) -> None:
     with open(f"{prefix}.idx", "rb") as file:
         *_, token, _, _ = _HEADER.unpack(file.read(_HEADER.size))
     tokens = np.memmap(f"{prefix}.bin", _TOKENS[token], mode="r")
-    starts = {len(tokens) * piece // _PIECES for piece in range(_PIECES)}
-    pieces = [tokens[start : start + _PIECE] for start in starts]
+    pieces = [tokens[piece] for piece in _pieces(len(tokens))]
     lowest, highest = min(piece.min() for piece in pieces), max(piece.max() for piece in pieces)
     if lowest < 0 or highest >= vocabulary_size:
         raise ValueError(
@@ -88,20 +78,32 @@ def check_token_ids(flag: str, prefix: str, vocabulary_size: int) -> None:
         )
 
 
+def _is_consistent(index: Path, num_sequences: int, num_documents: int, width: int) -> bool:
+    """Whether sequences of tokens of `width` bytes follow one another, and documents begin at sequences.
+
+    Looks at evenly spaced pieces of an index with billions of sequences.
+    """
+    start = _HEADER.size
+    lengths = np.memmap(index, "<i4", "r", start, (num_sequences,))
+    positions = np.memmap(index, "<i8", "r", start + 4 * num_sequences, (num_sequences,))
+    documents = np.memmap(index, "<i8", "r", start + 12 * num_sequences, (num_documents,))
+    for piece in _pieces(num_sequences):
+        ends = positions[piece] + width * lengths[piece].astype(np.int64)
+        if lengths[piece].min() < 0 or (positions[piece][1:] != ends[:-1]).any():
+            return False
+    if positions[0] != 0 or num_documents and (documents[0] < 0 or documents[-1] != num_sequences):
+        return False
+    return all((np.diff(documents[piece]) >= 0).all() for piece in _pieces(num_documents))
+
+
+def _pieces(size: int) -> list[slice]:
+    """Evenly spaced pieces of so many numbers, that overlap where there are few."""
+    starts = sorted({size * piece // _PIECES for piece in range(_PIECES)})
+    return [slice(start, start + _PIECE) for start in starts]
+
+
 def _read(file: BinaryIO, start: int, form: str, count: int) -> int:
     """The last of `count` numbers that start at a position of the file."""
     size = struct.calcsize(form)
     file.seek(start + (count - 1) * size)
     return struct.unpack(form, file.read(size))[0]
-
-
-def _is_of_another_kind(path: Path) -> bool:
-    return path.exists() and path.suffix not in (".bin", ".idx") and not Path(f"{path}.idx").exists()
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
