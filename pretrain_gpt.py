@@ -11,6 +11,9 @@ _PROGRAM_START = time.time()
 
 from megatron.seq1f1b import (
     add_arguments,
+    end,
+    explained,
+    failures_recorded,
     install,
     pipeline_config,
     use_segment_attention,
@@ -60,8 +63,6 @@ from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
-
-from megatron.seq1f1b.startup import end, explained, failures_recorded
 
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
 SPIKE = 10

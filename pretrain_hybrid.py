@@ -5,8 +5,7 @@ import pretrain_gpt  # before Megatron, which binds the names that are replaced 
 # isort: split
 from megatron.training.argument_utils import hybrid_config_from_args
 
-from megatron.seq1f1b import local_hybrid_spec
-from megatron.seq1f1b.startup import end
+from megatron.seq1f1b import end, local_hybrid_spec
 
 
 def hybrid_config(args):

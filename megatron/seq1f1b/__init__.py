@@ -2,18 +2,24 @@
 
 A training script calls `install()` before it imports Megatron, gives `add_arguments` to Megatron's parser as its extra
 arguments provider, and calls `validate` with what was parsed. `pipeline_config()` returns the result again.
-A program without Megatron's arguments calls `install` with our flags as keywords, and nothing else.
+A program without Megatron's arguments calls `install` with our flags as keywords, and nothing else. docs/library.md
+lists all public names.
 """
 
 from .arguments import PipelineConfig, add_arguments
-from .install import install, local_hybrid_spec, pipeline_config, use_segment_attention, validate
+from .install import install, local_hybrid_spec, pipeline_config, uninstall, use_segment_attention, validate
+from .startup import end, explained, failures_recorded
 
 __all__ = [
     "PipelineConfig",
     "add_arguments",
+    "end",
+    "explained",
+    "failures_recorded",
     "install",
     "local_hybrid_spec",
     "pipeline_config",
+    "uninstall",
     "use_segment_attention",
     "validate",
 ]

@@ -4,9 +4,14 @@ import logging
 import os
 
 
+def rank() -> int:
+    """The number of this process in its job; known before torch.distributed starts."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_rank_0() -> bool:
-    """Whether this is the first process of its job; known before torch.distributed starts."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is the first process of its job."""
+    return rank() == 0
 
 
 def warn_on_rank_0(log: logging.Logger, message: str) -> None:

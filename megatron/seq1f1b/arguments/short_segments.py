@@ -56,7 +56,9 @@ def _layer_seconds(run: MegatronRun, lengths: tuple[int, ...], machine: Machine)
     """Time of the forward of a segment in a layer on the device, the mean over all layers."""
     assert run.model is not None
     layers = [layer_flops(run.model, layer) for layer in range(run.model.num_layers)]
-    device, share = machine.device, run.micro_batch_size / run.tensor_parallel_size
+    # Context-parallel ranks share the tokens of a segment and the heads of its attention.
+    devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1)
+    device, share = machine.device, run.micro_batch_size / devices
     token = sum(each.per_token for each in layers) / (device.peak_flops * device.matmul_efficiency)
     pair = sum(each.per_pair for each in layers) / (device.peak_flops * device.flash_forward)
     ends = accumulate(lengths)

@@ -29,9 +29,10 @@ class Scope(Enum):
 
 
 class Supported(NamedTuple):
-    """A feature of Megatron that works as without our flags, the test that shows it, and what is to be known about it.
+    """A feature of Megatron that works as without our flags.
 
-    The README has the rows of `is_in_readme`, docs/compatibility.md all of them.
+    `shown_by` is the test that shows it, as pytest takes it. The README has the rows of `is_in_readme`,
+    docs/compatibility.md all of them.
     """
 
     feature: str
@@ -50,8 +51,14 @@ class Unsupported(NamedTuple):
     is_on: Condition
     because: str
     way_out: str
-    shown_by: str = "tests/unit_tests/arguments/test_supported.py::test_an_unsupported_feature_is_one_sentence"
     is_in_readme: bool = False
+
+    @property
+    def shown_by(self) -> str:
+        """The test that shows it."""
+        return (
+            f"tests/unit_tests/arguments/test_supported.py::test_an_unsupported_feature_is_one_sentence[{self.feature}]"
+        )
 
 
 def _given(name: str) -> Condition:
@@ -158,7 +165,10 @@ _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
 
-_EQUALITY = "tests/functional_tests/test_equality.py::test_a_step"
+
+def _equality(cases: str) -> str:
+    return f"tests/functional_tests/test_equality.py -k {cases}"
+
 
 SUPPORTED: tuple[Supported, ...] = (
     Supported(
@@ -194,9 +204,11 @@ SUPPORTED: tuple[Supported, ...] = (
         is_in_readme=True,
     ),
     Supported(
-        "`--calculate-per-token-loss`, any loss mask", _EQUALITY, "the loss of a micro-batch, not a mean of segments"
+        "`--calculate-per-token-loss`, any loss mask",
+        _equality("per-token"),
+        "the loss of a micro-batch, not a mean of segments",
     ),
-    Supported("`--recompute-granularity` `selective`, `full`", _EQUALITY),
+    Supported("`--recompute-granularity` `selective`, `full`", _equality("'selective or full'")),
     Supported(
         "`--group-query-attention`",
         "tests/unit_tests/model/test_kernels.py::test_segments_equal_dense_attention",
@@ -204,7 +216,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--context-parallel-size`, `--cp-comm-type a2a`",
-        _EQUALITY,
+        _equality("cp2"),
         "ranks share the heads of a segment, whose prefix is not sent again; segments are multiples of twice the size",
         is_in_readme=True,
     ),
@@ -215,7 +227,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",
-        _EQUALITY,
+        _equality("'hybrid or delta-net or mamba'"),
         "recurrent layers pass their state from segment to segment; packed documents reset it",
         is_in_readme=True,
     ),
@@ -227,20 +239,20 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`",
-        _EQUALITY,
+        _equality("pp2-positions"),
         "with `--rotary-percent`, `--rotary-interleaved`, `--use-rope-scaling`, `--no-rope-freq` and their kin",
     ),
-    Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`", _EQUALITY),
-    Supported("`--untie-embeddings-and-output-weights`, tied embeddings", _EQUALITY),
+    Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`", _equality("pp2-positions")),
+    Supported("`--untie-embeddings-and-output-weights`, tied embeddings", _equality("pp2/")),
     Supported(
         "`--window-size`, `--window-attn-skip-freq`",
-        _EQUALITY,
+        _equality("pp2-windows"),
         "of the prefix a segment reads a window; not with the kernels of flash-attn-4",
     ),
-    Supported("`--softmax-type` `off-by-one`, `learnable`", _EQUALITY),
+    Supported("`--softmax-type` `off-by-one`, `learnable`", _equality("pp2-windows")),
     Supported(
         "`--mtp-num-layers`",
-        _EQUALITY,
+        _equality("mtp"),
         "the last tokens of a segment predict from, and predict, those of the next",
         is_in_readme=True,
     ),

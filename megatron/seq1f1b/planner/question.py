@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from ..costs import ModelShape
 from ..costs.machine import Machine
+from ..costs.memory import GIB
+from ..costs.outside import bytes_outside
 from ..costs.training_setup import TrainingSetup
 
-# The CUDA context, and buffers of NCCL for half a dozen communicators: what a process takes beside its allocator (see
-# megatron/seq1f1b/rehearsal/outside.py).
-_OUTSIDE_GIB = 1.3
+# Of a process in half a dozen groups: tensor, context, pipeline, data and expert parallelism, and all ranks.
+_OUTSIDE_GIB = bytes_outside(num_communicators=6) / GIB
 
 
 @dataclass(frozen=True)

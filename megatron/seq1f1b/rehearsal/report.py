@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..costs.outside import bytes_outside
 from .ledger import Category, Moment
 from .messages import Traffic, mismatches
-from .outside import bytes_outside
 
 GIB = 2**30
 

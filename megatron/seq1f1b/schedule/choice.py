@@ -4,6 +4,7 @@ All three give the program of a rank in the same way, so the runtime need not di
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,8 +59,31 @@ class Named:
         return self
 
 
+class _Whole(ABC):
+    """A schedule that is made for all ranks at once."""
+
+    @abstractmethod
+    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
+        """As of a `Named`."""
+
+    def program(
+        self,
+        shape: Shape,
+        rank: int,
+        lengths: Sequence[int],
+        costs: CostsOfLengths | None,
+        one_queue: bool = False,
+    ) -> list[Action]:
+        """As of a `Named`; raises ValueError as `of_all_ranks` does."""
+        return program_of(self.of_all_ranks(shape, lengths, costs), rank, one_queue)
+
+    def forwards(self) -> Named:
+        """As of a `Named`."""
+        return Named("1f1b")
+
+
 @dataclass(frozen=True)
-class Planned:
+class Planned(_Whole):
     """`auto`: the best schedule found for the costs of a step. Without `split` no backward is split into I and W."""
 
     split: bool = True
@@ -71,28 +95,13 @@ class Planned:
         """Whether it may have W."""
         return self.split
 
-    def program(
-        self,
-        shape: Shape,
-        rank: int,
-        lengths: Sequence[int],
-        costs: CostsOfLengths | None,
-        one_queue: bool = False,
-    ) -> list[Action]:
-        """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
-        return program_of(self.of_all_ranks(shape, lengths, costs), rank, one_queue)
-
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
-        """As of a `Named`."""
+        """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
         return auto(shape, None if costs is None else costs(lengths), split=self.split)
-
-    def forwards(self) -> Named:
-        """As of a `Named`."""
-        return Named("1f1b")
 
 
 @dataclass(frozen=True)
-class Given:
+class Given(_Whole):
     """A whole schedule, which fits training steps of its own shape only."""
 
     schedule: Schedule
@@ -112,26 +121,11 @@ class Given:
         """Whether it has W."""
         return any(map(has_weight_gradients, self.schedule.ranks))
 
-    def program(
-        self,
-        shape: Shape,
-        rank: int,
-        lengths: Sequence[int],
-        costs: CostsOfLengths | None,
-        one_queue: bool = False,
-    ) -> list[Action]:
-        """As of a `Named`; raises ValueError if the schedule has another shape."""
-        return program_of(self.of_all_ranks(shape, lengths, costs), rank, one_queue)
-
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
         """As of a `Named`; raises ValueError if the schedule has another shape."""
         if self.schedule.shape != shape:
             raise ValueError(f"the given schedule is for {self.schedule.shape}, not for {shape}")
         return self.schedule
-
-    def forwards(self) -> Named:
-        """As of a `Named`."""
-        return Named("1f1b")
 
 
 ScheduleChoice = Named | Planned | Given

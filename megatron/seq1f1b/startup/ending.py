@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from .. import ranks
+
 # The launcher ends all ranks as soon as one is gone, so the others wait until rank 0 has printed the reason.
 _SECONDS_FOR_RANK_0 = 20
 
@@ -25,7 +27,7 @@ def end(sentence: str, error: BaseException | None = None) -> NoReturn:
     """
     sentence = f"{sentence.strip().rstrip('.')}."
     record(sentence)
-    rank = int(os.environ.get("RANK", "0"))
+    rank = ranks.rank()
     if rank > 0:
         time.sleep(_SECONDS_FOR_RANK_0)
         sentence = f"(rank {rank} on {socket.gethostname()}) {sentence}"

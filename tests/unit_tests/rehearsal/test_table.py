@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from megatron.seq1f1b.costs.outside import bytes_outside
 from megatron.seq1f1b.rehearsal.ledger import Category, Moment
 from megatron.seq1f1b.rehearsal.messages import Message, Traffic
-from megatron.seq1f1b.rehearsal.outside import bytes_outside
 from megatron.seq1f1b.rehearsal.report import GIB, RehearsalReport, StageReport
 from megatron.seq1f1b.rehearsal.table import as_text
 from megatron.seq1f1b.report import plot_memory
