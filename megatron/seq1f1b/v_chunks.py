@@ -47,7 +47,7 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 
 
 def building(placement: Placement, stage: int) -> PatchTable:
-    """What Megatron asks for besides its process groups while it builds the chunk of `stage`."""
+    """What Megatron looks up besides its process groups while it builds the chunk of `stage`."""
     reason = "a chunk that runs back lies as deep as the looped one of another rank"
     depth = Depth(stage, placement.num_ranks)
     state = "megatron.core.parallel_state"
@@ -118,7 +118,7 @@ def _placement() -> Placement:
 
 
 def _v_shaped(build_chunks: Callable) -> Callable:
-    """Megatron's functions that build all chunks of a rank by the function for one that they are given first."""
+    """Megatron's functions that build all chunks of a rank; their first argument builds one."""
 
     @wraps(build_chunks)
     def build(build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:

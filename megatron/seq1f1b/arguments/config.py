@@ -50,7 +50,7 @@ class PipelineConfig:
 
     @property
     def places_chunks_in_a_v(self) -> bool:
-        """Whether Megatron, which builds looped chunks, has to build others."""
+        """Whether Megatron has to build V-shaped chunks instead of its looped ones."""
         return self.schedule is not None and self.schedule.placement == "v"
 
     @property
@@ -113,10 +113,10 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming
 
 
 def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
-    """The given one, or the default."""
+    """The strategy that was given, or the default."""
     if flags.sequence_split_strategy is not None:
         return flags.sequence_split_strategy
-    # What a segment costs is not known of every model that a program may bring.
+    # A program may bring a model whose segments have no known costs.
     return "even" if flags.has_authors_splits or run.model is None else DEFAULT_STRATEGY
 
 
@@ -131,7 +131,7 @@ def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition:
 
 
 def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
-    """Raise ValueError where there is nothing to place, or it is Megatron's own schedule that would run."""
+    """Raise ValueError without chunks to place, or without a schedule of ours."""
     if schedule is None:
         raise ValueError(
             f"--pipeline-placement {placement} is not for Megatron's own schedules; add --pipeline-schedule auto"

@@ -15,7 +15,7 @@ def is_on_cpu(flags: argparse.Namespace) -> bool:
 
 
 def nearest_machine(flags: argparse.Namespace) -> Machine:
-    """The one of this package that comes closest."""
+    """The machine of this package that is most like the run's."""
     import torch
 
     if is_on_cpu(flags):
@@ -26,7 +26,7 @@ def nearest_machine(flags: argparse.Namespace) -> Machine:
 
 
 def device_memory(flags: argparse.Namespace) -> float:
-    """Bytes that this process can have, in whole GiB, so that ranks on like machines come to the same number."""
+    """Bytes that this process can have, in whole GiB so that ranks on like machines agree."""
     import torch
 
     if flags.dry_run:

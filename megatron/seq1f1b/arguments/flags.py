@@ -19,7 +19,7 @@ _STRATEGY_ALIASES = {"average": "even"}
 
 AUTHORS_SPLITS = "--pipe-sp-splits"
 
-# Flags of the authors' Megatron that the one of today has no more: how many values follow, and what became of it.
+# Flags of the authors' Megatron that today's no longer has: how many values follow, and what replaced them.
 _REMOVED: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
         "--no-async-tensor-model-parallel-allreduce": (0, "Megatron always overlaps these all-reduces"),
@@ -112,7 +112,7 @@ class _Removed(argparse.Action):
 
 
 class _Splits(argparse.Action):
-    """Keeps whether the authors' spelling was used, which has their default strategy."""
+    """Records whether the authors' spelling was used, which implies their default strategy."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -198,7 +198,7 @@ def has_our_flags(parser: argparse.ArgumentParser) -> bool:
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron 0.19 has a bare percent sign in a help text, at which --help fails."""
+    """Megatron 0.19 has a bare percent sign in a help text, on which --help fails."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:

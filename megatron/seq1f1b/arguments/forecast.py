@@ -38,7 +38,7 @@ class Forecast:
 def forecast(
     partition: SequencePartition, schedule: ScheduleChoice, lengths: Sequence[int], machine: Machine | None = None
 ) -> Forecast:
-    """Of a step with segments of `lengths` tokens; `auto` counts as 1f1b, than which it is never slower.
+    """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower.
 
     With a `machine` the times are those of its kernels and its host, where the formulas cover the model and nothing is
     measured. Raises ValueError if the times of segments are not known.
@@ -50,7 +50,7 @@ def forecast(
     else:
         costs = action_costs(partition.costs, run.layers_per_stage, lengths)
     if setup is not None:
-        scale = 1 if run.settings.get("bf16") or run.settings.get("fp16") else 2  # the tables are of 16 bits
+        scale = 1 if run.settings.get("bf16") or run.settings.get("fp16") else 2  # the formulas are for 16 bits
         table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
         costs = replace(costs, activation=table, kept=table)
 

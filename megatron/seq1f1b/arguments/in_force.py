@@ -1,4 +1,4 @@
-"""What our flags amount to, where they leave something to a default."""
+"""The values that are in force, with defaults filled in."""
 
 from typing import Any
 

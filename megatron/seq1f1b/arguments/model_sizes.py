@@ -82,7 +82,7 @@ def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
-    """The symbols of the layers of each stage; of all together where the pattern does not cut them."""
+    """The layer symbols of each stage, or of the whole model if the pattern has no stages."""
     decoder = (settings.get("hybrid_layer_pattern") or "").split("/")[0]
     return decoder.split("|")
 

@@ -40,12 +40,12 @@ def best_num_segments(partition: SequencePartition, schedule: ScheduleChoice, ma
 
 
 def _candidates(partition: SequencePartition) -> list[int]:
-    """Those whose segments are on average long enough; one segment always is."""
+    """Numbers whose segments are long enough on average; one segment always is."""
     least = max(_SAFE_LENGTH if partition.profile is None else 1, partition.throughput.full_speed_rows)
     most = partition.run.sequence_length // least
     return [count for count in _CANDIDATES if count <= max(1, most)]
 
 
 def _fits(found: dict[int, Forecast], memory: float) -> list[int]:
-    """The numbers whose steps fit; where memory is not known, all."""
+    """The numbers whose steps fit in memory; all of them where its size is unknown."""
     return [count for count, each in found.items() if each.total_bytes is None or each.total_bytes <= _USABLE * memory]

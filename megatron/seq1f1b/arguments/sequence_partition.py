@@ -24,7 +24,8 @@ from .naming import Naming
 
 @dataclass(frozen=True)
 class SequencePartition:
-    """`file` takes the place of `strategy`, the measured times of `profile` that of `throughput`.
+    """A cut by `strategy`, unless `file` gives the lengths; by the times of `throughput`, unless `profile` measured
+    them.
 
     `num_segments` is None where no number is given: a file determines it, or TeraPipe's dynamic programme finds it.
     Errors are ValueErrors that name parameters by `naming`.

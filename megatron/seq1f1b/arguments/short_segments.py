@@ -36,7 +36,7 @@ def _warn_of_slow_kernels(shortest: int) -> None:
 
 
 def _warn_of_waiting_gpus(lengths: tuple[int, ...], seconds: list[float], machine: Machine) -> None:
-    """`seconds` are those of a layer's forward for each segment; the host needs as long for a short one as for a long.
+    """`seconds` holds the forward time of a layer for each segment; the host takes equally long for all of them.
 
     Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's.
     """

@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_unused_flags(config: PipelineConfig, flags: argparse.Namespace) -> None:
-    """Log on rank 0 what of our flags was left out; to be called once in a process."""
+    """Log on rank 0 which of our flags have no effect; to be called once in a process."""
     if flags.pipeline_schedule_file is not None and flags.pipeline_schedule is not None:
         warn_on_rank_0(
             _log, f"--pipeline-schedule-file takes the place of --pipeline-schedule {flags.pipeline_schedule}."

@@ -44,7 +44,7 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     try:
         command = import_module(f".{COMMANDS[name][0]}", __name__)
         return command.main(argv) or 0
-    except BrokenPipeError:  # the reader of a pipe has seen enough, as in `seq1f1b plan-split | head`
+    except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:

@@ -48,7 +48,7 @@ MOST_ACTIONS = 1_000_000
 
 @dataclass(frozen=True)
 class Plan:
-    """A split, the cost of its segments on the slowest stage in seconds, and the simulated step."""
+    """A partition, the cost of its segments on the slowest stage in seconds, and the simulated step."""
 
     name: str
     lengths: tuple[int, ...]

@@ -19,7 +19,7 @@ def wanted(argv: Sequence[str]) -> bool:
     parser.add_argument("--device", default="auto")
     device = parser.parse_known_args(argv)[0].device
 
-    # Without asking torch for GPUs: CUDA reads CUDA_VISIBLE_DEVICES, which `activate` sets, once.
+    # torch must not look for GPUs here: CUDA reads CUDA_VISIBLE_DEVICES once, and `activate` sets it.
     if device == "cpu":
         return True
     import torch

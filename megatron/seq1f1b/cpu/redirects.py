@@ -197,7 +197,7 @@ def apply(with_transformer_engine: bool = False) -> None:
         return
     # Hides a GPU from the parts of torch that call the driver and not `torch.cuda`.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Both remember functions of torch when first used: let it be the real ones.
+    # Both keep functions of torch when first used, which must be the real ones.
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case
     with torch.device("cpu"):
         torch.empty(0)

@@ -1,6 +1,6 @@
 """Where a sequence is cut: the lengths of its segments. Pure Python; of this package only errors is imported.
 
-Start with cut (the strategies). What a segment takes is a function that the caller brings (segment_time).
+Start with cut (the strategies). The time of a segment is a function that the caller passes (segment_time).
 """
 
 from .balanced import balanced

@@ -1,4 +1,4 @@
-"""The named strategies, each with what it needs, and the one function that everybody calls."""
+"""The named strategies, each with what it needs, and the one function that applies them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from .uniform_comp import uniform_comp
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be cut, and what a strategy may look at; see `cut_sequence`."""
+    """A sequence to cut, and what a strategy may use; see `cut_sequence`."""
 
     sequence_length: int
     num_segments: int
@@ -134,7 +134,7 @@ def cut_sequence(
     `time` is that of a segment on the slowest of `num_stages` stages, and kernels are at full speed for segments of
     `full_speed_rows` tokens and more; `num_microbatches` sequences follow one another in a step. `flops` are per token
     and per pair of a query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a
-    micro-batch, the positions that documents start at. A strategy looks at what `STRATEGIES` lists for it.
+    micro-batch, the positions that documents start at. A strategy uses what `STRATEGIES` lists for it.
 
     Raises ParameterError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
     given, and for a cut that would leave a segment empty.

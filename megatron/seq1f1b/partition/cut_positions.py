@@ -47,6 +47,6 @@ def tile(sequence_length: int, num_segments: int, multiple_of: int) -> int:
 def positions(sequence_length: int, step: int) -> list[int]:
     """0, and every position a multiple of `step` before the end.
 
-    What is no multiple is added to the first segment, whose tokens are the cheapest.
+    The remainder goes to the first segment, whose tokens are the cheapest.
     """
     return [0, *range(sequence_length - (sequence_length // step - 1) * step, sequence_length + 1, step)]

@@ -35,8 +35,8 @@ def balanced_by_documents(
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:
     """The time of the tokens between two of the ascending positions `cuts`, which are given by their numbers.
 
-    It is that of the segment of one document which has as many tokens, and as many pairs as a sequence of the
-    micro-batch has on average. That segment may begin before its document, where `time` goes on as a line.
+    It is the time of a segment of a single document with as many tokens, and with as many pairs as the sequences of the
+    micro-batch have on average. Where such a segment would begin before its document, `time` is extended linearly.
     """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]

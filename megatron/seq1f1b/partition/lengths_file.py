@@ -1,4 +1,4 @@
-"""A split that a file gives: the lengths of its segments."""
+"""A partition from a file: the lengths of the segments."""
 
 import json
 import re

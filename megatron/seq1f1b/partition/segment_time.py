@@ -1,4 +1,4 @@
-"""What a cut has to do with costs: the time of a segment is a function of where the segment lies."""
+"""All that a cut needs of costs: the time of a segment, as a function of where it lies."""
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise

@@ -134,7 +134,7 @@ def _by_any_number(times: NDArray[np.float64]) -> _Extended:
 
 
 def _by_one(num_segments: int, times: NDArray[np.float64]) -> _Extended:
-    """The same of so many segments, added one by one."""
+    """The same for a given number of segments, added one by one."""
     size, longest = times.shape
     totals = np.full(longest + size, inf)
     totals[longest] = 0.0

@@ -1,4 +1,4 @@
-"""Segments of equal forward work: the computation-wise split of Seq1F1B (arXiv 2406.03488, section 3.4).
+"""Segments of equal forward work: the computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4).
 
 Token by token the causal attention grows with the prefix, so equal lengths mean unequal work. The authors count,
 for a segment of x tokens that ends at position e,

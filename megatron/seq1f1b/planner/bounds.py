@@ -9,7 +9,7 @@ from ..costs.training_setup import TrainingSetup
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
-    """No step is shorter than what a rank computes, and the ranks before it until its first and after its last action.
+    """No step is shorter than the compute of a rank, with that before its first and after its last action elsewhere.
 
     With weight gradients apart, those of a rank may fill the time after its last input gradient.
     """
@@ -30,8 +30,8 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
 
 
 def least_bytes(setup: TrainingSetup) -> float:
-    """Of the fullest rank: weights, gradients, optimizer state, and on the first rank the activations of one
-    micro-batch, which every schedule holds at once."""
+    """What the fullest rank holds at least: weights, gradients, optimizer state, and on the first rank the activations
+    of one micro-batch, which every schedule holds at once."""
     ranks = range(setup.pipeline_parallel)
     activation, _ = activation_tables(replace(setup, segments=(setup.sequence_length,)))
     held = sum(activation[stage][0] for stage in setup.placement.stages_of(0))

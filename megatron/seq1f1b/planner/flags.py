@@ -7,7 +7,7 @@ from .question import Candidate
 
 
 def model_flags(model: ModelShape, sequence_length: int) -> list[str]:
-    """Each a flag with its values: the model, in 16 bit, without dropout."""
+    """The model, in 16 bit and without dropout: each item is a flag with its values."""
     words = [
         f"--num-layers {model.num_layers}",
         f"--hidden-size {model.hidden_size}",
@@ -48,7 +48,7 @@ def _expert_flags(model: ModelShape, experts: Experts) -> list[str]:
 
 
 def decided_flags(candidate: Candidate) -> list[str]:
-    """Each a flag with its values: all that the planner has decided."""
+    """All that the planner decides: each item is a flag with its values."""
     setup = candidate.setup
     words = [
         f"--seq-length {setup.sequence_length}",

@@ -35,7 +35,7 @@ class Question:
 
     @property
     def memory_limit(self) -> float:
-        """In GiB."""
+        """What the allocator may take, in GiB."""
         return self.memory_gib or self.machine.device.memory_gib - _OUTSIDE_GIB
 
 

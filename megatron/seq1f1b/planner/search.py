@@ -12,9 +12,9 @@ from .bounds import least_bytes, least_seconds
 from .question import Candidate, Question
 from .space import candidates, stage_costs
 
-Progress = Callable[[int, int], None]  # of so many candidates so many are done with
+Progress = Callable[[int, int], None]  # takes the number of candidates done, and of all
 
-# `auto` plans at the granularity of units: beyond so many actions that takes longer than anybody waits.
+# `auto` plans at the granularity of units, which takes too long beyond this many actions.
 _MOST_ACTIONS_OF_AUTO = 30_000
 
 
@@ -27,7 +27,7 @@ class Plan:
 
     @property
     def memory_gib(self) -> float:
-        """Of the rank that takes most."""
+        """The memory of the fullest rank."""
         return max(memory.total for memory in self.prediction.memory) / GIB
 
 
@@ -56,7 +56,7 @@ class Search:
 
         Candidates are simulated in the order of their lower bounds, until the next is above the time of the last one
         kept: of the named families nothing faster is missed. `auto` then takes its turn on the winners. `memory_gib`
-        is less than that of the question; what `accept` refuses takes no part.
+        is less than that of the question; plans that `accept` rejects are left out.
         """
         limit = GIB * (memory_gib or self.question.memory_limit)
         kept: list[Plan] = []
@@ -84,7 +84,7 @@ class Search:
         return kept
 
     def _if_it_fits(self, candidate: Candidate, limit: float, slowest: float) -> Plan | None:
-        """None also if it takes longer than `slowest`, in seconds."""
+        """The plan; None if it does not fit or takes longer than `slowest` seconds."""
         if candidate not in self.plans:
             setup, schedule = candidate.setup, schedule_of(candidate)
             # In the order of how long they take: memory, a bound, the prediction.
@@ -103,12 +103,12 @@ def plan(question: Question, best: int = 5, progress: Progress = _silent) -> lis
 
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:
-    """Whether it fits or not."""
+    """Predict a candidate, whether or not it fits."""
     return Plan(candidate, predict(candidate.setup, question.machine, schedule_of(candidate)))
 
 
 def schedule_of(candidate: Candidate) -> Schedule:
-    """The one that training would run; `auto` plans by the costs that it has there."""
+    """The schedule that training would run; `auto` plans by the costs that training has."""
     setup = candidate.setup
     if setup.family != "auto":
         return build(setup.family, setup.shape)

@@ -14,7 +14,7 @@ from .question import Candidate, Question
 
 
 def candidates(question: Question) -> Iterator[Candidate]:
-    """Whether one fits, and how fast it is, comes later.
+    """All candidates, whether they fit or not.
 
     Tensor- and context-parallel sizes are powers of two and stay within a node; expert-parallel ones may leave it.
     Layers are spread evenly, or with fewer on the stages of the embedding and of the head.
@@ -99,7 +99,7 @@ def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
         # What W keeps is nearly all that recomputation saves; grouped products of experts cannot be split.
         if family == "auto" or (family == "zb-h1" and (setup.recompute == "full" or setup.model.experts)):
             continue
-        # On one chunk a rank it is GPipe.
+        # With one chunk a rank it is GPipe.
         if family == "breadth-first" and setup.placement.num_chunks == 1:
             continue
         named = replace(setup, family=family)
@@ -130,7 +130,7 @@ def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
     return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute == "full")
 
 
-# Of equal costs the same function, by which `_cut` remembers lengths.
+# Equal costs give the same function, by which `_cut` caches lengths.
 _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 
 

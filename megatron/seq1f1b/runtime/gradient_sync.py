@@ -66,7 +66,7 @@ class GradientSync:
 
 
 def _per_chunk(hook: Callable | list[Callable] | None, num_chunks: int) -> list[Callable] | None:
-    """Megatron gives such hooks bare for one chunk, as a list for several."""
+    """Megatron passes such a hook bare for one chunk, and a list of them for several."""
     if hook is None or isinstance(hook, list):
         return hook
     return [hook] * num_chunks

@@ -1,7 +1,7 @@
 """Megatron's checks of the loss (NaN, infinity, jumps), once for a micro-batch instead of once for each segment.
 
-A check looks at a number on the host, for which a GPU has to end all that came before. The loss of a whole micro-batch
-is also what a check means: that of a segment is another number, and jumps more.
+A check reads a number on the host, which has to wait for the GPU. And it is meant for the loss of a whole micro-batch:
+that of a segment varies more.
 """
 
 import logging
@@ -26,7 +26,7 @@ class _Check(NamedTuple):
 
 
 class LossChecks:
-    """Those of one step; what was put off is made up for with the last segment of a micro-batch."""
+    """The checks of one step; those of all segments of a micro-batch are made with its last one."""
 
     def __init__(self) -> None:
         self._put_off: dict[tuple[int, str], list[_Check]] = defaultdict(list)

@@ -16,7 +16,7 @@ _FORGET_PEAK = "5"
 
 
 class Reading(NamedTuple):
-    """Of one rank in one step: seconds in actions, seconds from the first to the last, bytes beyond those before it."""
+    """One rank in one step: seconds in actions, seconds from the first to the last, bytes beyond those before it."""
 
     busy: float
     duration: float
@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 class Clock(Protocol):
-    """Moments of a step: `now` numbers one, `seconds` is the time between two."""
+    """Marks moments of a step: `now` returns the number of a mark, `seconds` the time between two."""
 
     def restart(self) -> None: ...
 
@@ -34,7 +34,7 @@ class Clock(Protocol):
 
 
 class StepMeter:
-    """Made once. A step costs two marks an action and two questions to the allocator; nothing waits for the device."""
+    """Made once. A step costs two marks per action and two queries of the allocator; nothing waits for the device."""
 
     def __init__(self) -> None:
         self._clock: Clock = HostClock()
@@ -64,7 +64,7 @@ class StepMeter:
         self._spans.append((start, self._clock.now()))
 
     def reading(self) -> Reading | None:
-        """Of the last step that ended; None before the first. On a GPU its work has to be done."""
+        """The reading of the last step, None before the first. On a GPU, the work of the step has to be done."""
         if self._whole is None:
             return None
         seconds = self._clock.seconds
@@ -116,5 +116,5 @@ def _memory_before(device: torch.device) -> int:
 
 
 def _highest_memory(device: torch.device) -> int:
-    """On a GPU, of the whole run so far: to forget it would change what Megatron reports."""
+    """On a GPU the peak of the whole run: resetting it would change what Megatron reports."""
     return torch.cuda.max_memory_allocated(device)

@@ -6,10 +6,10 @@ from ..schedule import Action, CostsOfLengths, Kind, ScheduleChoice, Shape
 from ..schedule.validate import neighbourhood
 from .program import Program
 
-# What is left of a program in an evaluation; the order on every channel stays as it was.
+# The actions that remain in an evaluation; the order on every channel stays the same.
 _FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 
-# What the messages of a program serve, which a schedule leaves out.
+# The compute actions that each kind of message serves.
 _SERVED = {
     Kind.RECV_F: (Kind.F,),
     Kind.SEND_F: (Kind.F,),

@@ -34,7 +34,7 @@ class Recorder:
         self._marks.append((action, start, self._mark()))
 
     def collective(self, kind: str, stage: int) -> Callable[[Any], None]:
-        """Time a REDUCE or GATHER from now; call what it returns with the handle as soon as the collective runs.
+        """Time a REDUCE or GATHER from now; call the result with the handle as soon as the collective runs.
 
         Only what runs beside compute is recorded. Its end is taken in the thread of gloo, or on the stream that waits
         for NCCL; a reduce-scatter by gloo, which has no callback, ends when it has been waited for.

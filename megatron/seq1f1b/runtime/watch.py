@@ -1,4 +1,4 @@
-"""Names the message that a GPU waits for in vain: on NCCL no host does, and NCCL's own report has only a number."""
+"""Names the message that a GPU waits for in vain: with NCCL no host waits, and NCCL's own report has only a number."""
 
 import logging
 import threading

@@ -24,7 +24,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Throughput of all devices together."""
         return self.setup.global_batch_size * self.setup.sequence_length / self.seconds
 
     @property
@@ -57,7 +57,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
 
 
 def shortest(setup: TrainingSetup, machine: Machine, schedule: Schedule) -> float:
-    """No more than the `seconds` of `predict`, and found sooner: messages do not wait for each other, and replicas
+    """A lower bound on the `seconds` of `predict`, found sooner: messages do not wait for each other, and replicas
     exchange nothing beside compute."""
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
     return _seconds(simulate(schedule, step_costs(setup, machine)), ends, machine)
@@ -77,7 +77,7 @@ def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollective
 
 
 def _seconds(timeline: Timeline, ends: tuple[StepEnd, ...], machine: Machine) -> float:
-    """Of the whole step: the schedule and what follows it."""
+    """Seconds of the whole step: the schedule and what follows it."""
     through = (max(span.end for span in spans) for spans in timeline.ranks)
     reduced = max(now + end.reduce for now, end in zip(through, ends, strict=True))
     return reduced + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step

@@ -67,7 +67,7 @@ def _is_on_gpu() -> bool:
 
 
 def _of_all_stages(reading: "Reading | None") -> "list[Reading]":
-    """Of every rank of this rank's pipeline: one small collective. Megatron has waited for the device before."""
+    """The readings of this rank's pipeline, by one small collective. Megatron has waited for the device before."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

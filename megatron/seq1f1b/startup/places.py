@@ -94,7 +94,7 @@ def mount_point(path: Path) -> Path:
 
 
 def words(size: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes in words."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"

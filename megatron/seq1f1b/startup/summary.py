@@ -68,7 +68,7 @@ def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
 
 
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Of the model of costs that also balances segments; none for a model without sizes."""
+    """Predictions of the cost model that also balances segments; none for a model of unknown sizes."""
     if config.run.model is None or not config.run.layers_per_stage:
         return []
     try:

@@ -93,7 +93,7 @@ class TrainingLoop:
         return report
 
     def validates_result(self, upstream: Callable) -> Callable:
-        """Megatron's check of a loss, which logs what was rejected; besides, where."""
+        """Megatron's check of a loss, which logs what was rejected; this adds where."""
 
         def validate_result(machine: Any, result: Any, rejection_func: Callable, message: str, **more: Any) -> None:
             was_rejected = machine.rerun_requested
@@ -129,7 +129,7 @@ class TrainingLoop:
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
-        """What only shows when all ranks read their parts."""
+        """Errors that appear only when all ranks read their parts."""
         args = self._args()
         try:
             return upstream(*rest, **more)

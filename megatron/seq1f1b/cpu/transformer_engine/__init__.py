@@ -65,15 +65,15 @@ def is_loaded() -> bool:
 
 
 def hide() -> None:
-    """Let Megatron find that Transformer Engine is not installed, where importing it would fail otherwise."""
+    """Hide Transformer Engine from Megatron, where importing it would fail."""
     sys.modules[PACKAGE] = None  # type: ignore[assignment]
 
 
 def load() -> None:
     """Import Transformer Engine on the stand-in; to be called before Megatron is imported.
 
-    Its package loads the CUDA libraries when it is imported, so an empty package of the same name and place takes that
-    turn, from which its modules are imported as always.
+    Importing its package loads the CUDA libraries, so an empty package of the same name and path takes its place, from
+    which its modules are imported as always.
     """
     patched(REDIRECTS._replace(patches=REDIRECTS.patches[:2]))
     sys.modules[extension.NAME] = extension.make()
@@ -83,7 +83,7 @@ def load() -> None:
     package.__path__, package.__spec__, package.__file__ = list(spec.submodule_search_locations), spec, spec.origin
     package.__version__ = importlib.metadata.version(PACKAGE)
     sys.modules[PACKAGE] = package
-    # Its word for "only the Python is needed": the core library is not looked for.
+    # With this name set, Transformer Engine does not look for its core library.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     package.common = importlib.import_module(f"{PACKAGE}.common")
     del os.environ["NVTE_PROJECT_BUILDING"]
