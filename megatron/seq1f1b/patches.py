@@ -58,7 +58,7 @@ def patched(table: PatchTable) -> ExitStack:
 def patched_on(objects: Iterable[Any], table: PatchTable) -> ExitStack:
     """Bind every target of the table on each of the `objects` that is of the target's class.
 
-    What one of them does not have raises AttributeError.
+    Raises AttributeError for a name that an object lacks.
     """
     objects = list(objects)
     kinds = [(owner_of(patch.target)[0], patch) for patch in table.patches]

@@ -1,7 +1,7 @@
 """Compare training runs: time, memory and losses as a table, measured timelines as a picture.
 
 Each run is a folder with `log.txt`, the output of Megatron with --log-interval 1, and `trace/`, the folder given to
---pipeline-trace. All others are compared with the first.
+--pipeline-trace. Each later run is compared with the first.
 """
 
 import re

@@ -18,7 +18,7 @@ _NOT_PREDICTED = ("--multi-latent-attention", "--hybrid-layer-pattern", "--windo
 
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
-    """Flags that are not known here pass; what is not given is None."""
+    """Read the flags of a launch. Unknown flags are passed over; a flag that is not given is None."""
     parser = Parser(None, allow_abbrev=False, add_help=False)
     _add_model(parser)
     _add_decided(parser)
@@ -39,7 +39,7 @@ def undecided(words: Sequence[str]) -> list[str]:
 
 
 def model_of(launch: argparse.Namespace) -> ModelShape:
-    """Raises ValueError if a size is missing, or sizes do not divide."""
+    """The model of a launch. Raises ValueError if a size is missing, or sizes do not divide."""
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if getattr(launch, name) is None]
     if missing:
         raise ValueError(f"--{missing[0].replace('_', '-')} is missing: give the sizes of the model, or --model")

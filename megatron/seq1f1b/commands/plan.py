@@ -3,10 +3,10 @@
     seq1f1b plan --model 13b --gpus 64 --machine a100-80gb --seq-length 65536 --global-batch-size 16
     seq1f1b plan --gpus 64 --machine a100-80gb <the flags of your launch script>
 
-Tensor, context, pipeline and data parallelism, model chunks, layers of the first and the last stage, segments and where
-they are cut, the schedule, the micro-batch and recomputation are chosen. What a launch script has of these is predicted
-as it is, for comparison; its other flags come back unchanged, so that the result can be pasted in its place. How far
-predictions are off is shown in docs/paper_tables.md.
+It chooses tensor, context, pipeline and data parallelism, model chunks, layers of the first and the last stage,
+segments and where they are cut, the schedule, the micro-batch and recomputation. The choices that a launch script makes
+itself are predicted too, for comparison; its other flags come back unchanged, so that the result can be pasted in its
+place. docs/paper_tables.md shows how far predictions are off.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from .launch_flags import as_given, model_of, read_launch, undecided
 from .parsing import Parser, count
 from .plan_text import explained, memory_by_stage, overview, short_name, title
 
-# Of the memory of a device, in a picture.
+# Shares of a device's memory that the picture shows.
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 # What a rehearsal needs beside the flags of a plan.
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"

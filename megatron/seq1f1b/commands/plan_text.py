@@ -20,7 +20,7 @@ def title(question: Question) -> str:
 
 
 def short_name(plan: Plan) -> str:
-    """Its sizes in a few letters, such as T8 P4 k4."""
+    """The sizes of a plan in a few letters, such as T8 P4 k4."""
     setup = plan.prediction.setup
     sizes = {
         "T": setup.tensor_parallel,
@@ -35,7 +35,7 @@ def short_name(plan: Plan) -> str:
 
 
 def tflops(plan: Plan) -> float:
-    """Of the model's own FLOPs, a device: attention causal, nothing for recomputation."""
+    """TFLOPS of a device by the model's own FLOPs: attention causal, nothing for recomputation."""
     setup, seconds = plan.prediction.setup, plan.prediction.seconds
     total = model_flops(setup.model, setup.sequence_length, setup.global_batch_size)
     return total / seconds / setup.num_devices / 1e12
@@ -76,7 +76,7 @@ def _row(plan: Plan) -> list[str]:
 
 
 def memory_by_stage(plan: Plan, question: Question) -> str:
-    """One line a pipeline rank: what it takes at its peak, of what."""
+    """One line a pipeline rank: its memory at the peak, by use."""
     setup = plan.prediction.setup
     lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
     for rank, memory in enumerate(plan.prediction.memory):

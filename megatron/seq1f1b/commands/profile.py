@@ -117,7 +117,7 @@ class Bench:
                 self.context.cache(attention, lambda: KVCache(end + 1, keys, keys)).write(0, end, keys, keys)
 
         def follow() -> None:
-            """The next segment goes backward first, and leaves gradients for this one."""
+            """Run the backward of the next segment, which comes first and leaves gradients for this one."""
             with self.context.running(following, True):
                 after().sum().backward()
 
@@ -150,7 +150,7 @@ class Bench:
         prepare: Callable[[], None] = lambda: None,
         follow: Callable[[], None] = lambda: None,
     ) -> Measurement:
-        """Medians over the repeats; the first run warms up."""
+        """The medians over the repeats; the first run is a warm-up."""
         times: list[tuple[float, float, float]] = []
         left = self.weight_gradients
         with defer_weight_gradients(left, [self.model]):

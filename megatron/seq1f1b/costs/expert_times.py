@@ -14,7 +14,7 @@ from .training_setup import TrainingSetup
 
 @dataclass(frozen=True)
 class ExpertTime:
-    """`matmul`, `all_to_all` of the forward and, as long, of the input gradients; `other` of the forward."""
+    """`matmul` and `all_to_all` of the forward, which the input gradients take again, and `other` of the forward."""
 
     matmul: float
     other: float
@@ -26,7 +26,7 @@ NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
 
 
 def expert_time(setup: TrainingSetup, machine: Machine, rows: float) -> ExpertTime:
-    """Of `rows` tokens of a tensor-parallel group."""
+    """The time of `rows` tokens of a tensor-parallel group."""
     model, experts, device = setup.model, setup.model.experts, machine.device
     assert experts is not None, "a layer of experts without experts"
     hidden, ffn = model.hidden_size, experts.ffn_hidden_size
@@ -39,7 +39,7 @@ def expert_time(setup: TrainingSetup, machine: Machine, rows: float) -> ExpertTi
     matmul = sum(matmul_time(device, routed / here, out, into, here) for out, into in weights)
     weight = sum(matmul_time(device, out, into, routed / here, here) for out, into in weights)
     adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.layer_expert_parameters)
-    # The router; tokens are sorted by expert and back, each with a read and a write; then the activation function.
+    # The router; sorting tokens by expert and back, each a read and a write; the activation function.
     router = matmul_time(device, tokens, experts.total, hidden)
     other = moving_time(device, BYTES * routed * (4 * hidden + fc1 + ffn), 12)
     # Tokens go to their experts and come back.

@@ -14,14 +14,15 @@ _DELTA_NET_CHUNK, _MAMBA_CHUNK = 64, 128
 
 
 class Flops(NamedTuple):
-    """Of one forward: `per_token` in matrix products, `per_pair` in attention for a query and a key that it sees."""
+    """FLOPs of one forward: `per_token` in matrix products, `per_pair` in attention for a query and a key that it
+    sees."""
 
     per_token: int
     per_pair: int
 
 
 def layer_flops(model: ModelShape, layer: int) -> Flops:
-    """Of layer number `layer`, counted from 0."""
+    """FLOPs of layer number `layer`, counted from 0."""
     if model.pattern is not None:
         return _hybrid_layer(model, model.pattern[layer])
     projections, per_pair = _latent_attention(model, model.latent) if model.latent else _attention(model)
@@ -31,7 +32,7 @@ def layer_flops(model: ModelShape, layer: int) -> Flops:
 
 
 def head_flops(model: ModelShape) -> int:
-    """Of one token in the projection to the vocabulary."""
+    """FLOPs of one token in the projection to the vocabulary."""
     return 2 * model.hidden_size * model.vocab_size
 
 
@@ -42,7 +43,7 @@ def joining_flops(model: ModelShape) -> int:
 
 
 def authors_flops(model: ModelShape) -> Flops:
-    """Of the whole model as the authors of Seq1F1B count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
+    """FLOPs of the whole model as the authors of Seq1F1B count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
 
     With hidden size h, FFN size f, n heads of size d, padded vocabulary V and L layers: 4·h·V + L·(8·h·n·d + 4·h·f) per
     token, L·(4·d + 3)·n per pair; experts, gates and shared KV heads do not appear.

@@ -16,7 +16,7 @@ from .training_setup import TrainingSetup
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Of one segment on one layer; the parts of a direction by what they go to. Seconds on the device.
+    """One segment on one layer: the parts of each direction. Seconds on the device.
 
     `forward_*` are parts of the forward; `input_*` of the input gradients; `weight` are the weight gradients.
     `exchange` is what tensor parallelism does not hide, `all_to_all` what context and expert parallelism exchange.
@@ -46,7 +46,7 @@ class LayerTime:
 
 
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has_experts: bool = False) -> LayerTime:
-    """Of the segment of the tokens [start, end) of every sequence of a micro-batch, without recomputation."""
+    """The time of the tokens [start, end) of every sequence of a micro-batch, without recomputation."""
     model, device, software = setup.model, machine.device, setup.software
     batch, tensor, context = setup.micro_batch_size, setup.tensor_parallel, setup.context_parallel
     length = end - start
@@ -120,7 +120,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has
 
 @dataclass(frozen=True)
 class EndTime:
-    """Of the embedding or of the projection to the vocabulary with the loss, for one segment."""
+    """The embedding, or the projection to the vocabulary with the loss, for one segment."""
 
     forward: float
     input: float

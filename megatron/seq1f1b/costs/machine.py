@@ -1,7 +1,7 @@
 """A machine as a file of cited constants: devices, the host that drives them, nodes, and the network between nodes.
 
-The machines of this package lie in `machines/`, one TOML file each; a user adds his own by the path of a file of the
-same form. Every constant of such a file has its source beside it.
+The machines of this package lie in `machines/`, one TOML file each; a user passes the path of a file of the same form.
+Every constant of such a file has its source beside it.
 """
 
 import tomllib
@@ -64,7 +64,7 @@ class Machine:
 
 
 def machine_names() -> list[str]:
-    """Of the machines in this package."""
+    """The names of the machines in this package."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 

@@ -57,18 +57,18 @@ class MeasuredTime:
         )
 
     def times(self, count: int) -> "MeasuredTime":
-        """`count` of these, one after another."""
+        """The time of `count` of these, one after another."""
         return MeasuredTime(
             self.lengths, tuple(count * a for a in self.per_token), PrefixCost(*(count * a for a in self.prefix))
         )
 
     def covers(self, other: "MeasuredTime") -> bool:
-        """Whether certainly no segment takes longer by `other`."""
+        """Whether no segment can take longer by `other`."""
         return all(a >= b for a, b in zip(self.per_token + self.prefix, other.per_token + other.prefix, strict=True))
 
     def _alone(self, length: int) -> float:
-        """Without a prefix. What is shorter than the shortest measured segment takes as long as that one, since
-        kernels do not speed up for fewer rows; beyond the longest the line goes on."""
+        """The time without a prefix. A segment shorter than the shortest measured one takes as long as that, since
+        kernels do not speed up for fewer rows; beyond the longest the last line continues."""
         lengths, per_token = self.lengths, self.per_token
         if length <= lengths[0]:
             return lengths[0] * per_token[0]
@@ -92,10 +92,10 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
 
 
 def fit(points: Sequence[Point]) -> MeasuredTime:
-    """The times that measurements stand for; without prefixes the prefix costs nothing.
+    """Fit times to measurements; if none has a prefix, the prefix costs nothing.
 
-    Raises ValueError if a length with a prefix is not there without one, or if the prefixes are too few: at least two
-    lengths, each with two prefixes, are needed.
+    Raises ValueError if a length was measured with a prefix but not without one, or if the prefixes are too few: at
+    least two lengths, each with two prefixes, are needed.
     """
     alone = {point.length: point.time for point in points if point.prefix == 0}
     after_prefix = [point for point in points if point.prefix]

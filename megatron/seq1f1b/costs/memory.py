@@ -12,17 +12,17 @@ from .kernels import BYTES
 from .training_setup import TrainingSetup
 
 GIB = 2**30
-# The backward of a layer holds gradients beside activations: about those of one layer and a half.
+# The backward of a layer holds gradients beside activations: about as much as one and a half layers.
 _WORKING_BYTES = 51
 # A logit in 16 bit, in 32 bit, and its exponential; the last is kept for the backward.
 _LOGIT_BYTES, _LOGIT_BYTES_KEPT = 12, 4
-# What the allocator holds beyond what is allocated at most: with blocks of equal size, and of many sizes.
+# What the allocator reserves, relative to the peak of what is allocated: with blocks of equal size, and of many.
 _RESERVED_EQUAL, _RESERVED_UNEQUAL = 1.06, 1.2
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank at the moment of its peak, by what it is taken for. Bytes."""
+    """The memory of one rank at the moment of its peak, by use. Bytes."""
 
     weights: float
     gradients: float
@@ -54,7 +54,7 @@ def layer_activation(setup: TrainingSetup, start: int, end: int, has_experts: bo
     # Norms and inputs of products 8, masks of dropout 2; queries 2, attention's output 2; feed-forward block.
     kept = (10 if setup.software.dropout else 8) * whole + rows * (4 * width + 2 * inner * ffn) / tensor
     if experts:
-        # What is sent to the experts, what they compute of it, and what they give.
+        # What is sent to the experts, what they compute from it, and what they return.
         kept += rows / tensor * experts.active * BYTES * (2 * hidden + inner * experts.ffn_hidden_size)
     if setup.software.flash_attention:
         return kept + 4 * rows * model.num_heads / tensor
@@ -109,7 +109,7 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
 
 
 def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
-    """At the peak of the activations of a rank."""
+    """The memory of a rank when its activations are at their peak."""
     placement = setup.placement
     stages = placement.stages_of(rank)
     activation, _ = activation_tables(setup)

@@ -5,7 +5,8 @@ from .model_shape import ModelShape
 
 
 def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
-    """Of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing recomputed."""
+    """FLOPs of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing
+    recomputed."""
     layers = [layer_flops(model, layer) for layer in range(model.num_layers)]
     per_token = head_flops(model) + sum(layer.per_token for layer in layers)
     per_pair = sum(layer.per_pair for layer in layers)
@@ -13,7 +14,7 @@ def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
 
 
 def seq1f1b_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
-    """Of `batch` sequences, forward and backward, as the authors of Seq1F1B count (their code, get_seq_tflops).
+    """FLOPs of `batch` sequences, forward and backward, as the authors of Seq1F1B count (their get_seq_tflops).
 
     Attention is causal; the embedding counts as a matrix product; nothing is added for recomputation.
     """
@@ -22,7 +23,7 @@ def seq1f1b_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
 
 
 def megatron_flops(model: ModelShape, sequence_length: int, batch: int, recomputes: bool = True) -> float:
-    """Of `batch` sequences by arXiv 2104.04473, equation 3: attention is not causal.
+    """FLOPs of `batch` sequences by arXiv 2104.04473, equation 3: attention is not causal.
 
     With `recomputes` the forward counts twice, as in that paper (factor 96), else once (factor 72).
     """
@@ -33,7 +34,7 @@ def megatron_flops(model: ModelShape, sequence_length: int, batch: int, recomput
 
 
 def terapipe_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
-    """Of `batch` sequences by the code of the authors of TeraPipe (flop_model.py).
+    """FLOPs of `batch` sequences by the code of the authors of TeraPipe (flop_model.py).
 
     It counts one of the two products of attention, not causal.
     """

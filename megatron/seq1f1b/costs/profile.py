@@ -47,7 +47,7 @@ class FitError(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of each of `PARTS`, and what they are of. `model.num_layers` does not matter."""
+    """The measurements of each of `PARTS`, with their model and sizes. `model.num_layers` does not matter."""
 
     device: str
     model: ModelShape

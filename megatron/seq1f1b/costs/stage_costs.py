@@ -124,7 +124,7 @@ def analytic_costs(
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
     """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
     times: list[StageTime] = []
-    for cost in costs:  # stages that never take longer than another are left out, since this is called very often
+    for cost in costs:  # this is called very often, so stages that never take longer than another are left out
         if not any(time.covers(cost.total) for time in times):
             times = [time for time in times if not cost.total.covers(time)] + [cost.total]
     if len(times) == 1:

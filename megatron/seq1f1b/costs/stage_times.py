@@ -16,7 +16,7 @@ Row = tuple[float, ...]
 
 @lru_cache(maxsize=4096)
 def _parts(setup: TrainingSetup, machine: Machine) -> tuple[tuple[LayerTime, LayerTime, EndTime, EndTime], ...]:
-    """Of a layer without and one with experts, the embedding and the head, by segment."""
+    """The times of a layer without and one with experts, the embedding and the head, by segment."""
     found = []
     for span in pairwise(accumulate(setup.segments, initial=0)):
         dense = layer_time(setup, machine, *span)
@@ -56,7 +56,7 @@ def _rows(
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
     """For every stage, durations of F, I and W by segment. Seconds."""
-    # Whatever does not matter on a single stage is the same for all, so that few set-ups are computed.
+    # What does not matter on a single stage is set alike, so that few set-ups are computed.
     alone = replace(
         setup,
         num_microbatches=1,
@@ -112,8 +112,8 @@ def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[f
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
-    """To sum the gradients of so many parameters over the ranks that hold the same, and to gather the parameters where
-    the optimizer state is sharded; those of `experts` have a group of their own."""
+    """Seconds to sum the gradients of so many parameters over the ranks that hold the same, and to gather the
+    parameters where the optimizer state is sharded; those of `experts` have a group of their own."""
     reduce = gather = 0.0
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
         gradients = setup.software.gradient_bytes * count
@@ -153,7 +153,7 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
         size = software.gradient_bytes * setup.embedding_parameters
         reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
-    # Gradients: cleared, scaled and measured by all; then parameter, two moments, gradient and copy in 16 bit.
+    # All ranks clear, scale and measure gradients; Adam takes parameter, two moments, gradient and a 16-bit copy.
     moved = 4 * software.gradient_bytes * (parameters + experts)
     for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1

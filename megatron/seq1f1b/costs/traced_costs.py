@@ -1,7 +1,7 @@
 """What segments cost on the stages of a model, from the trace of a step that ran (`--pipeline-trace`).
 
-It is the user's own run: tensor parallelism, experts, any kind of attention and of hardware are in the times. The time
-of a segment is taken for a constant, a part per token, and a part per pair of a query and a key that it sees.
+The trace is of the user's own run, so its times include tensor parallelism, experts, any attention and hardware. The
+time of a segment is taken for a constant, a part per token, and a part per pair of a query and a key that it sees.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from .stage_costs import AnalyticTime, StageCost
 
 
 def is_trace(path: str | Path) -> bool:
-    """Whether the file is JSON in the form of a trace; what cannot be read is none."""
+    """Whether the file is JSON in the form of a trace; False for what cannot be read."""
     try:
         data = read_json(path)
     except ValueError:
@@ -59,7 +59,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         seconds[action.kind, action.stage, action.segment].append(end - start)
 
     def points(stage: int, *kinds: Kind) -> list[Point]:
-        """Of actions of these kinds together."""
+        """The measured points of all actions of these kinds."""
         times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(ends))]
         return [Point(length, end - length, time) for length, end, time in zip(lengths, ends, times, strict=True)]
 
@@ -76,7 +76,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
 
 
 def fit_time(points: Sequence[Point]) -> AnalyticTime:
-    """The time of least squares of the relative errors, none of its three parts negative."""
+    """The time with the least squares of the relative errors and no negative part."""
     rows = [
         [x / seconds for x in (1, length, length * (2 * prefix + length + 1) / 2)] for length, prefix, seconds in points
     ]

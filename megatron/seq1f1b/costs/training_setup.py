@@ -1,4 +1,4 @@
-"""What a training step computes, and on how many ranks: all that its time and memory follow from but the machine."""
+"""What a training step computes, and on how many ranks: with a machine, all that its time and memory follow from."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +10,7 @@ from .model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Software:
-    """How the program that runs the step goes about it; the defaults are this package's.
+    """How the program runs the step; the defaults are those of this package.
 
     `flash_attention`: no scores in memory. `overlaps_messages`: ranks compute while messages travel; otherwise both
     sides of a message wait for it, as in Megatron's schedules without --overlap-p2p-communication.
@@ -107,7 +107,7 @@ class TrainingSetup:
 
     @property
     def data_group(self) -> Group:
-        """Of the ranks that hold the same parameters: they sum gradients."""
+        """The ranks that hold the same parameters and sum their gradients."""
         stride = self.tensor_parallel * (self.pipeline_parallel if self.pipeline_before_data else 1)
         return Group(self.context_parallel * self.data_parallel, stride)
 
@@ -122,7 +122,7 @@ class TrainingSetup:
 
     @property
     def expert_data_group(self) -> Group:
-        """Of the ranks that hold the same experts."""
+        """The ranks that hold the same experts."""
         ranks = self.tensor_parallel * self.context_parallel * self.data_parallel
         return Group(max(1, ranks // self.expert_parallel), self.expert_parallel)
 
@@ -137,12 +137,12 @@ class TrainingSetup:
         return tuple(found)
 
     def layer_parameters(self, has_experts: bool = False) -> float:
-        """Of one layer, on one rank, without its routed experts."""
+        """Parameters of one layer on one rank, without its routed experts."""
         return parameters_of_layer(self.model, has_experts) / self.tensor_parallel
 
     @cached_property
     def layer_expert_parameters(self) -> float:
-        """Of the routed experts of one layer, on one rank."""
+        """Parameters of the routed experts of one layer on one rank."""
         return parameters_of_experts(self.model) / self.expert_parallel
 
     @cached_property
@@ -150,7 +150,8 @@ class TrainingSetup:
         return self.model.vocab_size * self.model.hidden_size / self.tensor_parallel
 
     def stage_parameters(self, stage: int) -> float:
-        """Of one stage, on one rank; the first holds the embedding, the last the projection to the vocabulary."""
+        """Parameters of one stage on one rank; the first holds the embedding, the last the projection to the
+        vocabulary."""
         dense, sparse = self.stage_layers[stage]
         count = dense * self.layer_parameters() + sparse * self.layer_parameters(has_experts=True)
         last = self.placement.num_stages - 1
@@ -158,12 +159,12 @@ class TrainingSetup:
         return count - self.embedding_parameters if self.tied_embeddings and last == 0 else count
 
     def stage_expert_parameters(self, stage: int) -> float:
-        """Of the routed experts of one stage, on one rank."""
+        """Parameters of the routed experts of one stage on one rank."""
         return self.stage_layers[stage][1] * self.layer_expert_parameters
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage; the first stages take one more where they must."""
+    """Layers of each stage, as even as they can be; the first stages take one more."""
     base, more = divmod(num_layers, num_stages)
     return tuple(base + (stage < more) for stage in range(num_stages))
 

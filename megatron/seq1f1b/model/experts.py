@@ -1,9 +1,8 @@
 """The auxiliary losses of a mixture of experts, cut into segments.
 
 A router sends every token to its experts by that token alone, so segments change nothing there. But it adds losses that
-are taken over all tokens of a forward. The z-loss is a mean of something that each token has, so each segment adds its
-share. A balance loss is a product of two sums over tokens, of the tokens that each expert got and of the probabilities
-that it had:
+are taken over all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A balance loss
+is a product of two sums over tokens, of the tokens that each expert got and of the probabilities that it had:
 
     loss = factor · Σ_experts (Σ_tokens chosen) · (Σ_tokens probability)
 

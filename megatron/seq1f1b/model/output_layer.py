@@ -16,7 +16,7 @@ def without_apex(upstream: Callable[..., None]) -> Callable[..., None]:
 
     With gradient accumulation fusion, Transformer Engine's layers add to ``main_grad`` by themselves. The output layer
     is Megatron's own and would need the extension, without which it raises RuntimeError; here its weight gradient goes
-    through autograd instead, and DDP adds it to ``main_grad``. All other layers are left to upstream.
+    through autograd instead, and DDP adds it to ``main_grad``. All other layers keep upstream's behaviour.
     """
 
     @wraps(upstream)

@@ -1,4 +1,4 @@
-"""Models that get documents in Megatron's packed format, which are those of the whole sequence."""
+"""Models that are given documents in Megatron's packed format, whose positions are those of the whole sequence."""
 
 import torch
 

@@ -34,7 +34,7 @@ class PassedState:
         self._after: dict[int, State] = {}
 
     def after(self, index: int) -> State | None:
-        """What segment `index` left, as leaves of the graph of the next segment; None before the first."""
+        """The state after segment `index`, as leaves of the graph of the next segment; None before the first."""
         return self._after.get(index)
 
     def leave(self, index: int, state: State) -> None:
@@ -70,7 +70,7 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
 
 
 class _Leave(torch.autograd.Function):
-    """The output as it is; beside it, the state goes to `passed`, and its gradient comes from there."""
+    """Returns the output unchanged; the state goes to `passed`, and its gradient comes from there."""
 
     @staticmethod
     def forward(

@@ -95,7 +95,7 @@ class SegmentContext:
 
 
 class _Running:
-    """A class, since a generator takes the host several times as long, twice in every unit."""
+    """A class: a generator would take the host several times as long, twice in every unit."""
 
     __slots__ = ("_unit",)
 

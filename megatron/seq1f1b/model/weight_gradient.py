@@ -53,7 +53,7 @@ class WeightGradientStore:
             self._collecting = None
 
     def leave(self, work: Work) -> None:
-        """Keep the work for the unit that goes backward now."""
+        """Keep the work for the unit whose backward runs."""
         assert self._collecting is not None, "a split backward ran outside of a schedule"
         self._collecting.append(work)
 
@@ -175,7 +175,7 @@ def _gradient(
     gather_group: dist.ProcessGroup | None,
     accumulate: bool,
 ) -> tuple[Tensor | None]:
-    """Of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
+    """The gradient of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
 
     With `gather_group` the n tokens of the input are this rank's part of the n' (sequence parallelism). `accumulate`
     adds it to the weight's `main_grad` by Apex's kernel.
@@ -192,7 +192,7 @@ def _gradient(
 
 
 def accumulated(weight: torch.nn.Parameter) -> Tensor | None:
-    """What autograd hands to the hooks of a weight whose gradient was added to its `main_grad`.
+    """The gradient that autograd passes to the hooks of a weight whose gradient was added to its `main_grad`.
 
     `grad_added_to_main_grad` keeps DistributedDataParallel from adding it again. Where another layer gives the same
     weight a gradient the ordinary way (`zero_out_wgrad`: tied embeddings) it is added after all, so it has to be zero.

@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
 
 def find_files(inputs: list[str], glob: str, exclude: list[str]) -> list[str]:
-    """All input files, folders in sorted order; what cannot be read shows when it is opened."""
+    """All input files, folders in sorted order; an unreadable file is found when it is opened."""
     files: list[str] = []
     for given in inputs:
         if not os.path.exists(given):
@@ -93,7 +93,7 @@ def parse(record: Record, input_format: str, key: str) -> str:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise BadDocument(f"bad JSON: {error.msg} at column {error.colno}") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond all limits
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
         raise BadDocument(f"bad JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadDocument("not a JSON object")

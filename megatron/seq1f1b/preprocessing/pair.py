@@ -32,8 +32,8 @@ def indexed_pair(prefix: str, overwrite: bool, dtype: type) -> Iterator[Any]:
 def put_in_place(new: Path, prefix: str) -> None:
     """Move `bin` and `idx` in the folder `new` to their names, and an old pair away until both are there.
 
-    A reader opens the index first: it never sees one that is not its data's. After a kill at any step, `recover` finds
-    the old pair or the new one complete.
+    A reader opens the index first: it never finds an index without its own data. After a kill at any step, `recover`
+    finds the old pair or the new one complete.
     """
     target_bin, target_idx = pair_paths(prefix)
     aside = _aside(prefix)
@@ -49,7 +49,8 @@ def put_in_place(new: Path, prefix: str) -> None:
 
 
 def recover(prefix: str) -> None:
-    """Finish what a run did that was killed while it replaced a pair: without the new pair, the old one comes back."""
+    """Finish after a run that was killed while it replaced a pair: if the new pair is incomplete, restore the old
+    one."""
     target_bin, target_idx = pair_paths(prefix)
     aside = _aside(prefix)
     if not target_idx.exists():

@@ -1,7 +1,7 @@
 """Parts of the input whose tokens stay on the disk when a run is killed, so that the next one goes on after them.
 
 They lie in a folder beside the pair: `.NAME-parts/3.bin`, `3.idx` and `3.json`, the last written last. `settings.json`
-says what they were made of and how; parts of anything else are thrown away.
+records what they were made of and how; parts of anything else are deleted.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from .progress import Counts
 
 
 def numbered(records: Iterable[Record], total: int, count: int) -> Iterator[tuple[int, Iterable[Record]]]:
-    """The records in `count` consecutive parts of about as many bytes, of `total`, with their numbers."""
+    """The records in `count` consecutive parts of about equal bytes, of `total`, each with its part's number."""
     done = 0
 
     def part_of(record: Record) -> int:
@@ -34,7 +34,7 @@ def numbered(records: Iterable[Record], total: int, count: int) -> Iterator[tupl
 
 
 class Partitions:
-    """The parts of the pair at `prefix`; the folder goes when the block is left without an exception."""
+    """The parts of the pair at `prefix`; their folder is deleted when the block ends without an exception."""
 
     def __init__(self, prefix: str, settings: dict[str, Any], dtype: type) -> None:
         path = Path(prefix)
@@ -81,7 +81,7 @@ class Partitions:
         self._write(self._folder / f"{number}.json", asdict(counts))
 
     def merge_into(self, builder: Any) -> Iterator[Counts]:
-        """Add all parts, in order; gives what each holds."""
+        """Add all parts in order; returns what each holds."""
         for number in self._numbers:
             counts = json.loads((self._folder / f"{number}.json").read_text())
             if counts["documents"]:

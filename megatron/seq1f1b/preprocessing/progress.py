@@ -26,7 +26,7 @@ class Counts:
 
 
 class Progress:
-    """Over `total` bytes of input."""
+    """Progress over `total` bytes of input."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -42,7 +42,7 @@ class Progress:
         self._bar.close()
 
     def update(self, size: int, counts: Counts) -> None:
-        """`size` more bytes are done; `counts` holds what came of them and of those before."""
+        """Count `size` more bytes as done; `counts` holds the results so far."""
         self._done += size
         now = time.monotonic()
         seconds = max(now - self._began, 1e-3)

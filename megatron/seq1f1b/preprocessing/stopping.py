@@ -22,7 +22,7 @@ def refuse_existing(paths: Iterable[Path], overwrite: bool, flag: str) -> None:
 
 
 def stop(number: int, _frame: object) -> None:
-    """Signal handler: leave by an exception, so that every context cleans up behind itself."""
+    """Signal handler: leave by an exception, so that every context cleans up."""
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     name = signal.Signals(number).name

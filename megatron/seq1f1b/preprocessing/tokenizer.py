@@ -41,7 +41,7 @@ def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
             for key in args.json_keys:
                 try:
                     yield parse(record, args.input_format, key)
-                except BadDocument as bad:  # skipped ones are reported when they come to be tokenized
+                except BadDocument as bad:  # skipped ones are reported when they are tokenized
                     if args.on_error == "stop":
                         raise refusal(record.place, str(bad)) from None
 
@@ -72,7 +72,7 @@ def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 
 def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """A tokenizer that was trained here, without the seconds and the memory that Megatron costs.
+    """A tokenizer that was trained here, loaded without the time and the memory that importing Megatron takes.
 
     None for any other, which is left to transformers.
     """

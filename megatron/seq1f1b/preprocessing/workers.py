@@ -55,9 +55,9 @@ def tokenize(
 
 
 def encode_together(texts: list[str], tokenizer: Tokenizer) -> list[list[int] | BadDocument]:
-    """In one call where the tokenizer has one and takes all of the texts, else one by one."""
+    """Encode in one call where the tokenizer has one and accepts all texts, else one by one."""
     if tokenizer.encode_batch is not None:
-        with contextlib.suppress(Exception):  # one by one, the text that it refuses is found
+        with contextlib.suppress(Exception):  # one by one, to find the text that it rejects
             return [_checked_or_bad(ids, tokenizer) for ids in tokenizer.encode_batch(texts)]
     found: list[list[int] | BadDocument] = []
     for text in texts:
@@ -78,7 +78,7 @@ def _checked_or_bad(ids: list[int], tokenizer: Tokenizer) -> list[int] | BadDocu
 
 
 def checked(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids, if training can use them. Raises BadDocument."""
+    """The ids, if training can use them; otherwise raises BadDocument."""
     if not ids:
         raise BadDocument("empty")
     if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:

@@ -7,7 +7,7 @@ import torch
 
 
 def fake_batches(args: Namespace) -> Iterator[dict[str, torch.Tensor]]:
-    """Batches without end, each of `micro_batch_size` sequences of `seq_length` tokens.
+    """Endless batches, each of `micro_batch_size` sequences of `seq_length` tokens.
 
     The length is read now: while a segment runs, `args.seq_length` is that of the segment.
     """

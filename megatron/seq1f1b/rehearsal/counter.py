@@ -23,7 +23,7 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 class StorageCounter(TorchDispatchMode):
     """Enters every storage into `ledger` when it is allocated and when it is freed, for fake and real tensors alike.
 
-    Entered outside of a FakeTensorMode, it sees what that returns. It counts the bytes of tensors, not the
+    Entered outside of a FakeTensorMode, it counts what that mode returns. It counts the bytes of tensors, not the
     blocks that an allocator rounds them to. What a GPU operator allocates during its call is counted for flash
     attention only, see `operators.py`. `run(function, args, kwargs)` runs an operator.
     """
@@ -41,7 +41,7 @@ class StorageCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and looking whether it is takes time at every operator
+        return False  # nothing is compiled here, and checking for that takes time at every operator
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run(function, args, kwargs or {})
@@ -62,7 +62,7 @@ class StorageCounter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made inside is not counted: the host's side, batches above all."""
+        """What is made inside is not counted: tensors of the host, batches above all."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -70,7 +70,7 @@ class StorageCounter(TorchDispatchMode):
             self._is_paused = before
 
     def label(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
-        """Say what the storages of `tensors` hold, from their births on."""
+        """Record what the storages of `tensors` hold, from their births on."""
         for tensor in tensors:
             number, _ = self._alive.get(tensor.untyped_storage()._cdata, (None, None))
             if number is not None:

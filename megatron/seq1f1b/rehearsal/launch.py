@@ -16,7 +16,7 @@ from .report import StageReport
 
 
 class Failure(NamedTuple):
-    """How a stage failed: the sentence that it would fail with on the cluster, and all that it printed."""
+    """How a stage failed: the sentence with which it would fail on the cluster, and all that it printed."""
 
     rank: int
     sentence: str

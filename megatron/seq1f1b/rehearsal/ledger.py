@@ -1,4 +1,4 @@
-"""What was in memory when: births and deaths of storages, and what they add up to at every moment of a step."""
+"""What is in memory at every moment of a step, from the births and deaths of storages."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Moment:
 
 
 class Ledger:
-    """Written in the order of time. A category may be given later: it then holds from the birth of the storage.
+    """Entries are made in the order of time. A category given later holds from the birth of the storage on.
 
     `default` is the category of what is born from now on, until it is set again.
     """
@@ -82,7 +82,7 @@ class Ledger:
                 if total > highest:
                     highest, is_rising = total, True
                 continue
-            if is_rising:  # up to here, so it is enough to look at the categories now
+            if is_rising:  # categories are final here, so they are read only now
                 peak, is_rising = dict(now), False
             if isinstance(entry, str):
                 if name:

@@ -18,7 +18,7 @@ class Message(NamedTuple):
 
     @property
     def form(self) -> tuple[tuple[int, ...], str]:
-        """What both ends must mean alike."""
+        """What both ends must agree on."""
         return self.shape, self.dtype
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one rank sends and posts receives for, each in its order."""
+    """The sends and the posted receives of one rank, each in its order."""
 
     sent: list[Message]
     received: list[Message]

@@ -1,4 +1,4 @@
-"""What operators of the GPU allocate for the time of their call, which their fake results do not show."""
+"""What GPU operators allocate during their call, which their fake results do not show."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -16,7 +16,7 @@ _SEND = torch.ops.c10d.send.default
 
 
 class StepRecorder:
-    """Stands in for the tracer and the recorder of a real step: the interpreter reports every action to it.
+    """Takes the place of the tracer and the recorder of a real step; the interpreter reports every action to it.
 
     It needs no clock; the moments of the ledger take the place of time.
     """
@@ -66,7 +66,7 @@ class StepRecorder:
                     module.register_forward_pre_hook(self._logits_begin)
 
     def message(self, operator: Any, args: tuple) -> None:
-        """Write down a send or a posted receive: `c10d` operator and its arguments."""
+        """Record a send or a posted receive: the `c10d` operator and its arguments."""
         tensors, group, peer = args[0], dist.ProcessGroup.unbox(args[1]), args[2]
         is_sent = operator is _SEND
         ranks = dist.get_process_group_ranks(group)

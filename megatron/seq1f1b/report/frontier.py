@@ -23,7 +23,7 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 
 def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, path: Path) -> None:
-    """A colour a group; the frontier of all with names; what a device holds as a line."""
+    """One colour per group, names along the common frontier, and a line at the memory of a device."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -51,7 +51,7 @@ def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, 
 
 
 def _apart(points: Sequence[Point]) -> list[Point]:
-    """Those whose names do not lie on one another: at least two percent faster than the one before."""
+    """Points whose names do not overlap: at least two percent faster than the one before."""
     found: list[Point] = []
     for point in points:
         if not found or point.throughput > 1.02 * found[-1].throughput:

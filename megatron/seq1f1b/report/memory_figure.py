@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# What stays is dark and below, what comes and goes is light and above; distinct in grey, too.
+# What stays is dark and below, what comes and goes light and above; they differ in grey, too.
 _COLOURS = {
     "weights": "#4d4d4d",
     "gradients": "#7f7f7f",
@@ -70,6 +70,6 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
 
 
 def _of_the_step(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the building of the model and the first step of the optimizer."""
+    """Moments of the step, without the building of the model and the optimizer's first step."""
     begins = next((index for index, moment in enumerate(moments) if moment["name"] == "step begins"), 0)
     return moments[begins:]

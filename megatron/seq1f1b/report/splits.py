@@ -10,7 +10,7 @@ _MARKS = "osD^vP"
 _MOST_LABELS = 16  # of segments with their length or a mark
 
 
-# Its name, the lengths of its segments in tokens, their costs in seconds, and its bubble in words.
+# Name, lengths of the segments in tokens, their costs in seconds, bubble in words.
 Partition = tuple[str, Sequence[int], Sequence[float], str]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..schedule import Action, Kind, Span, Timeline
 from ..schedule.dependencies import message_needed
 
-# An arrow belongs to the slice that its end lies in: just before the end of the sender's, at the start of the other's.
+# Perfetto ties an arrow to the slices that its ends lie in, so it leaves just before the sender's slice ends.
 _INSIDE = 0.99
 
 

@@ -6,10 +6,9 @@ import torch.distributed as dist
 
 
 def check_agreement(plan: str) -> None:
-    """Compare the description of a plan over all ranks of the world; one small all-gather.
+    """Compare the description of a plan over all ranks of the world, by one small all-gather.
 
-    Raises ValueError on all ranks if any differs, which otherwise would be found out as a hang or as a message of the
-    wrong size.
+    Raises ValueError on all ranks if any differs, which would otherwise end in a hang or a message of the wrong size.
     """
     plans = [None] * dist.get_world_size()
     dist.all_gather_object(plans, plan)

@@ -19,8 +19,8 @@ _COLLECTIVES = (
 def trace_collectives(
     chunks: Iterable[torch.nn.Module], stages: Sequence[int], begin: Callable[[str, int], Callable[[Any], None]]
 ) -> ExitStack:
-    """Inside, `begin(kind, stage)` is called as the gradients of a bucket start to be reduced (REDUCE) or its
-    parameters to be gathered (GATHER), and what it returns with the handle of what runs from then on, or None.
+    """Inside, `begin(kind, stage)` is called when the reduction of a bucket's gradients (REDUCE) or the gathering of
+    its parameters (GATHER) starts; its result is called with the handle of the collective, or None.
     """
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):

@@ -57,7 +57,7 @@ class Communicator:
         # gloo moves host memory only; through pinned buffers several ranks can share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
-        # That a gloo send has left is only known by waiting for it; a thread does so off the compute's path.
+        # Only waiting shows that a gloo send has left, so a thread waits beside the compute.
         self._waiter = _Waiter() if self._is_gloo else None
         self._watch = Watch(timeout) if dist.get_backend(group) == "nccl" else None
         self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor, Action | None]]] = {}
@@ -65,7 +65,7 @@ class Communicator:
         self._connect(channels)
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
-        """Offer a buffer for the next message of a channel; `action` is named if the message does not come."""
+        """Post a buffer for the next message of a channel; `action` is named if the message does not come."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
@@ -127,7 +127,7 @@ class Communicator:
         if self._is_gloo:
             work.wait(self._timeout)
         else:
-            # Only the stream waits; given a timeout the host would, too. The group's own timeout watches it.
+            # Only the stream waits; with a timeout the host would, too. The group's own timeout guards it.
             work.wait()
 
     def _connect(self, channels: list[Channel]) -> None:
@@ -192,7 +192,7 @@ def groups_per_communicator(
 ) -> dict[tuple, dist.ProcessGroup]:
     """A process group over the ranks of `group` for each communicator that the channels need.
 
-    Making a group is a collective of the whole world, so every rank makes those of every pipeline. They take over what
+    Making a group is a collective of the whole world, so every rank makes those of every pipeline. They keep what
     Megatron has set for NCCL in `group` (--nccl-communicator-config-path, --high-priority-stream-groups).
     """
     own = dist.get_process_group_ranks(group)
@@ -214,7 +214,7 @@ def groups_per_communicator(
 
 
 def _options(group: dist.ProcessGroup) -> Any:
-    """For a group of messages, from those of the pipeline group; None if its backend is not NCCL.
+    """Options of a group for messages, after those of the pipeline group; None if its backend is not NCCL.
 
     A receive is posted a whole action ahead, and its kernel waits beside compute: it runs at high priority, so that it
     ends as soon as the message is there, and on few multiprocessors.

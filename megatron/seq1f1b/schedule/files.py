@@ -1,4 +1,4 @@
-"""Reading what people bring: files of any content, and sentences for what is wrong with them."""
+"""Reading files of any content, with a sentence for what is wrong with one."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds. Raises ValueError, with the name of the file, if it is none."""
+    """The content of a JSON file. Raises ValueError, with the name of the file, if it is not JSON."""
     text = read_text(path)
     try:
         return json.loads(text)

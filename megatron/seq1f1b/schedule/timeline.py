@@ -26,8 +26,8 @@ class Span(NamedTuple):
 class Timeline:
     """For each rank, its spans in the order of their start.
 
-    `time_unit` is "s" for measured and estimated times, "" for costs without a unit. `meta` may
-    hold anything that JSON can, such as the name of the schedule.
+    `time_unit` is "s" for measured and estimated times, "" for costs without a unit. `meta` holds anything that JSON
+    can, such as the name of the schedule.
     """
 
     shape: Shape

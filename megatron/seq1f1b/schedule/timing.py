@@ -73,7 +73,7 @@ class Run(NamedTuple):
 def run(schedule: Schedule, costs: Costs) -> Run:
     """Runs compute actions as early as their rank and their dependencies allow.
 
-    A rank that waits for something that never happens stays where it is, and its lists stay short.
+    A rank that waits for an action that never runs stops there, and its lists stay short.
     """
     rules = Rules(schedule.shape, costs)
     of, stride = rules.of, rules.stride

@@ -23,7 +23,7 @@ def execute_blocking(schedule: Schedule, costs: Costs) -> Timeline:
 class _Messages:
     """Numbers for messages: `received[kind][stage]` and `sent[kind][stage]` are that of unit 0, or None.
 
-    The message of a unit is its number further.
+    The message of unit n has a number higher by n.
     """
 
     def __init__(self, shape: Shape, costs: Costs) -> None:

@@ -1,4 +1,4 @@
-"""Whether the checkpoint that a run starts from is whole and of its model, looked at before any work is done."""
+"""Whether the checkpoint that a run starts from is complete and of its model, checked before any work is done."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -49,7 +49,7 @@ def check_checkpoint(args: Namespace) -> None:
 
 
 def latest_iteration(folder: Path) -> str | None:
-    """What Megatron's tracker file names: a number of iterations, or `release`; None if there is none."""
+    """The iteration in Megatron's tracker file, a number or `release`; None if there is no file."""
     try:
         text = (folder / _TRACKER).read_text().strip()
     except FileNotFoundError:

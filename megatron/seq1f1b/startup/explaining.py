@@ -62,7 +62,7 @@ def _failed_check(error: Exception) -> str:
 
 
 def _failed_nodes(error: Exception) -> list[ast.AST]:
-    """What was tested by the assertion, or by the condition around the raise, in the innermost frame."""
+    """The condition of the assertion, or of the `if` around the raise, in the innermost frame."""
     frame, line = _innermost(error)
     if frame is None:
         return []

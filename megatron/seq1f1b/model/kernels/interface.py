@@ -23,7 +23,7 @@ class AttentionRule:
 class Saved(NamedTuple):
     """What the backward of a call starts from, put together by the caller, which may keep keys and values elsewhere.
 
-    `statistics` are the kernel's own: first the scores' log-sum-exp, then the random state of the dropout.
+    `statistics` are the kernel's own: the log-sum-exp of the scores, then the random state of the dropout.
     """
 
     query: Tensor
@@ -73,7 +73,7 @@ class Kernel(Protocol):
 
 
 class CumulativeLengths(NamedTuple):
-    """Documents one after the other: where the queries and the keys of each end, and how many the longest has.
+    """Documents one after the other: where the queries and the keys of each end, and the length of the longest.
 
     `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last of
     the tokens that its keys span.

@@ -1,4 +1,4 @@
-"""A softmax with a sink: a term in the denominator that no value belongs to.
+"""A softmax with a sink: a term in the denominator that has no value.
 
     weight_j = exp(score_j) / (exp(sink) + Σ_k exp(score_k))
 
@@ -42,6 +42,6 @@ class WithSink:
 
     @staticmethod
     def _by_head(logsumexp: Tensor, query: Tensor) -> Tensor:
-        """[b, h, n], whatever way the kernel groups heads."""
+        """Reshape to [b, h, n], however the kernel groups heads."""
         length, batch, heads, _ = query.shape
         return logsumexp.view(batch, heads, length)

@@ -95,7 +95,7 @@ class TransformerEngineFused:
 
 
 def _lengths(query: Tensor, key: Tensor) -> CumulativeLengths:
-    """Of sequences that all have one length."""
+    """Cumulative lengths of sequences of equal length."""
     n, m = query.shape[0], key.shape[0]
     return CumulativeLengths(*(_ends(length, query.shape[1], query.device) for length in (n, m)), n, m)
 
