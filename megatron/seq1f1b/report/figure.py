@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule import Kind, Span, Timeline, peak_units
+from .colours import COLOURS, NAMES, shade
 
-# Light and dark end of the shades of each kind. Hues that the colour-blind can distinguish (after Okabe and Ito), and
-# lightnesses that do not overlap, for print in grey: forward is the lightest, an input gradient the darkest.
-COLOURS = {
-    Kind.F: ("#e6f3fd", "#aadcfb"),
-    Kind.B: ("#fbb566", "#e5943c"),
-    Kind.W: ("#53a06f", "#35855a"),
-    Kind.I: ("#8f4a8c", "#65296a"),
-}
 _WHITE_LABELS = (Kind.I,)
 _LINES = {Kind.GATHER: ("#5e3c99", "parameter gathering"), Kind.REDUCE: ("#b2182b", "gradient reduction")}
-_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _ROW, _BOX = 0.28, 0.14  # inches: height of a rank, width of a short action
 _NARROW = 5.0  # inches: a figure of one column of a paper, which has no room for the table at the right
 _MAX_LABELS = 6000  # more would be too small to read and slow to draw
@@ -114,7 +106,7 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: 
                 line_colours.append(_LINES[action.kind][0])
                 continue
             boxes.append(_rectangle(left, right, rank - 0.46, rank + 0.46))
-            colours.append(_shade(action.kind, action.segment, timeline.shape.num_segments))
+            colours.append(shade(action.kind, action.segment, timeline.shape.num_segments))
             chunk = timeline.shape.placement.chunk_of(action.stage)
             if chunk:
                 share = chunk / max(timeline.shape.num_chunks - 1, 1)
@@ -151,14 +143,6 @@ def _rectangle(left: float, right: float, low: float, high: float) -> list[tuple
     return [(left, low), (right, low), (right, high), (left, high)]
 
 
-def _shade(kind: Kind, segment: int, num_segments: int) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgb
-
-    share = segment / (num_segments - 1) if num_segments > 1 else 0.5
-    light, dark = map(to_rgb, COLOURS[kind])
-    return tuple(a + (b - a) * share for a, b in zip(light, dark, strict=True))
-
-
 def _label(axes: Any, timeline: Timeline, longest: float) -> None:
     """Micro-batch numbers, where the box is wide enough to hold them."""
     spans: list[tuple[int, Span]] = [
@@ -183,7 +167,7 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float, colum
         return Patch(facecolor=colour, edgecolor="#404040", linewidth=0.3)
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
-    entries: dict[str, Any] = {_NAMES[kind]: box(_shade(kind, 1, 3)) for kind in _NAMES if kind in used}
+    entries: dict[str, Any] = {NAMES[kind]: box(shade(kind, 1, 3)) for kind in NAMES if kind in used}
     entries |= {name: Patch(facecolor=colour) for kind, (colour, name) in _LINES.items() if kind in used}
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))

@@ -1,0 +1,130 @@
+// Sliders to settings, panels to canvases. What the schedules are is Python's business: see worker.js.
+const form = document.getElementById("settings");
+const status = document.getElementById("status");
+const hint = document.getElementById("hint");
+const root = document.getElementById("panels");
+const ROW = 22, LEFT = 18, RIGHT = 90; // pixels: a rank, its number, its figures
+
+const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
+worker.onerror = () => show({ error: "This site was built without Pyodide: bash scripts/site.sh brings it in." });
+worker.onmessage = ({ data }) => {
+  const asked = pending.shift();
+  if (pending.length) ask(); // the sliders have moved on
+  show(JSON.parse(data), asked);
+};
+
+// The question that Python works on and, if there is one, the newest behind it.
+let pending = [];
+
+function ask() {
+  worker.postMessage(pending[pending.length - 1]);
+  pending = pending.slice(-1);
+}
+
+function settings() {
+  const isNumber = (input) => input.type === "range";
+  return Object.fromEntries([...form.elements].filter((input) => input.name)
+    .map((input) => [input.name, isNumber(input) ? Number(input.value) : input.value]));
+}
+
+function update() {
+  for (const input of form.querySelectorAll("input")) input.nextElementSibling.value = input.value;
+  history.replaceState(null, "", "#" + new URLSearchParams(settings()));
+  const isIdle = pending.length === 0;
+  pending = [...pending.slice(0, 1), JSON.stringify(settings())];
+  if (isIdle) ask();
+}
+
+function show(answer) {
+  status.className = answer.error ? "error" : "";
+  status.textContent = answer.error ?? compared(answer.panels);
+  if (answer.error) return;
+  const longest = Math.max(...answer.panels.map((panel) => panel.time));
+  root.replaceChildren(...answer.panels.map((panel) => figure(panel, answer.names)));
+  answer.panels.forEach((panel, i) => draw(root.children[i].querySelector("canvas"), panel, longest, answer.names));
+}
+
+const percent = (share) => (100 * share).toFixed(1) + " %";
+const most = (panel) => Math.max(...panel.memory);
+
+function compared([ours, plain]) {
+  if (!plain) return "";
+  return `${(ours.time / plain.time).toFixed(3)} of the time and ${(most(ours) / most(plain)).toFixed(3)} of the ` +
+    "activation memory of 1F1B with whole sequences.";
+}
+
+function figure(panel, names) {
+  const chunks = panel.chunks > 1 ? `, ${panel.chunks} chunks` : "";
+  const segments = panel.segments > 1 ? `${panel.segments} segments` : "whole sequences";
+  const element = document.createElement("figure");
+  const caption = document.createElement("figcaption");
+  caption.textContent = `${panel.name}, ${segments}${chunks}: step ${panel.time.toFixed(2)}, idle ` +
+    `${percent(panel.idle)}, at most ${most(panel).toFixed(2)} sequences in memory`;
+  const legend = document.createElement("span");
+  const used = new Set(panel.ranks.flat().map(([kind]) => kind));
+  for (const kind of Object.keys(names).filter((kind) => used.has(kind))) {
+    const mark = document.createElement("span");
+    mark.textContent = " \u25a0 ";
+    mark.style.color = panel.colours[kind].at(-1);
+    legend.append(mark, names[kind]);
+  }
+  element.append(caption, legend, document.createElement("canvas"));
+  return element;
+}
+
+function draw(canvas, panel, longest, names) {
+  const ratio = window.devicePixelRatio, width = root.clientWidth, height = ROW * panel.ranks.length;
+  canvas.width = width * ratio;
+  canvas.height = height * ratio;
+  canvas.style.height = height + "px";
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.font = "11px sans-serif";
+  pen.textBaseline = "middle";
+  pen.strokeStyle = "#404040";
+  pen.lineWidth = 0.4;
+  const scale = (width - LEFT - RIGHT) / longest;
+  panel.ranks.forEach((boxes, rank) => {
+    const top = ROW * rank, middle = top + ROW / 2;
+    pen.fillStyle = "black";
+    pen.textAlign = "left";
+    pen.fillText(rank, 0, middle);
+    const busy = boxes.reduce((sum, box) => sum + box[5] - box[4], 0);
+    pen.textAlign = "right";
+    pen.fillText(`${panel.memory[rank].toFixed(2)}  ${percent(1 - busy / panel.time)}`, width, middle);
+    for (const [kind, chunk, microbatch, segment, start, end] of boxes) {
+      const left = LEFT + start * scale, wide = (end - start) * scale;
+      pen.fillStyle = panel.colours[kind][segment];
+      pen.fillRect(left, top + 1, wide, ROW - 2);
+      if (wide > 2) pen.strokeRect(left, top + 1, wide, ROW - 2);
+      if (chunk) {
+        pen.fillStyle = "#404040";
+        const bar = 4 * chunk / (panel.chunks - 1);
+        pen.fillRect(left, top + ROW - 1 - bar, wide, bar);
+      }
+      if (wide > 7 * String(microbatch).length + 2) {
+        pen.fillStyle = kind === "I" ? "white" : "black";
+        pen.textAlign = "center";
+        pen.fillText(microbatch, left + wide / 2, middle);
+      }
+    }
+  });
+  canvas.onmouseleave = () => (hint.hidden = true);
+  canvas.onmousemove = (event) => {
+    const time = (event.offsetX - LEFT) / scale;
+    const box = panel.ranks[Math.floor(event.offsetY / ROW)]?.find((each) => each[4] <= time && time < each[5]);
+    hint.hidden = !box;
+    if (!box) return;
+    const chunk = panel.chunks > 1 ? `, chunk ${box[1]}` : "";
+    hint.textContent = `${names[box[0]]} of micro-batch ${box[2]}, segment ${box[3]}${chunk}: ` +
+      `${box[4].toFixed(2)} to ${box[5].toFixed(2)}`;
+    hint.style.left = event.clientX + 12 + "px";
+    hint.style.top = event.clientY + 12 + "px";
+  };
+}
+
+for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
+  if (form.elements[name]) form.elements[name].value = value;
+form.addEventListener("input", update);
+window.addEventListener("resize", update);
+update();

@@ -1,0 +1,126 @@
+"""The schedule that a page of sliders shows: the docs run this file in the browser, on the schedules of the package.
+
+Times are in forwards of a whole sequence through the layers of one rank, memory in whole sequences on one rank.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import sqrt
+from typing import Any
+
+from ..schedule import Costs, Kind, Placement, Schedule, Shape, build, peak_memory, simulate
+from .colours import NAMES, shade
+
+CUTS = ("balanced", "even")
+MOST_ACTIONS = 12_000  # drawn and planned in seconds by a browser
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the sliders say.
+
+    `attention` is its share of the forward of a whole sequence, `message` the time in which the activations of a whole
+    sequence reach the next rank, `memory` what `auto` may hold, in peaks of 1F1B with the same segments.
+    """
+
+    family: str = "1f1b"
+    ranks: int = 4
+    microbatches: int = 4
+    segments: int = 4
+    chunks: int = 1
+    placement: str = "looped"
+    cut: str = "balanced"
+    attention: float = 0.3
+    message: float = 0.0
+    memory: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.cut not in CUTS:
+            raise ValueError(f"unknown cut {self.cut!r}; there are {', '.join(CUTS)}")
+        if not 0 <= self.attention < 1 or self.message < 0 or self.memory < 1:
+            raise ValueError("the attention's share is below 1, a message takes no negative time, memory is 1 or more")
+        actions = 3 * self.ranks * self.chunks * self.microbatches * self.segments
+        if actions > MOST_ACTIONS:
+            raise ValueError(f"{actions} actions are too many for a page; {MOST_ACTIONS} can be drawn")
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(Placement(self.ranks, self.chunks, self.placement), self.microbatches, self.segments)
+
+
+def cut(settings: Settings) -> list[float]:
+    """Where the segments end, as parts of the sequence.
+
+    The forward of the first part c of a sequence takes (1 - a)·c + a·c² of that of the whole, where attention takes a.
+    """
+    a = settings.attention
+    ends = [j / settings.segments for j in range(settings.segments + 1)]
+    if settings.cut == "even" or a == 0:
+        return ends
+    return [(sqrt((1 - a) ** 2 + 4 * a * time) - (1 - a)) / (2 * a) for time in ends]
+
+
+def costs(settings: Settings, shape: Shape) -> Costs:
+    """Of the actions: attention goes backward in twice its forward and has no weights, matrix products have I and W."""
+    lengths = [end - start for start, end in pairwise(cut(settings))]
+    products = [(1 - settings.attention) * length / shape.num_chunks for length in lengths]
+    squares = [end**2 - start**2 for start, end in pairwise(cut(settings))]
+    attention = [settings.attention * square / shape.num_chunks for square in squares]
+    return Costs.from_mapping(
+        shape,
+        {
+            "f": [p + a for p, a in zip(products, attention, strict=True)],
+            "i": [p + 2 * a for p, a in zip(products, attention, strict=True)],
+            "w": products,
+            "message": [settings.message * length for length in lengths],
+            "activation": [length / shape.num_chunks for length in lengths],
+        },
+    )
+
+
+def panels(settings: Settings) -> list[dict[str, Any]]:
+    """The schedule of the settings and, where that is another, 1F1B with whole sequences for comparison."""
+    shape = settings.shape
+    given = costs(settings, shape)
+    limit = settings.memory * max(peak_memory(build("1f1b", shape), given)) if settings.family == "auto" else None
+    shown = [_panel(settings.family, build(settings.family, shape, given, limit), given)]
+    plain = Settings(ranks=settings.ranks, microbatches=settings.microbatches, segments=1, message=settings.message)
+    if (settings.family, settings.segments, settings.chunks) != ("1f1b", 1, 1):
+        shown.append(_panel("1f1b", build("1f1b", plain.shape), costs(plain, plain.shape)))
+    return shown
+
+
+def _panel(name: str, schedule: Schedule, given: Costs) -> dict[str, Any]:
+    timeline = simulate(schedule, given)
+    shape = schedule.shape
+    return {
+        "name": name,
+        "segments": shape.num_segments,
+        "chunks": shape.num_chunks,
+        "time": timeline.makespan,
+        "idle": timeline.bubble_ratio,
+        "memory": peak_memory(schedule, given),
+        # Of each rank: kind, model chunk, micro-batch, segment, start, end.
+        "ranks": [
+            [
+                [action.kind.value, shape.placement.chunk_of(action.stage), *action[2:], start, end]
+                for action, start, end in spans
+            ]
+            for spans in timeline.ranks
+        ],
+        "colours": {kind.value: _shades(kind, shape.num_segments) for kind in NAMES},
+    }
+
+
+def _shades(kind: Kind, num_segments: int) -> Sequence[str]:
+    return [shade(kind, segment, num_segments) for segment in range(num_segments)]
+
+
+def answer(question: str) -> str:
+    """For a JSON object of settings, one of panels; with `error`, a sentence, where there are none."""
+    try:
+        return json.dumps({"panels": panels(Settings(**json.loads(question))), "names": dict(NAMES)})
+    except ValueError as error:
+        return json.dumps({"error": str(error)})

@@ -1,0 +1,82 @@
+"""The playground of the docs in a browser: the figures that Python computes there are those that it computes here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from functional_tests.browser import PATIENCE, browser, served
+from functional_tests.launch import ROOT
+from megatron.seq1f1b.report.playground import answer
+
+READY = "document.getElementById('status').textContent !== 'Loading Python ...'"
+CAPTION = "document.querySelector('figcaption').textContent"
+SHOWN = """({
+    captions: [...document.querySelectorAll('figcaption')].map((each) => each.textContent),
+    status: document.getElementById('status').textContent,
+    colours: [...document.querySelectorAll('canvas')].map((canvas) => {
+        const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        const found = new Set();
+        for (let i = 0; i < pixels.length; i += 4)
+            found.add('#' + [0, 1, 2].map((j) => pixels[i + j].toString(16).padStart(2, '0')).join(''));
+        return [...found];
+    }),
+})"""
+SET = """(([name, value]) => {
+    const input = document.querySelector(`[name=${name}]`);
+    input.value = value;
+    input.dispatchEvent(new Event('input', { bubbles: true }));
+})"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    if shutil.which("npm") is None and not (ROOT / "build" / "pyodide").is_dir():
+        pytest.skip("npm, which fetches Pyodide, is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    build = ["bash", ROOT / "scripts" / "site.sh", folder]
+    run = subprocess.run(build, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    if run.returncode and "npm error" in run.stderr:
+        pytest.skip(f"Pyodide cannot be fetched: {run.stderr[:300]}")
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+def check(page, **settings) -> None:
+    """What the page shows is what the same Python answers here."""
+    panels = json.loads(answer(json.dumps(settings)))["panels"]
+    page.wait_for(f"{CAPTION}.includes('step {panels[0]['time']:.2f}, idle {100 * panels[0]['idle']:.1f} %')")
+    shown = page.evaluate(SHOWN)
+    assert len(shown["captions"]) == len(panels)
+    for caption, colours, panel in zip(shown["captions"], shown["colours"], panels, strict=True):
+        assert caption.startswith(panel["name"])
+        assert f"at most {max(panel['memory']):.2f} sequences in memory" in caption
+        kinds = {box[0] for boxes in panel["ranks"] for box in boxes}
+        for kind in kinds:
+            assert set(panel["colours"][kind]) & set(colours), f"{kind} is not drawn"
+    assert f"{panels[0]['time'] / panels[1]['time']:.3f} of the time" in shown["status"]
+
+
+@pytest.mark.timeout(3 * PATIENCE)
+def test_sliders_draw_what_the_package_makes(site, tmp_path):
+    with browser(tmp_path) as page, served(site) as address:
+        page.open(f"{address}/playground/#segments=2&attention=0")
+        page.wait_for(READY)
+        check(page, segments=2, attention=0)
+        page.evaluate(f"{SET}(['family', 'zb-h1'])")
+        check(page, segments=2, attention=0, family="zb-h1")
+        for name, value in (("chunks", "2"), ("placement", "v"), ("cut", "even"), ("family", "auto")):
+            page.evaluate(f"{SET}(['{name}', '{value}'])")
+        settings = {"chunks": 2, "placement": "v", "cut": "even", "family": "auto"}
+        check(page, segments=2, attention=0, **settings)
+        assert page.evaluate("location.hash").startswith("#family=auto&segments=2&")
+        for name in ("ranks", "microbatches"):
+            page.evaluate(f"{SET}(['{name}', '16'])")
+        page.evaluate(f"{SET}(['segments', '16'])")
+        page.wait_for("document.getElementById('status').className === 'error'")
+        assert "too many" in page.evaluate("document.getElementById('status').textContent")
+        assert page.problems == []

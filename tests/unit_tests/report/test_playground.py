@@ -1,0 +1,81 @@
+"""What the docs' playground shows is what the package makes, and its archive has all that a browser needs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import site_hook
+from megatron.seq1f1b.report.playground import CUTS, MOST_ACTIONS, Settings, answer, costs, cut
+from megatron.seq1f1b.schedule import FAMILY_NAMES, build, peak_memory, simulate
+
+
+def shown(**settings) -> dict:
+    return json.loads(answer(json.dumps(settings)))
+
+
+@pytest.mark.parametrize("placement, chunks", [("looped", 1), ("looped", 2), ("v", 2)])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_family_takes_the_time_of_the_work_and_of_its_bubble(family, placement, chunks):
+    panel, plain = shown(family=family, placement=placement, chunks=chunks, microbatches=5)["panels"]
+    for boxes in panel["ranks"]:
+        assert sum(end - start for *_, start, end in boxes) == pytest.approx(3 * 5)
+    assert panel["time"] * (1 - panel["idle"]) == pytest.approx(3 * 5)
+    assert plain["time"] == pytest.approx(3 * (5 + 4 - 1)) and plain["memory"] == pytest.approx([4, 3, 2, 1])
+
+
+def test_without_attention_a_panel_is_the_figure_of_the_readme():
+    panel, plain = shown(attention=0)["panels"]
+    assert round(panel["idle"], 2) == 0.16 and round(plain["idle"], 2) == 0.43
+    assert panel["memory"][0] == 7 / 4
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9])
+def test_a_balanced_cut_has_equal_times_and_an_even_one_equal_lengths(share):
+    for strategy in CUTS:
+        settings = Settings(cut=strategy, attention=share, segments=5)
+        ends = cut(settings)
+        assert ends[0] == 0 and ends[-1] == pytest.approx(1)
+        values = costs(settings, settings.shape)
+        equal = values.f[0] if strategy == "balanced" else values.activation[0]
+        assert equal == pytest.approx([1 / 5] * 5)
+
+
+def test_auto_uses_the_memory_that_it_is_given():
+    tight, wide = (shown(family="auto", memory=memory)["panels"][0] for memory in (1, 2))
+    peak = max(shown()["panels"][0]["memory"]) + 1e-9
+    assert max(tight["memory"]) <= peak < max(wide["memory"]) <= 2 * peak and wide["time"] < tight["time"]
+
+
+def test_what_cannot_be_shown_is_a_sentence():
+    assert (
+        shown(ranks=64, microbatches=64)["error"]
+        == f"49152 actions are too many for a page; {MOST_ACTIONS} can be drawn"
+    )
+    assert "unknown cut" in shown(cut="uniform")["error"]
+    assert "unknown schedule" in shown(family="2f2b")["error"]
+
+
+def test_the_archive_of_the_site_needs_nothing_else(tmp_path):
+    (tmp_path / "playground").mkdir()
+    site_hook.on_post_build(SimpleNamespace(site_dir=tmp_path))
+    shutil.unpack_archive(tmp_path / "playground" / "schedule.zip", tmp_path)
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megatron.seq1f1b.report.playground import answer\n"
+        'print(answer(\'{"family": "auto"}\'))'
+    )
+    run = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == shown(family="auto")
+
+
+def test_a_panel_is_the_schedule_of_its_family():
+    settings = Settings(family="zb-h1", cut="even", message=0.2)
+    given = costs(settings, settings.shape)
+    schedule = build("zb-h1", settings.shape, given)
+    panel = shown(family="zb-h1", cut="even", message=0.2)["panels"][0]
+    assert panel["time"] == simulate(schedule, given).makespan and panel["memory"] == peak_memory(schedule, given)

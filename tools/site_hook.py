@@ -1,0 +1,23 @@
+"""For MkDocs: gives the playground its Python, the schedules of this package and, where it was fetched, Pyodide."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megatron" / "seq1f1b"
+# What the page runs. Without the `__init__.py` above them, whose imports need torch.
+SOURCES = ("errors.py", "schedule/**/*.py", "report/colours.py", "report/playground.py")
+PYODIDE = ROOT / "build" / "pyodide"  # scripts/site.sh puts it there
+RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+
+
+def on_post_build(config, **_) -> None:
+    folder = Path(config.site_dir) / "playground"
+    with zipfile.ZipFile(folder / "schedule.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
+            archive.write(path, path.relative_to(ROOT))
+    if PYODIDE.is_dir():
+        (folder / "pyodide").mkdir(exist_ok=True)
+        for name in RUNTIME:
+            shutil.copy2(PYODIDE / name, folder / "pyodide")
