@@ -6,6 +6,7 @@ each FLOP (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wav
 than its operands can be read and its result written.
 """
 
+from functools import lru_cache
 from math import ceil
 
 from .machine import Device
@@ -20,6 +21,7 @@ _BLOCK = 128
 BYTES = 2  # of an element, in 16 bit
 
 
+@lru_cache(maxsize=1 << 16)
 def matmul_time(device: Device, rows: float, columns: float, inner: float, batch: float = 1) -> float:
     """`batch` products of [rows, inner] and [inner, columns] in 16 bit."""
     if min(rows, columns, inner, batch) <= 0:

@@ -12,6 +12,12 @@ def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelS
     return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
 
 
+def gpt_of(parameters: float) -> ModelShape:
+    """A GPT of about so many parameters, without embeddings: 128 times as wide as deep, as GPT-3 175B, heads of 128."""
+    layers = max(8, 8 * round((parameters / (12 * 128**2)) ** (1 / 3) / 8))
+    return gpt(layers, 128 * layers, layers, 51200)
+
+
 def _llama3(layers: int, hidden: int, heads: int, ffn: int) -> ModelShape:
     return ModelShape(layers, hidden, ffn, heads, hidden // heads, 128256, num_kv_heads=8, is_gated=True)
 

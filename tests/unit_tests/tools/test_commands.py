@@ -16,6 +16,7 @@ FACES = {
     "plot_schedule": "plot",
     "check_schedule": "check",
     "plan": "plan",
+    "train_time": "train-time",
     "plan_split": "plan-split",
     "profile_segments": "profile",
     "compare_runs": "compare",
