@@ -30,6 +30,7 @@ if not torch.cuda.is_available():
     cpu.activate()
 
 import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 
 from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
@@ -61,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-attention-heads", type=int, default=4)
     parser.add_argument("--vocab-size", type=int, default=512, help="small, so that the stages cost the same")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[2], metavar="M", help="a table for each")
+    parser.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="ranks of each stage")
     parser.add_argument("--num-chunks", type=int, nargs="+", default=[1], metavar="C", help="of a rank; a table each")
     parser.add_argument(
         "--placement",
@@ -75,17 +77,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, metavar="JSON", help="write the measured times of F, B, I and W")
     args = parser.parse_args()
+    num_ranks, rest = divmod(int(os.environ.get("WORLD_SIZE", 1)), args.context_parallel_size)
+    if rest:
+        parser.error(f"--context-parallel-size {args.context_parallel_size} does not divide the number of ranks")
+    if "torch" in args.schedule and args.context_parallel_size > 1:
+        parser.error("torch.distributed.pipelining runs the model without context parallelism; leave out torch")
     if "profile" in args.sequence_split_strategy and args.sequence_split_profile is None:
         parser.error("--sequence-split-strategy profile needs --sequence-split-profile; see tools/profile_segments.py")
     if args.hybrid_layer_pattern:
         stages = args.hybrid_layer_pattern.split("|")
         args.num_layers = sum(map(len, stages))
-        if len(set(map(len, stages))) > 1 or args.num_chunks != [len(stages) // int(os.environ.get("WORLD_SIZE", 1))]:
+        if len(set(map(len, stages))) > 1 or args.num_chunks != [len(stages) // num_ranks]:
             parser.error(
                 "--hybrid-layer-pattern needs stages of equally many layers, --num-chunks of them for every rank"
             )
     for chunks in args.num_chunks:
-        if args.num_layers % (chunks * int(os.environ.get("WORLD_SIZE", 1))):
+        if args.num_layers % (chunks * num_ranks):
             parser.error(f"--num-layers {args.num_layers} cannot be spread evenly with --num-chunks {chunks}")
     return args
 
@@ -106,12 +113,12 @@ def run_step(variant: Variant) -> None:
     variant.seconds.append(max(seconds))
     variant.cpu_seconds.append(max(cpu_seconds))
     if variant.recorder:
-        variant.spans.append(list(spans))
+        variant.spans.append(list(spans[:: parallel_state.get_context_parallel_world_size()]))
 
 
 def compare(args: argparse.Namespace, num_chunks: int, num_microbatches: int) -> list[Variant]:
     """Time all variants of one layout in turn; the first round warms up."""
-    use_ranks(num_chunks if args.placement == "looped" else 1)
+    use_ranks(num_chunks if args.placement == "looped" else 1, args.context_parallel_size)
     model = build_model(args, num_chunks, args.placement)
     timed = variants(args, model, num_microbatches)
     for repeat in range(args.repeats + 1):
@@ -141,7 +148,7 @@ def main() -> None:
             tables.append(f"{title}\n{table(timed)}")
     if dist.get_rank() == 0:
         print(
-            f"\n{dist.get_world_size()} pipeline ranks, micro-batches of one sequence of {args.seq_length} tokens, "
+            f"\n{_ranks(args.context_parallel_size)}, micro-batches of one sequence of {args.seq_length} tokens, "
             f"{args.hybrid_layer_pattern or args.num_layers} layers, hidden {args.hidden_size}; "
             f"medians of {args.repeats}\n"
         )
@@ -152,6 +159,11 @@ def main() -> None:
             write_profiles(everything, model, args.profile)
             print(f"\n{args.profile} written.")
     dist.destroy_process_group()
+
+
+def _ranks(context_parallel_size: int) -> str:
+    stages = f"{dist.get_world_size() // context_parallel_size} pipeline ranks"
+    return stages if context_parallel_size == 1 else f"{stages} of {context_parallel_size} context-parallel ranks"
 
 
 def device() -> str:

@@ -36,6 +36,14 @@ def test_v_shaped_chunks_beside_megatrons_own_schedule(launch):
     assert rows[0].startswith("Megatron's own 1F1B ") and rows[1].startswith("auto, k = 2, balanced, V ")
 
 
+def test_context_parallel_ranks_share_the_segments_of_a_pipeline(launch):
+    flags = [*TINY, "--context-parallel-size", "2", "--sequence-splits", "2"]
+    job = launch(4, flags, script=ROOT / "tools" / "benchmark.py", timeout=300).check()
+    assert "2 pipeline ranks of 2 context-parallel ranks" in job.log
+    rows = job.log.split("model chunks on a rank: 1")[1].splitlines()[2:4]
+    assert rows[0].startswith("Megatron's own 1F1B ") and rows[1].startswith("1f1b, k = 2, balanced ")
+
+
 def test_segments_against_whole_sequences(launch):
     for part in ("attention", "layer"):
         flags = [*TINY, "--part", part, "--sequence-splits", "2", "4"]

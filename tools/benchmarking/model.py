@@ -14,29 +14,37 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.seq1f1b.costs import DeltaNet
 from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
+from megatron.seq1f1b.model.local_attention import LOCAL_ATTENTION
 from megatron.seq1f1b.patches import patched
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.v_chunks import at_stage, building
 
 
-def use_ranks(num_chunks: int) -> None:
+def use_ranks(num_chunks: int, context_parallel_size: int = 1) -> None:
     """Make one pipeline of all ranks, for models of so many chunks a rank; ends the one that was there before."""
     if parallel_state.model_parallel_is_initialized():
         for group in filter(None, parallel_state._global_process_group_list):
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
     virtual = num_chunks if num_chunks > 1 else None
-    parallel_state.initialize_model_parallel(1, dist.get_world_size(), virtual_pipeline_model_parallel_size=virtual)
+    parallel_state.initialize_model_parallel(
+        1,
+        dist.get_world_size() // context_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=context_parallel_size,
+    )
     model_parallel_cuda_manual_seed(1)
 
 
 def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped") -> list[torch.nn.Module]:
     """The model chunks of this rank, in bf16 on a GPU and fp32 on a CPU. Every schedule gets our attention kernel."""
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    num_ranks, rank = dist.get_world_size(), parallel_state.get_pipeline_model_parallel_rank()
+    num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    rank = parallel_state.get_pipeline_model_parallel_rank()
     placement, groups = Placement(num_ranks, num_chunks, style), ProcessGroupCollection.use_mpu_process_groups()
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -46,6 +54,8 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
         attention_dropout=0.0,
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        context_parallel_size=args.context_parallel_size,
+        cp_comm_type="a2a",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -61,7 +71,7 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
         if args.hybrid_layer_pattern:
             kind, spec = HybridModel, local_hybrid_spec(config)
             pattern = {"hybrid_layer_pattern": args.hybrid_layer_pattern}
-        with patched(building(placement, stage)):
+        with patched(building(placement, stage)), patched(LOCAL_ATTENTION):
             model = kind(
                 config,
                 spec,
@@ -114,6 +124,11 @@ class Batch:
 
     @staticmethod
     def forward_step(data_iterator, chunk):
-        part = next(data_iterator)
+        part = get_batch_on_this_cp_rank(
+            next(data_iterator),
+            is_hybrid_cp=False,
+            cp_group=parallel_state.get_context_parallel_group(),
+            use_per_sequence_balancing=False,
+        )
         output = chunk(part["tokens"], part["position_ids"], None, labels=part["labels"])
         return output, lambda losses: (losses.sum(), torch.tensor(losses.numel(), device=losses.device), {})

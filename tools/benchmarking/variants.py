@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.seq1f1b.costs import (
@@ -49,7 +50,8 @@ class KeepsRecorder:
 class Variant:
     """A training step of a model to time. `recorder`, `shape` and `lengths` are those of our own schedules.
 
-    Measured, a value for each repeat: `seconds` and `cpu_seconds`, of the slowest rank; `spans` of all ranks.
+    Measured, a value for each repeat: `seconds` and `cpu_seconds`, of the slowest rank; `spans` of one rank of each
+    pipeline stage.
     """
 
     name: str
@@ -90,7 +92,7 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
 
 def _cannot_run(schedule: str, num_chunks: int, num_microbatches: int) -> bool:
     """PyTorch's schedule and Megatron's interleaved one need a micro-batch for each rank, the latter a multiple."""
-    num_ranks = dist.get_world_size()
+    num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
     if schedule == "torch":
         return num_microbatches < num_ranks or num_chunks > 1
     return schedule == "megatron" and num_chunks > 1 and num_microbatches % num_ranks > 0
@@ -109,7 +111,11 @@ def _ours(
     name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
     layers = _layers_per_stage(args, len(model))
     name += ", V" if args.placement == "v" and len(model) > 1 else ""
-    shape = Shape(Placement(dist.get_world_size(), len(model), args.placement), num_microbatches, len(lengths))
+    shape = Shape(
+        Placement(parallel_state.get_pipeline_model_parallel_world_size(), len(model), args.placement),
+        num_microbatches,
+        len(lengths),
+    )
     for recorder in (KeepsRecorder(), None) if args.untraced else (KeepsRecorder(),):
         executor = PipelineExecutor(
             choose(schedule, args.placement),
@@ -149,6 +155,7 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
                 strategy,
                 args.seq_length,
                 num_segments,
+                1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size,
                 time=bottleneck_time(costs),
                 flops=authors_flops(_model_shape(args)),
                 full_speed_rows=(A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
@@ -173,7 +180,7 @@ def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = 
 
 
 def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> list[int]:
-    num_stages = dist.get_world_size() * num_chunks
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size() * num_chunks
     return [args.num_layers // num_stages] * num_stages
 
 
