@@ -79,6 +79,12 @@ def test_segments_have_an_equal_part_for_every_rank_that_shares_them():
     assert run_of_arguments(parsed(context_parallel_size=2, tensor_model_parallel_size=4)).segment_multiple == 4
 
 
+@pytest.mark.parametrize("recipe, sequences, multiple", [("mxfp8", 1, 32), ("mxfp8", 2, 16), ("blockwise", 1, 128)])
+def test_segments_do_not_part_tokens_that_share_a_scale(recipe, sequences, multiple):
+    run = run_of_arguments(parsed(fp8="hybrid", fp8_recipe=recipe, micro_batch_size=sequences))
+    assert run.segment_multiple == multiple
+
+
 def test_the_authors_flags_mean_the_same():
     ours = parsed("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp")
     theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")

@@ -1,0 +1,59 @@
+"""Linear layers in 8 bits by segments, on a stand-in for Transformer Engine's recipes.
+
+A recipe gives the tensors of a matrix product scales: along the summed dimension one for each block of values, or one
+for a whole tensor. Segments part the tokens, which the weight gradient sums over.
+"""
+
+import pytest
+import torch
+
+TOKENS, SEQUENCES, WIDTH = 256, 2, 128
+LARGEST = 448.0  # of e4m3
+
+
+def in_8_bits(x: torch.Tensor, block: int | None) -> torch.Tensor:
+    """x [r, c] as e4m3 holds it, by one scale for each `block` values of a row, or one for all."""
+    parts = x.view(1, 1, -1) if block is None else x.view(x.shape[0], -1, block)
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return ((parts / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale).view(x.shape)
+
+
+def gradients(x, weight, grad, block):
+    """Output, input gradient and weight gradient of x [r, c] · weightᵀ, each product of two tensors in 8 bits."""
+    output = in_8_bits(x, block) @ in_8_bits(weight, block).mT
+    grad_input = in_8_bits(grad, block) @ in_8_bits(weight.mT.contiguous(), block).mT
+    grad_weight = in_8_bits(grad.mT.contiguous(), block) @ in_8_bits(x.mT.contiguous(), block).mT
+    return output, grad_input, grad_weight
+
+
+def by_segments(lengths, x, weight, grad, block):
+    """The same for segments of sequences: x [n, b, c], of which Transformer Engine makes rows of tokens."""
+    parts = [
+        gradients(inputs.flatten(0, 1), weight, grads.flatten(0, 1), block)
+        for inputs, grads in zip(x.split(lengths), grad.split(lengths), strict=True)
+    ]
+    outputs, grad_inputs, grad_weights = zip(*parts, strict=True)
+    return torch.cat(outputs), torch.cat(grad_inputs), sum(grad_weights)
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(1)
+    x, grad = torch.randn(2, TOKENS, SEQUENCES, WIDTH, dtype=torch.float64, generator=generator)
+    growing = torch.linspace(0.01, 1, TOKENS, dtype=torch.float64).view(-1, 1, 1)
+    return x * growing, torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator), grad * growing
+
+
+@pytest.mark.parametrize("block, lengths", [(32, (128, 112, 16)), (128, (64, 128, 64))])
+def test_blocks_that_segments_do_not_part_give_the_gradients_of_the_whole(block, lengths):
+    """In rows of two sequences these lengths are multiples of 32 and of 128, as `--fp8-recipe` mxfp8 and blockwise
+    need."""
+    whole, parts = by_segments([TOKENS], *tensors(), block), by_segments(lengths, *tensors(), block)
+    for got, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("block, lengths", [(32, (120, 136)), (128, (96, 160)), (None, (128, 128))])
+def test_other_lengths_and_scales_of_whole_tensors_do_not(block, lengths):
+    *_, whole = by_segments([TOKENS], *tensors(), block)
+    *_, parts = by_segments(lengths, *tensors(), block)
+    assert (parts - whole).abs().max() > 1e-4 * whole.abs().max()
