@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet, gdn
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from torch import Tensor
 
 from ..patches import Patch, PatchTable, Scope
@@ -24,7 +24,13 @@ def _forward(
     if segment is None or segment.is_whole_sequence and segment.documents is None:
         return of_whole_sequences(hidden_states, *args, **kwargs)
     projected, _ = layer.in_proj(hidden_states)
-    return layer.out_proj(run_recurrence(layer.segment_context, layer, partial(_recurrence, layer), projected))
+    group = layer.pg_collection.cp
+    if group.size() > 1:  # with this rank's part of every kind of head, of all tokens of the segment
+        sizes = layer.in_proj_split_sections
+        projected = projected[..., gdn._build_head_perm_for_split_sections(sizes, group.size(), projected.device)]
+        projected = gdn.tensor_a2a_cp2hp(projected, seq_dim=0, head_dim=-1, cp_group=group)
+    output = run_recurrence(layer.segment_context, layer, partial(_recurrence, layer), projected)
+    return layer.out_proj(common.tensor_a2a_hp2cp(output, seq_dim=0, head_dim=-1, cp_group=group))
 
 
 FOLLOWS = PatchTable(
@@ -41,7 +47,7 @@ FOLLOWS = PatchTable(
 
 
 def _recurrence(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
-    """From the input projection [n, b, ...] to the input [n, b, h·d_v] of the output projection."""
+    """From the input projection [n, b, ...] to the normalised output of the rule [n, b, h·d_v]."""
     columns, memory = state or (None, None)
     length, batch, _ = projected.shape
     qkv, gate, beta, alpha = projected.transpose(0, 1).split(layer.feat_dim_split, dim=-1)
@@ -49,16 +55,25 @@ def _recurrence(layer: GatedDeltaNet, projected: Tensor, state: State | None) ->
     query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
         qkv, gate.unflatten(-1, (-1, layer.value_head_dim)), batch, length, beta, alpha
     )
-    decay, beta = layer._compute_g_and_beta(layer.A_log, layer.dt_bias, alpha, beta)
+    log_decay, bias = (
+        gdn.get_parameter_local_cp(each, dim=0, cp_group=layer.pg_collection.cp)
+        for each in (layer.A_log, layer.dt_bias)
+    )
+    decay, beta = layer._compute_g_and_beta(log_decay, bias, alpha, beta)
     output, memory = layer.gated_delta_rule(
         query, key, value, g=decay, beta=beta, initial_state=memory, output_final_state=True
     )
-    return layer._gated_norm_and_a2a(output, gate, None, batch, length), (columns, memory)
+    output = layer._apply_gated_norm(output, gate).view(batch, length, -1)
+    return output.transpose(0, 1).contiguous(), (columns, memory)
 
 
 def _convolve(layer: GatedDeltaNet, x: Tensor) -> Tensor:
     """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
+    own = {"dim": 0, "cp_group": layer.pg_collection.cp}
+    own["split_sections"] = [layer.qk_dim_local_tp, layer.qk_dim_local_tp, layer.v_dim_local_tp]
     weight, bias = layer.conv1d.weight, layer.conv1d.bias
+    weight = gdn.get_parameter_local_cp(weight, **own)
+    bias = None if bias is None else gdn.get_parameter_local_cp(bias, **own)
     if layer.config.deterministic_mode:
         output = F.conv1d(x.mT, weight, bias, padding=layer.conv_kernel_dim - 1, groups=weight.shape[0])
         return layer.act_fn(output[..., : x.shape[1]]).mT

@@ -23,7 +23,12 @@ def _scan(
     segment = mixer.segment_context.segment
     if segment is None or segment.is_whole_sequence and segment.documents is None:
         return of_whole_sequences(projected, *args, **kwargs)
-    return run_recurrence(mixer.segment_context, mixer, partial(_recurrence, mixer), projected)
+    output = run_recurrence(mixer.segment_context, mixer, partial(_recurrence, mixer), projected)
+    output = mixer.cp.post_conv_ssm(output)
+    if not mixer.rmsnorm:
+        return output
+    gate = projected[..., : mixer.cp.d_inner_local_tpcp].contiguous()
+    return mixer.norm(output, mixer.cp.post_conv_ssm(gate))
 
 
 # Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
@@ -42,38 +47,36 @@ FOLLOWS = PatchTable(
 
 
 def _recurrence(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
-    """From the input projection [n, b, ...] to the input [n, b, h·p] of the output projection."""
+    """From the input projection [n, b, ...] to the output of the scan [n, b, h·p]; with context parallelism, of all
+    tokens of a segment with this rank's heads, between Megatron's two exchanges."""
     columns, memory = state or (None, None)
-    width, groups = mixer.d_inner_local_tp, mixer.ngroups_local_tp * mixer.d_state
-    gate, mixed, step = projected.transpose(0, 1).split([width, width + 2 * groups, mixer.nheads_local_tp], dim=-1)
+    own = mixer.cp
+    width, groups = own.d_inner_local_tpcp, own.ngroups_local_tpcp * mixer.d_state
+    gate, mixed, step = projected.transpose(0, 1).split([width, width + 2 * groups, own.nheads_local_tpcp], dim=-1)
     mixed, columns = causal_convolution(partial(_convolve, mixer), mixed, columns, mixer.d_conv)
     x, b, c = mixed.split([width, groups, groups], dim=-1)
     output, memory = mamba_mixer.mamba_chunk_scan_combined(
         _by_head(x, mixer.headdim),
         step.contiguous(),
-        -mixer.A_log.float().exp(),
+        -own.get_A_log().float().exp(),
         _by_head(b, mixer.d_state),
         _by_head(c, mixer.d_state),
         mixer.chunk_size,
-        D=mixer.D.float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else mixer.D,
+        D=own.get_D().float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else own.get_D(),
         z=None if mixer.rmsnorm else _by_head(gate, mixer.headdim),
-        dt_bias=mixer.dt_bias.float(),
+        dt_bias=own.get_dt_bias().float(),
         dt_softplus=True,
         initial_states=memory,
         return_final_states=True,
         **({"state_dtype": mixer.mamba_training_ssm_states_dtype} if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
     )
-    output = output.flatten(2).transpose(0, 1).contiguous()
-    if mixer.rmsnorm:
-        output = mixer.norm(output, gate.transpose(0, 1).contiguous())
-    return output, (columns, memory)
+    return output.flatten(2).transpose(0, 1).contiguous(), (columns, memory)
 
 
 def _convolve(mixer: MambaMixer, x: Tensor) -> Tensor:
     """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
-    weight = mixer.conv1d_weight.squeeze(1)
-    x = x.mT.contiguous()
-    return mamba_mixer.causal_conv1d_fn(x=x, weight=weight, bias=mixer.conv1d_bias, activation=mixer.activation).mT
+    weight, bias = mixer.cp.get_conv1d_weight().squeeze(1), mixer.cp.get_conv1d_bias()
+    return mamba_mixer.causal_conv1d_fn(x=x.mT.contiguous(), weight=weight, bias=bias, activation=mixer.activation).mT
 
 
 def _by_head(x: Tensor, size: int) -> Tensor:
