@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
-from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, keep_documents_apart
+from .kernels import AttentionRule, Kernel, KernelChoice, QueryRuns, Saved, WithSink, keep_documents_apart
 from .kv_cache import KVCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
@@ -30,10 +30,10 @@ class SegmentAttention(torch.nn.Module):
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
     is never expanded. With an `exchange` the n tokens are those of this context-parallel rank, which attends with its
-    share of the heads. Saved for the backward are query, output and log-sum-exp: b·h·((d + e)·w + 4) bytes per token
-    for w bytes an element; keys and values live in the KVCache of the micro-batch. A query sees at most `window` keys
-    before its own; a `sink` [h] is a term in the denominator of the softmax of each head, a parameter if it is learned,
-    under the name that Megatron's layers have for it.
+    share of the heads, and of the queries where ranks have the same heads. Saved for the backward are query, output and
+    log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element; keys and values live in the KVCache of the
+    micro-batch. A query sees at most `window` keys before its own; a `sink` [h] is a term in the denominator of the
+    softmax of each head, a parameter if it is learned, under the name that Megatron's layers have for it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SegmentAttention(torch.nn.Module):
         sink: Tensor | None,
         segment: Segment | None,
     ) -> Tensor:
-        """With all tokens of the segment."""
+        """With all keys of the segment, and the queries that this rank has."""
         # The kernel applies the triangle by itself, within each of the documents of the segment.
         if attention_mask is not None and segment is not None and segment.documents is None:
             self.context.check_mask(attention_mask)
@@ -107,11 +107,13 @@ class SegmentAttention(torch.nn.Module):
                 "flattens packed batches; use --micro-batch-size 1"
             )
             kernel = keep_documents_apart(kernel, segment.documents)
+        if query.shape[0] < key.shape[0]:
+            kernel = QueryRuns.of(kernel, self.exchange.own_queries(key.shape[0]), key.shape[0])
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(rule):
                 return _WholeSequence.apply(query, key, value, sink, kernel)
-        assert query.shape[0] == segment.length, (
-            f"attention got {query.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
+        assert key.shape[0] == segment.length, (
+            f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         # Documents are found by their positions in the whole sequence.
         window = rule.window if segment.documents is None else None

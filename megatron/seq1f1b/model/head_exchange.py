@@ -1,10 +1,12 @@
 """Context parallelism by heads: around attention, tokens are exchanged for heads (DeepSpeed Ulysses, arXiv 2309.14509).
 
 A context-parallel rank holds its share of the tokens of every segment, with all heads. Around attention it holds all
-tokens of the segment, with its share of the heads: so its cache holds the keys and values of these heads, and those of
-earlier segments never travel again.
+keys and values of the segment, with its share of the heads: so its cache holds those of these heads, and those of
+earlier segments never travel again. Where there are more ranks than heads to share, some ranks have the same heads and
+a part of the queries each.
 """
 
+from collections.abc import Sequence
 from math import lcm
 
 import torch
@@ -14,42 +16,83 @@ from torch import Tensor
 
 
 class HeadExchange:
-    """The all-to-alls of one attention layer over the c ranks of `group`.
+    """The all-to-alls of one attention layer over the c ranks of `group`, in rows of `row_size` (a) ranks.
 
     Rank r holds the r-th and the (2c−1−r)-th of 2c equal parts of a segment, as Megatron's
-    `get_batch_on_this_cp_rank` cuts it, so that n is a multiple of 2c. Where c does not divide the KV heads, each is
-    sent to all ranks whose query heads read it.
+    `get_batch_on_this_cp_rank` cuts it, so that n is a multiple of 2c. The ranks of a row share the heads, and attend
+    with the queries of their row to the keys of all rows; a row of all ranks is DeepSpeed Ulysses, rows of one rank
+    gather all keys and values. Where a does not divide the KV heads, each is sent to all ranks whose query heads read
+    it.
 
     Bytes that a rank sends for n tokens of b sequences, with h query and g KV heads of size d and e bytes an element,
-    in the forward, and the same in the backward: (c−1)/c · n/c · b · (2h + 2·lcm(g, c)) · d · e.
+    in the forward, and the same in the backward: n/c · b · d · e · (2h·(a−1) + 2·lcm(g, a)·(c−1)) / a.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, row_size: int | None = None) -> None:
         self._group = group
         self._size = group.size()
+        self._row_size = row_size or self._size
+        assert self._size % self._row_size == 0, f"{self._size} ranks in rows of {self._row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All tokens of a segment with this rank's heads, [n, b, h/c, d], from its own with all heads [n/c, b, h, d].
+        """With this rank's heads, its row's queries [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] of a
+        segment, from this rank's tokens with all heads [n/c, b, h, d] and [n/c, b, g, d].
 
-        In one message, for which heads are laid side by side.
+        In one message.
         """
-        copies = lcm(key.shape[2], self._size) // key.shape[2]
+        copies = lcm(key.shape[2], self._row_size) // key.shape[2]
         if copies > 1:
             key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
-        shares = [tensor.unflatten(2, (self._size, -1)).flatten(3).movedim(2, 0) for tensor in (query, key, value)]
-        sizes = [share.shape[-1] for share in shares]
-        arrived = all_to_all(self._group, torch.cat(shares, dim=-1))
-        first, second = arrived.unflatten(1, (2, -1)).unbind(1)  # of every rank, its two parts
-        tokens = torch.cat((first, second.flip(0))).flatten(0, 1)
-        heads = zip(tokens.split(sizes, dim=-1), (query, key, value), strict=True)
-        return tuple(part.unflatten(-1, (-1, whole.shape[-1])) for part, whole in heads)
+        queries, keys, values = (
+            tensor.unflatten(2, (self._row_size, -1)).flatten(3).movedim(2, 0) for tensor in (query, key, value)
+        )
+        keys_and_values = torch.cat((keys, values), dim=-1)
+        of_keys, of_queries = keys_and_values[0].numel(), queries[0].numel()
+        row = self._row()
+        sent, sizes = [], []
+        for rank in range(self._size):
+            heads = rank % self._row_size
+            sent += [keys_and_values[heads].flatten()] + ([queries[heads].flatten()] if rank in row else [])
+            sizes.append(of_keys + (of_queries if rank in row else 0))
+        arrived = all_to_all(self._group, torch.cat(sent), sizes, sizes).split(sizes)
+        queries = _in_order([arrived[rank][of_keys:].view(queries.shape[1:]) for rank in row])
+        tokens = _in_order([part[:of_keys].view(keys_and_values.shape[1:]) for part in arrived])
+        keys, values = tokens.split((keys.shape[-1], values.shape[-1]), dim=-1)
+        return tuple(
+            part.unflatten(-1, (-1, whole.shape[-1]))
+            for part, whole in zip((queries, keys, values), (query, key, value), strict=True)
+        )
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """This rank's tokens with all heads, [n/c, b, h·d], from all tokens with its heads [n, b, h/c·d]."""
-        first, second = output.unflatten(0, (2, self._size, -1)).unbind(0)
-        sent = torch.stack((first, second.flip(0)), dim=1).flatten(1, 2)
-        return all_to_all(self._group, sent).movedim(0, 2).flatten(2)
+        """This rank's tokens with all heads, [n/c, b, h·d], from its row's tokens with its heads
+        [n·a/c, b, h/a·d]."""
+        parts = output.chunk(2 * self._row_size)
+        sent = torch.cat(
+            [part for pair in zip(parts[: self._row_size], reversed(parts), strict=False) for part in pair]
+        )
+        row, of_rank = self._row(), len(output) // self._row_size
+        sizes = [of_rank if rank in row else 0 for rank in range(self._size)]
+        return all_to_all(self._group, sent, sizes, sizes).unflatten(0, (self._row_size, -1)).movedim(0, 2).flatten(2)
 
     def own_heads(self, of_heads: Tensor) -> Tensor:
         """This rank's part of a tensor [h] with an element for each query head."""
-        return of_heads.unflatten(0, (self._size, -1))[self._group.rank()]
+        return of_heads.unflatten(0, (self._row_size, -1))[self._group.rank() % self._row_size]
+
+    def own_queries(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Where, in a segment of `length` tokens, the runs of queries of this rank's row start and end."""
+        rows = self._size // self._row_size
+        if rows == 1:
+            return ((0, length),)
+        row, part = self._group.rank() // self._row_size, length // (2 * rows)
+        return tuple((index * part, (index + 1) * part) for index in (row, 2 * rows - 1 - row))
+
+    def _row(self) -> range:
+        """The ranks that share the heads with this one."""
+        first = self._group.rank() // self._row_size * self._row_size
+        return range(first, first + self._row_size)
+
+
+def _in_order(of_ranks: Sequence[Tensor]) -> Tensor:
+    """The tokens of consecutive ranks in the order of the sequence: of each its first part, backwards its second."""
+    firsts, seconds = zip(*(tensor.chunk(2) for tensor in of_ranks), strict=True)
+    return torch.cat((*firsts, *reversed(seconds)))

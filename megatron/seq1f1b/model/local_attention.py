@@ -25,7 +25,7 @@ def _not_run(forward: Callable) -> Callable:
         if attention.config.context_parallel_size > 1:
             raise ValueError(
                 "Megatron's local attention does not see the keys of other context-parallel ranks; give --cp-comm-type "
-                "a2a and no --attention-backend local"
+                "a2a or all_gather and no --attention-backend local"
             )
         return forward(attention, *args, **options)
 

@@ -1,8 +1,8 @@
 """Multi-token prediction on one segment: its last tokens predict from, and predict, tokens of the next.
 
 Megatron shifts tokens, positions, labels and loss mask by one for each token more that it predicts, and fills the end
-with zeros. Here the end of a segment is filled with what follows it, and the loss of a micro-batch is divided by the
-number of its tokens, not of a segment's.
+with zeros. Here the end of a segment, or of the runs of tokens that a context-parallel rank has of it, is filled with
+what follows, and the loss of a micro-batch is divided by the number of its tokens, not of a segment's.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,12 +27,13 @@ class Ahead(Protocol):
 class PredictionHeads:
     """Stands between Megatron's multi-token prediction and its shifts during one step.
 
-    `ahead(segment)` gives what follows a segment.
+    `ahead(segment)` gives what follows a segment; `num_shares` context-parallel ranks have a share of its tokens each.
     """
 
-    def __init__(self, context: SegmentContext, ahead: Callable[[Segment], Ahead]) -> None:
+    def __init__(self, context: SegmentContext, ahead: Callable[[Segment], Ahead], num_shares: int = 1) -> None:
         self._context = context
         self._look_ahead = ahead
+        self._num_shares = num_shares
         self._segment: Segment | None = None
         self._ahead: Ahead | None = None
         # What Megatron is about to shift: the entry of the batch, and the tokens that it will then be shifted by.
@@ -50,6 +51,12 @@ class PredictionHeads:
                 Patch(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts, wraps=True),
                 Patch("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss, wraps=True),
                 Patch("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss, wraps=True),
+                Patch(
+                    f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker",
+                    self._logged,
+                    "takes the mean of what context-parallel ranks log, which here adds up to the loss",
+                    wraps=True,
+                ),
             ),
         )
 
@@ -57,8 +64,10 @@ class PredictionHeads:
         """In place of `roll_tensor`: [b, n] without its first token, with one that follows, and the sum of the mask."""
         name, shift = next(self._shifts)
         ahead = self._now()
-        following = ahead.entries[name][:, shift - 1 : shift].to(tensor.dtype)
-        return torch.cat((tensor[:, 1:], following), dim=1), ahead.counts[shift].to(tensor.dtype)
+        following = ahead.entries[name][..., shift - 1 : shift].to(tensor.dtype)
+        runs = tensor.chunk(len(following), dim=1)
+        shifted = [part for run, next_token in zip(runs, following, strict=True) for part in (run[:, 1:], next_token)]
+        return torch.cat(shifted, dim=1), ahead.counts[shift].to(tensor.dtype)
 
     def _embeddings(self, upstream: Callable) -> Callable:
         @wraps(upstream)
@@ -75,14 +84,23 @@ class PredictionHeads:
                 raise ValueError("multi-token prediction on segments needs labels; drop --sequence-splits")
             depth = config.mtp_num_layers
             self._shifts = ((name, shift) for shift in range(1, depth + 1) for name in ("labels", "loss_mask"))
-            if config.calculate_per_token_loss:
-                # Megatron multiplies by the number of unmasked tokens, by which the sum over all losses is divided.
-                config = copy(config)
-                config.calculate_per_token_loss = False
-                config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * self._now().counts[0]
+            # Megatron sums gradients per token over all ranks, and divides by the number of unmasked tokens; otherwise
+            # it takes their mean.
+            is_sum = config.calculate_per_token_loss
+            factor = self._now().counts[0] if is_sum else self._num_shares
+            config = copy(config)
+            config.calculate_per_token_loss = False
+            config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
             return upstream(labels=labels, config=config, **options)
 
         return loss
+
+    def _logged(self, upstream: Callable) -> Callable:
+        @wraps(upstream)
+        def logged(loss: Tensor, *args: Any, **options: Any) -> None:
+            upstream(loss if self._num_shares == 1 else loss * self._num_shares, *args, **options)
+
+        return logged
 
     def _now(self) -> Ahead:
         """Found once for a segment."""

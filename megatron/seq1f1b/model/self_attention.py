@@ -1,6 +1,7 @@
 """Segment attention in place of the attention that a Megatron model was built with."""
 
 from collections.abc import Iterable, Iterator
+from math import gcd
 
 import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -85,14 +86,20 @@ def _sink(layer: Attention) -> Tensor | None:
 
 
 def _exchange(layer: Attention) -> HeadExchange | None:
-    """What lets context-parallel ranks share the heads; raises ValueError if they are to share keys otherwise."""
+    """What lets context-parallel ranks share the heads, as many as can: raises ValueError if they are to share keys
+    otherwise."""
     group = layer.pg_collection.cp
     if group.size() == 1:
         return None
-    kind = layer.config.cp_comm_type
-    if kind != "a2a" and set(kind or ()) != {"a2a"}:
-        raise ValueError(f"segments share heads among context-parallel ranks; use --cp-comm-type a2a, not {kind}")
-    return HeadExchange(group)
+    given = layer.config.cp_comm_type or ()
+    kinds = {given} if isinstance(given, str) else set(given)
+    shared_by = gcd(group.size(), layer.num_attention_heads_per_partition)
+    if not kinds or not kinds <= {"a2a", "all_gather"} or "a2a" in kinds and shared_by < group.size():
+        raise ValueError(
+            f"{group.size()} context-parallel ranks cannot share {layer.num_attention_heads_per_partition} attention "
+            f"heads by --cp-comm-type {given}; use a2a for as many ranks as divide the heads, all_gather for more"
+        )
+    return HeadExchange(group, shared_by)
 
 
 def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 A kernel computes causal attention of a segment to its whole prefix by one `AttentionRule`. `KernelChoice` finds the
 fastest for the rule, the device, the type and the head sizes; `WithSink` gives a kernel's softmax a sink;
-`keep_documents_apart` confines a kernel to the documents of packed sequences.
+`keep_documents_apart` confines a kernel to the documents of packed sequences; `QueryRuns` runs it on some of the
+queries of a segment.
 """
 
 from ..documents import Documents
@@ -10,6 +11,7 @@ from .choice import KernelChoice
 from .documents_apart import DocumentsApart
 from .documents_packed import DocumentsPacked
 from .interface import AttentionRule, CumulativeLengths, Gradients, Kernel, PackedKernel, Saved
+from .query_runs import QueryRuns
 from .sink import WithSink
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Kernel",
     "KernelChoice",
     "PackedKernel",
+    "QueryRuns",
     "Saved",
     "WithSink",
     "keep_documents_apart",

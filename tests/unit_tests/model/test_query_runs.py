@@ -1,0 +1,52 @@
+"""Ranks that have some of a segment's queries each: together they compute what one with all queries does."""
+
+import pytest
+import torch
+
+from megatron.seq1f1b.model.kernels import (
+    AttentionRule,
+    QueryRuns,
+    Saved,
+    WithSink,
+    keep_documents_apart,
+)
+from megatron.seq1f1b.model.kernels.cpu_window import CpuWindow
+from megatron.seq1f1b.model.kernels.unfused import Unfused
+
+LENGTH, HEADS, SIZE = 24, 2, 8
+RUNS = [((0, 6), (18, 24)), ((6, 12), (12, 18))]
+SINK = torch.randn(HEADS, dtype=torch.float64)
+KERNELS = {
+    "plain": Unfused(AttentionRule(0.3)),
+    "window": CpuWindow(AttentionRule(0.3, window=5)),
+    "sink": WithSink(Unfused(AttentionRule(0.3)), SINK),
+    "documents": keep_documents_apart(Unfused(AttentionRule(0.3)), ((0, 9, 30), (0, 4, 11))),
+}
+
+
+def tokens(rows):
+    return torch.cat([torch.arange(start, end) for start, end in rows])
+
+
+@pytest.mark.parametrize("prefix", [0, 13])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_parts_of_the_queries_give_parts_of_the_output_and_of_the_gradients(kind, prefix):
+    kernel = KERNELS[kind]
+    query = torch.randn(LENGTH, 2, HEADS, SIZE, dtype=torch.float64)
+    key, value = torch.randn(2, prefix + LENGTH, 2, 1, SIZE, dtype=torch.float64)
+    grad = torch.randn(LENGTH, 2, HEADS * SIZE, dtype=torch.float64)
+    output, statistics = kernel.forward(query, key, value)
+    expected = kernel.backward(grad, Saved(query, key, value, output, statistics))
+
+    summed = []
+    for runs in RUNS:
+        mine, part = tokens(runs), QueryRuns.of(kernel, runs, LENGTH)
+        got, statistics = part.forward(query[mine], key, value)
+        torch.testing.assert_close(got, output[mine])
+        grads = part.backward(grad[mine], Saved(query[mine], key, value, got, statistics))
+        torch.testing.assert_close(grads.query, expected.query[mine])
+        summed.append((grads.key, grads.value, *(grads.prefix or ()), *([] if grads.sink is None else [grads.sink])))
+    wanted = (expected.key, expected.value, *(expected.prefix or ()))
+    wanted += () if expected.sink is None else (expected.sink,)
+    for parts, whole in zip(zip(*summed, strict=True), wanted, strict=True):
+        torch.testing.assert_close(sum(parts), whole)
