@@ -26,7 +26,7 @@ install()
 from functools import partial
 
 import torch
-from megatron.core import mpu
+from megatron.core import mpu, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
@@ -38,6 +38,10 @@ from megatron.core.datasets.gpt_dataset import (
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import (
+    PipelineParallelLayerLayout,
+)
 from megatron.core.utils import (
     StragglerDetector,
     flatten_batch_for_packed_sequences,
@@ -87,7 +91,7 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
     """
     args = get_args()
     is_packed = in_packed_format(args)
-    if not is_packed and not is_first_or_last_pipeline_stage(vp_stage):
+    if not is_packed and not reads_data(vp_stage):
         return (None,) * 6
 
     batch = None
@@ -107,8 +111,7 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=micro_batch_size,
         seq_length=args.seq_length,
-        # The layers of multi-token prediction are on the last stage, and need the tokens too.
-        mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(**stage),
+        mtp_on_this_rank=predicts_tokens(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(**stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(**stage),
@@ -125,6 +128,43 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
     )
     inputs = tuple(batch.get(name) for name in INPUTS)
     return *inputs, packed_seq_params(batch) if is_packed else None
+
+
+def reads_data(vp_stage):
+    """Whether a stage needs batches."""
+    return is_first_or_last_pipeline_stage(vp_stage) or predicts_tokens(vp_stage)
+
+
+def predicts_tokens(vp_stage):
+    """Whether a stage has the layers of multi-token prediction, which need the tokens, too."""
+    args = get_args()
+    if not args.mtp_num_layers:
+        return False
+    if (rank := predicting_rank(args)) is None:
+        return mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    is_last_chunk = vp_stage in (None, (args.virtual_pipeline_model_parallel_size or 1) - 1)
+    return is_last_chunk and mpu.get_pipeline_model_parallel_rank() == rank
+
+
+def predicting_rank(args):
+    """The pipeline rank whose last chunk has the layers of multi-token prediction, if a layout places them before
+    the loss; None if they are beside it or missing."""
+    if not args.mtp_num_layers or args.pipeline_model_parallel_layout is None:
+        return None
+    ranks = PipelineParallelLayerLayout.from_str(
+        args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+    ).layout
+    rank = next(rank for rank, chunks in enumerate(ranks) if LayerType.mtp in chunks[-1])
+    return None if LayerType.loss in ranks[rank][-1] else rank
+
+
+def embedding_ranks(ranks):
+    """Of the ranks of a pipeline those with the embedding, a copy of it, or the output layer tied to it."""
+    args = get_args()
+    if (rank := predicting_rank(args)) is None:
+        return parallel_state.default_embedding_ranks(ranks)
+    tied = () if args.untie_embeddings_and_output_weights else (ranks[-1],)
+    return sorted({ranks[0], ranks[rank], *tied})
 
 
 def check_tokens(batch, args):
@@ -237,13 +277,13 @@ def train_valid_test_datasets_provider(num_samples, vp_stage=None):
         object_storage_cache_path=args.object_storage_cache_path,
     )
 
-    def reads_data():
-        needs_data = is_first_or_last_pipeline_stage(vp_stage) or in_packed_format(args)
+    def is_built_here():
+        needs_data = reads_data(vp_stage) or in_packed_format(args)
         return needs_data and mpu.get_tensor_model_parallel_rank() == 0
 
     kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
-    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, reads_data, config).build()
+    datasets = BlendedMegatronDatasetBuilder(kind, num_samples, is_built_here, config).build()
     print_rank_0("> finished creating GPT datasets ...")
     return datasets
 
@@ -291,6 +331,7 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
         train_valid_test_datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,
+        get_embedding_ranks=embedding_ranks,
     )
 
 

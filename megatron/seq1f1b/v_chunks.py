@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
 from .patches import Patch, PatchTable, Scope, patched
+from .runtime.tied_embeddings import tied_embeddings
 from .schedule import Placement
 
 # As it is while no chunk is built.
@@ -73,13 +74,16 @@ def _part_of_stage(
 
 
 def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Start tied embeddings with the same values where the embedding and the output layer are chunks of one rank.
+    """Start the weights of an embedding that two chunks of one rank have with the same values.
 
     Megatron ties those of two ranks, by an all-reduce.
     """
-    first, last = (get_attr_wrapped_model(chunks[end], "pre_process", return_model_obj=True) for end in (0, -1))
-    if first is not last and first.pre_process and last.post_process and first.share_embeddings_and_output_weights:
-        last.shared_embedding_or_output_weight().data.copy_(first.shared_embedding_or_output_weight().data)
+    weights = tied_embeddings(
+        *(get_attr_wrapped_model(chunks[end], "pre_process", return_model_obj=True) for end in (0, -1))
+    )
+    if weights:
+        embedding, copy_of_it = weights
+        copy_of_it.data.copy_(embedding.data)
 
 
 def patches() -> PatchTable:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..schedule import splitting_families
@@ -69,10 +70,6 @@ def _all_given(*names: str) -> Condition:
     return lambda settings: all(settings.get(name) for name in names)
 
 
-def _above(limit: float, name: str) -> Condition:
-    return lambda settings: (settings.get(name) or 0) > limit
-
-
 def _other_than(usual: str, name: str) -> Condition:
     return lambda settings: settings.get(name) not in (None, usual)
 
@@ -94,15 +91,30 @@ def _in_a_v(other: Condition) -> Condition:
     return lambda settings: in_a_v(settings) and other(settings)
 
 
-def _context_parallel_and(*others: Condition) -> Condition:
-    is_parallel = _above(1, "context_parallel_size")
-    return lambda settings: is_parallel(settings) and any(other(settings) for other in others)
-
-
-def _spreads_keys(settings: Mapping[str, Any]) -> bool:
+def _context_parallel_by(settings: Mapping[str, Any]) -> set[str]:
     kinds = settings.get("cp_comm_type") or ()
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    return (settings.get("context_parallel_size") or 1) > 1 and kinds != {"a2a"}
+    return {kinds} if isinstance(kinds, str) else set(kinds)
+
+
+def _sends_keys_around(settings: Mapping[str, Any]) -> bool:
+    kinds = _context_parallel_by(settings)
+    return (settings.get("context_parallel_size") or 1) > 1 and not (kinds and kinds <= {"a2a", "all_gather"})
+
+
+def _scales_by_the_largest(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("fp8")) and settings.get("fp8_recipe") not in BLOCKS
+
+
+def _groups_tokens_anew(settings: Mapping[str, Any]) -> bool:
+    is_context_parallel = (settings.get("context_parallel_size") or 1) > 1
+    return bool(settings.get("fp8")) and (is_context_parallel or bool(settings.get("num_experts")))
+
+
+def _predicts_before_the_loss(settings: Mapping[str, Any]) -> bool:
+    if settings.get("mtp_standalone"):  # a program's configuration, whose layout Megatron has parsed
+        return True
+    layout = settings.get("pipeline_model_parallel_layout")
+    return isinstance(layout, str) and "m" in layout.rpartition("|")[0]
 
 
 def _predicts_within_documents(settings: Mapping[str, Any]) -> bool:
@@ -111,7 +123,9 @@ def _predicts_within_documents(settings: Mapping[str, Any]) -> bool:
 
 def _heads_are_no_multiple(settings: Mapping[str, Any]) -> bool:
     heads = settings.get("num_attention_heads") or 0
-    return bool(heads // settings["tensor_model_parallel_size"] % (settings.get("context_parallel_size") or 1))
+    return "a2a" in _context_parallel_by(settings) and bool(
+        heads // settings["tensor_model_parallel_size"] % (settings.get("context_parallel_size") or 1)
+    )
 
 
 def _recomputes(module: str) -> Condition:
@@ -157,6 +171,9 @@ def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:
     return not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds)
 
 
+# Tokens that share a scale in each --fp8-recipe whose scales are those of a few.
+BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "blockwise": 128})
+
 _OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
 _WHOLE = "drop --sequence-splits to keep sequences whole"
 _ORDER = "follows the order of Megatron's own schedules"
@@ -190,7 +207,7 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "`--pipeline-model-parallel-layout`",
         "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
-        "embedding and loss on stages of their own, too",
+        "embedding, loss and multi-token prediction on stages of their own, too",
     ),
     Supported(
         "`--microbatch-group-size-per-virtual-pipeline-stage`",
@@ -215,9 +232,10 @@ SUPPORTED: tuple[Supported, ...] = (
         "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
     ),
     Supported(
-        "`--context-parallel-size`, `--cp-comm-type a2a`",
+        "`--context-parallel-size`, `--cp-comm-type` `a2a`, `all_gather`",
         _equality("cp2"),
-        "ranks share the heads of a segment, whose prefix is not sent again; segments are multiples of twice the size",
+        "ranks share the heads of a segment, whose prefix is not sent again, and its queries where there are fewer "
+        "heads; segments are multiples of twice the size",
         is_in_readme=True,
     ),
     Supported(
@@ -299,6 +317,11 @@ SUPPORTED: tuple[Supported, ...] = (
         is_in_readme=True,
     ),
     Supported(
+        "`--fp8-format` with `--fp8-recipe` `mxfp8`, `blockwise`",
+        "tests/unit_tests/model/test_fp8_blocks.py::test_blocks_that_segments_do_not_part_give_the_gradients_of_the_whole",
+        "blocks of 32 and of 128 tokens share a scale, and segments are multiples of them; shown on a stand-in",
+    ),
+    Supported(
         "evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`",
         "tests/functional_tests/test_seq1f1b_training.py::test_training_goes_on_from_a_checkpoint_with_another_number_of_segments",
     ),
@@ -330,34 +353,23 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "negotiates the shape of every message, which our schedules fix in advance",
             "drop it",
         ),
-        Unsupported(
-            "multi-token prediction on a pipeline stage of its own",
-            _given("mtp_standalone"),
-            "negotiates the shape of every message, which our schedules fix in advance",
-            "lay it out beside the loss",
-        ),
         Unsupported("--hybrid-context-parallel", _given("hybrid_context_parallel"), _ORDER, _OWN_SCHEDULE),
         Unsupported("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
         Unsupported("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
     ),
     Scope.SEGMENTS: (
         Unsupported(
-            "--context-parallel-size above 1 with another --cp-comm-type than a2a",
-            _spreads_keys,
+            "--context-parallel-size above 1 with another --cp-comm-type than a2a and all_gather",
+            _sends_keys_around,
             "moves the keys and values of the whole prefix for every segment",
-            "use --cp-comm-type a2a, by which the ranks share heads",
+            "use --cp-comm-type a2a, or all_gather where there are more ranks than attention heads",
         ),
         Unsupported(
-            "--context-parallel-size that does not divide the attention heads of a tensor-parallel rank",
+            "--cp-comm-type a2a with attention heads of a tensor-parallel rank that --context-parallel-size does not "
+            "divide",
             _heads_are_no_multiple,
-            "gives each of its ranks an equal share of them",
-            "choose a divisor",
-        ),
-        Unsupported(
-            "--context-parallel-size above 1 with G or M of --hybrid-layer-pattern",
-            _context_parallel_and(_has_layers("G"), _has_layers("M")),
-            _NOT_YET,
-            "use --context-parallel-size 1",
+            "gives each context-parallel rank an equal share of them",
+            "use --cp-comm-type all_gather, or a divisor",
         ),
         Unsupported("--moe-expert-capacity-factor", _given("moe_expert_capacity_factor"), _CROWD, "drop it"),
         Unsupported(
@@ -389,12 +401,6 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             _predicts_within_documents,
             "predicts tokens of the next document",
             "drop one of them",
-        ),
-        Unsupported(
-            "--mtp-num-layers with --context-parallel-size above 1",
-            _context_parallel_and(_given("mtp_num_layers")),
-            "predicts tokens that other ranks hold",
-            "use --context-parallel-size 1",
         ),
         Unsupported("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
         Unsupported(
@@ -436,7 +442,29 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         ),
         Unsupported("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
         Unsupported("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
-        Unsupported("--fp8-format", _given("fp8"), _UNTESTED, _WHOLE),
+        Unsupported(
+            "--fp8-format with another --fp8-recipe than mxfp8 and blockwise",
+            _scales_by_the_largest,
+            "scales by the largest value of a micro-batch, of which a segment sees a part",
+            "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens",
+        ),
+        Unsupported(
+            "--fp8-format with --context-parallel-size above 1 or --num-experts",
+            _groups_tokens_anew,
+            "scales tokens together that segments part",
+            "drop --fp8-format",
+        ),
+        Unsupported(
+            "--fp8-dot-product-attention, --fp8-multi-head-attention",
+            lambda settings: bool(
+                settings.get("fp8_dot_product_attention") or settings.get("fp8_multi_head_attention")
+            ),
+            "computes attention in 8 bits, which the kernels for segments do not",
+            "drop it",
+        ),
+        Unsupported(
+            "--fp4-format", _given("fp4"), "scales by the largest value of a micro-batch, too", "use --fp8-format"
+        ),
         Unsupported(
             "--attention-backend fused without Transformer Engine 2.20 or later",
             _fused_attention_is_missing,
@@ -466,10 +494,10 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
     ),
     Scope.V_CHUNKS: (
         Unsupported(
-            "--mtp-num-layers",
-            _in_a_v(_given("mtp_num_layers")),
-            "keeps a second embedding on the last rank",
-            "use --pipeline-placement looped",
+            "--pipeline-model-parallel-layout with multi-token prediction before the loss",
+            _in_a_v(_predicts_before_the_loss),
+            "keeps a second embedding on a rank of its own",
+            "lay them out on one stage, or use --pipeline-placement looped",
         ),
         Unsupported(
             "--ckpt-format torch",

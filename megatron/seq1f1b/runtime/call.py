@@ -121,8 +121,8 @@ def _check_messages(
         )
     if p2p_communicator is not None and pg_collection is None:
         raise ValueError("a p2p_communicator needs its pg_collection")
-    if config.variable_seq_lengths or config.mtp_standalone:
+    if config.variable_seq_lengths:
         raise ValueError(
-            "variable_seq_lengths and multi-token prediction on a pipeline stage of its own negotiate the shape of "
-            "every message, which our schedules fix in advance; run this model with Megatron's own schedule"
+            "variable_seq_lengths negotiates the shape of every message, which our schedules fix in advance; run this "
+            "model with Megatron's own schedule"
         )

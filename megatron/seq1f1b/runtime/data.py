@@ -25,6 +25,11 @@ class SegmentIterator:
         self._segment: Segment | None = None
         self.latest: Any = None  # the whole batch of the segment that was handed out last
 
+    @property
+    def segment(self) -> Segment | None:
+        """What `next()` gives, or gave last."""
+        return self._segment
+
     def at(self, segment: Segment) -> "SegmentIterator":
         """Make `next()` give this segment."""
         self._segment = segment

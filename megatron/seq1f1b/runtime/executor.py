@@ -32,10 +32,11 @@ from .data import SegmentIterator
 from .documents import Packing, documents_of_step
 from .gradient_sync import GradientSync
 from .interpreter import Interpreter, Services, Step
-from .look_ahead import look_ahead
+from .look_ahead import LookAhead, look_ahead
 from .loss import LossLedger
 from .meter import Reading, StepMeter
 from .plan import Plan
+from .prediction_stage import prediction_stage
 from .program import Program
 from .recorder import Recorder
 from .segmentation import Segmentation
@@ -206,16 +207,22 @@ class PipelineExecutor:
         return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, sent[0])
 
     def _prediction_heads(self, step: Step, shape: Shape) -> PredictionHeads | None:
-        """For the rank with the last stage of a model with multi-token prediction, whose sequences are cut."""
-        call, last = step.call, shape.num_stages - 1
-        depth = getattr(call.config, "mtp_num_layers", None)
-        if not depth or shape.num_segments == 1 or shape.placement.rank_of(last) != step.rank:
+        """For the ranks with the layers of multi-token prediction, and with its loss, where sequences are cut."""
+        call, placement = step.call, shape.placement
+        predicting = prediction_stage(call.config, placement)
+        if predicting is None or shape.num_segments == call.groups.cp.size() == 1:
             return None
-        batches = step.batches[shape.placement.chunk_of(last)]
-        return PredictionHeads(
-            self._context,
-            lambda segment: look_ahead(batches, segment, call.micro_batch_size, depth, call.groups.tp, call.device),
-        )
+        stages = {predicting, placement.num_stages - 1}
+        batches = [step.batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == step.rank]
+        if not batches:
+            return None
+
+        def ahead(segment: Segment) -> LookAhead:
+            running = next(each for each in batches if each is None or each.segment is segment)
+            depth, groups = call.config.mtp_num_layers, call.groups
+            return look_ahead(running, segment, call.micro_batch_size, depth, groups.tp, groups.cp, call.device)
+
+        return PredictionHeads(self._context, ahead, call.groups.cp.size())
 
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement

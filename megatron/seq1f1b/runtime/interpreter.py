@@ -26,6 +26,7 @@ from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
 from .meter import StepMeter
+from .prediction_stage import rows_per_token
 from .program import Program
 from .recorder import Recorder
 
@@ -43,11 +44,12 @@ class Step:
     segments: Sequence[Sequence[Segment]]
     batches: Sequence[SegmentIterator | None]
 
-    def message_shape(self, length: int) -> tuple[int, ...]:
-        """Of the activations of `length` tokens between two stages."""
+    def message_shape(self, length: int, stage: int) -> tuple[int, ...]:
+        """Of the activations of `length` tokens that `stage` sends, and of their gradients."""
         # As Megatron's functions have it: interleaved ones do not look at the length of the decoder's sequences.
         is_plain = len(self.call.chunks) == len(self.segments[0]) == 1
-        return self.call.message_shape(length, self.call.decoder_seq_length if is_plain else None)
+        rows, *sizes = self.call.message_shape(length, self.call.decoder_seq_length if is_plain else None)
+        return (rows * rows_per_token(self.call.config, self.placement, stage), *sizes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Interpreter:
         self._chunk_of = {stage: step.placement.chunk_of(stage) for stage in step.placement.stages_of(step.rank)}
         self._channels = _channels(step.placement, step.rank)
         self._started_chunks: set[int] = set()
-        self._message_shapes: dict[int, tuple[int, ...]] = {}
+        self._message_shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._splits_backwards = False
         # Forwards that recompute all layers in their backward, where Megatron's configuration sets that by micro-batch.
         self._recomputed: frozenset[Action] | None = None
@@ -221,10 +223,10 @@ class Interpreter:
 
     def _post_receive(self, action: Action) -> None:
         kind, stage, microbatch, index = action
-        length = self._step.segments[microbatch][index].length
-        shape = self._message_shapes.get(length)
+        sent = self._step.segments[microbatch][index].length, stage - 1 if kind is Kind.RECV_F else stage
+        shape = self._message_shapes.get(sent)
         if shape is None:
-            shape = self._message_shapes[length] = self._step.message_shape(length)
+            shape = self._message_shapes[sent] = self._step.message_shape(*sent)
         self._services.communicator.post_receive(self._channels[kind, stage], shape, action)
 
     def _send(self, action: Action) -> None:

@@ -15,6 +15,7 @@ class Layout:
     chunks: int = 1
     tensor: int = 1
     context: int = 1
+    gathers_keys: bool = False
     sequence_parallel: bool = False
     expert: int = 1
     expert_tensor: int | None = None
@@ -22,19 +23,22 @@ class Layout:
     align: bool = False
     distributed_optimizer: bool = False
     style: str = "looped"
+    # Megatron's --pipeline-model-parallel-layout.
+    parts: str | None = None
 
     @property
     def label(self) -> str:
         """What its sizes do not say."""
         words = {
             "sp": self.sequence_parallel,
+            "gather": self.gathers_keys,
             f"c{self.chunks}": self.chunks > 1,
             "v": self.style == "v",
             "overlap": self.overlap,
             "align": self.align,
             "sharded": self.distributed_optimizer,
         }
-        return "-".join(word for word, holds in words.items() if holds)
+        return "-".join([word for word, holds in words.items() if holds] + (self.parts or "").split("|")).strip("-")
 
     @property
     def placement(self) -> Placement:

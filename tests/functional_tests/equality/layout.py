@@ -1,6 +1,7 @@
 """A model cut over ranks as a layout says, with the same parameters in every layout."""
 
 import zlib
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -59,8 +60,9 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
         sequence_parallel=layout.sequence_parallel,
+        pipeline_model_parallel_layout=layout.parts,
         context_parallel_size=layout.context,
-        cp_comm_type="a2a",
+        cp_comm_type="all_gather" if layout.gathers_keys else "a2a",
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
     )
@@ -93,7 +95,14 @@ def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
 
 
 def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollection | None:
-    """Megatron's groups; of the ranks of a V no two share an embedding, and their chunks lie as deep as their stage."""
+    """Megatron's groups; of the ranks of a V no two share an embedding, and their chunks lie as deep as their stage.
+
+    Where parts are laid out, the embedding is on the first rank and on that of multi-token prediction.
+    """
+    if layout.parts is not None:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.embd = _group(0, next(rank for rank, part in enumerate(layout.parts.split("|")) if "m" in part))
+        return groups
     if layout.style == "looped":
         return None
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -101,6 +110,11 @@ def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollectio
     if stage is not None:
         groups = at_stage(layout.placement, stage, groups)
     return groups
+
+
+@cache
+def _group(*ranks: int) -> dist.ProcessGroup:
+    return dist.new_group(sorted({*ranks}))
 
 
 def _bare_if_one(hooks: list):

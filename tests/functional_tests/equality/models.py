@@ -36,6 +36,7 @@ class Model:
 
     dtype: torch.dtype = torch.float64
     layers: int = 4
+    heads: int = HEADS
     kv_heads: int = HEADS
     positions: str = "rope"
     tied: bool = False
@@ -50,6 +51,7 @@ class Model:
     def label(self) -> str:
         """How it differs from the plain model, as far as fields of their own say so."""
         words = ["fp32" if self.dtype == torch.float32 else "", f"kv{self.kv_heads}" if self.kv_heads < HEADS else ""]
+        words += [f"heads{self.heads}" if self.heads != HEADS else ""]
         words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
         words += [(self.pattern or "").translate(PLAIN), self.transformer_engine or ""]
         words += [self.recompute or "", "per-token" if self.per_token_loss else ""]
@@ -83,7 +85,8 @@ class Model:
         config = kind(
             num_layers=self.layers,
             hidden_size=HIDDEN,
-            num_attention_heads=HEADS,
+            num_attention_heads=self.heads,
+            kv_channels=HIDDEN // HEADS,
             num_query_groups=self.kv_heads,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -107,19 +110,23 @@ class Model:
         if self.pattern is not None:
             return self._build_hybrid(config, is_first, is_last, chunk, groups)
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
+            get_gpt_decoder_layer_specs,
+            get_gpt_mtp_block_spec,
+        )
 
         has_their_layers = self.transformer_engine is not None
-        spec = get_gpt_decoder_block_spec(
-            config,
-            use_transformer_engine=has_their_layers,
-            normalization=config.normalization,
-            qk_l2_norm=config.qk_l2_norm,
-            vp_stage=chunk,
-        )
+        layers = {
+            "use_transformer_engine": has_their_layers,
+            "normalization": config.normalization,
+            "qk_l2_norm": config.qk_l2_norm,
+        }
+        spec = get_gpt_decoder_block_spec(config, vp_stage=chunk, **layers)
         heads = {}
         if config.mtp_num_layers:
-            heads["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, has_their_layers, vp_stage=chunk)
+            last_layer = get_gpt_decoder_layer_specs(config, **layers)[-1]
+            heads["mtp_block_spec"] = get_gpt_mtp_block_spec(config, last_layer, has_their_layers, vp_stage=chunk)
         return GPTModel(
             config,
             spec,

@@ -16,7 +16,7 @@ from functional_tests.equality.models import SEQUENCE
 def forward_step(data_iterator, model):
     """Like pretrain_gpt.py's, with the loss summed in fp64."""
     module = model.module
-    batch = next(data_iterator) if module.pre_process or module.post_process else {}
+    batch = next(data_iterator) if module.pre_process or module.post_process or module.mtp_process else {}
     group = parallel_state.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=True)
     packing = {}

@@ -265,6 +265,19 @@ def context_suite(pipeline: int):
     yield balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1), layout, cases[1:3]
 
 
+def gathered_context_suite():
+    """Three heads, which two context-parallel ranks cannot share: each has half of the queries, in two runs."""
+    layout, cases = Layout(context=2, gathers_keys=True), list(context_cases())
+    model = Model(heads=3, kv_heads=3)
+    yield model, layout, cases
+    sliding = model.with_config(window_size=(9, 0), window_attn_skip_freq=2, softmax_type="learnable")
+    yield replace(sliding, recompute="full"), replace(layout, overlap=True, distributed_optimizer=True), cases[1:3]
+    packed = [
+        replace(case, packed=form) for case, form in zip(cases[:3], ("tokens", "cu_seqlens", "mask"), strict=True)
+    ]
+    yield replace(model, kv_heads=1), layout, packed
+
+
 def prediction_suite():
     """Two more tokens are predicted, also across segments that are shorter than that."""
     layout, cases = Layout(pipeline=2), few_cases()
@@ -274,10 +287,33 @@ def prediction_suite():
     yield replace(model, recompute="full"), Layout(pipeline=2, chunks=2), cases[2:3]
 
 
+def laid_out_prediction_suite():
+    """Multi-token prediction before the stage with the loss: beside layers, and alone."""
+    model, cases = Model().with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7), few_cases()
+    yield model, Layout(pipeline=3, parts="Ett|ttmm|L"), cases[:3]
+    yield replace(model, recompute="full"), Layout(pipeline=3, parts="Etttt|mm|L"), cases[1:4]
+
+
+def context_prediction_suite():
+    """The last tokens of each of the two runs that a context-parallel rank has of a segment predict those of others."""
+    layout, cases = Layout(context=2), list(context_cases())
+    model = Model().with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
+    yield model, layout, cases
+    yield replace(model, per_token_loss=True), layout, cases[1:3]
+
+
 RANKS = {
     "pp2-mtp": 2,
+    "pp2-v-mtp": 2,
+    "pp3-mtp": 3,
     "tp2-mtp": 2,
     "cp2": 2,
+    "cp2-gather": 2,
+    "cp2-mtp": 2,
+    "cp2-moe": 2,
+    "cp2-recurrent": 2,
+    "tp2-cp2": 4,
+    "cp4-gather": 4,
     "transformer-engine": 2,
     "pp1": 1,
     "pp2": 2,
@@ -329,6 +365,14 @@ def transformer_engine_suite():
 
 SUITES = {
     "pp2-mtp": prediction_suite,
+    "pp2-v-mtp": lambda: [
+        (
+            Model().with_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.7),
+            Layout(pipeline=2, chunks=2, style="v"),
+            few_cases(("1f1b", "auto")),
+        )
+    ],
+    "pp3-mtp": laid_out_prediction_suite,
     "tp2-mtp": lambda: [
         (
             Model().with_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.7),
@@ -337,6 +381,31 @@ SUITES = {
         )
     ],
     "cp2": lambda: context_suite(1),
+    "cp2-gather": gathered_context_suite,
+    "cp2-mtp": context_prediction_suite,
+    "cp2-moe": lambda: [
+        (
+            balanced("aux_loss", moe_z_loss_coeff=0.1, moe_token_dispatcher_type="alltoall"),
+            Layout(context=2, expert=2, distributed_optimizer=True),
+            list(context_cases())[1:3],
+        )
+    ],
+    "cp2-recurrent": lambda: [(hybrid("G*M"), Layout(context=2), list(context_cases()))],
+    "tp2-cp2": lambda: [
+        (
+            Model(),
+            Layout(tensor=2, context=2, sequence_parallel=True, distributed_optimizer=True),
+            list(context_cases())[2:3],
+        ),
+    ],
+    # Of six heads, two pairs of ranks share three and three.
+    "cp4-gather": lambda: [
+        (
+            Model(heads=6, kv_heads=2),
+            Layout(context=4, gathers_keys=True),
+            [replace(case, multiple=8) for case in context_cases()][1:3],
+        )
+    ],
     "transformer-engine": transformer_engine_suite,
     "pp1": lambda: pipeline_suite(1),
     "pp2": lambda: pipeline_suite(2),

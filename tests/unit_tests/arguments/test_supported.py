@@ -16,30 +16,23 @@ ROOT = Path(__file__).resolve().parents[3]
 # What turns each unsupported feature on, by the row's feature, where the setting is not `name=True` of a flag `--name`.
 SETTINGS = {
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
-    "multi-token prediction on a pipeline stage of its own": {"mtp_standalone": True},
     "--mtp-num-layers with packed documents": {"mtp_num_layers": 1, "sft": True},
-    "--mtp-num-layers with --context-parallel-size above 1": {
-        "mtp_num_layers": 1,
-        "context_parallel_size": 2,
-        "cp_comm_type": ["a2a"],
-    },
-    "--context-parallel-size above 1 with another --cp-comm-type than a2a": {
+    "--context-parallel-size above 1 with another --cp-comm-type than a2a and all_gather": {
         "context_parallel_size": 2,
         "cp_comm_type": ["p2p"],
     },
-    "--context-parallel-size that does not divide the attention heads of a tensor-parallel rank": {
+    "--cp-comm-type a2a with attention heads of a tensor-parallel rank that --context-parallel-size does not divide": {
         "context_parallel_size": 64,
         "cp_comm_type": ["a2a"],
     },
-    "--context-parallel-size above 1 with G or M of --hybrid-layer-pattern": {
-        "context_parallel_size": 2,
-        "cp_comm_type": ["a2a"],
-        "hybrid_layer_pattern": "*G",
-        "padded_vocab_size": None,  # so that no sizes are looked for
-    },
     "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
     "--moe-router-load-balancing-type sinkhorn, quantile_balancing": {"moe_router_load_balancing_type": ["sinkhorn"]},
-    "--mtp-num-layers": {"mtp_num_layers": 1, "virtual_pipeline_model_parallel_size": 2},
+    "--pipeline-model-parallel-layout with multi-token prediction before the loss": {
+        "mtp_num_layers": 1,
+        "pipeline_model_parallel_layout": "Et|t|m|L",
+        "virtual_pipeline_model_parallel_size": 2,
+        "padded_vocab_size": None,
+    },
     "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
     "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
     "--hybrid-layer-pattern with D (sparse attention)": {"hybrid_layer_pattern": "*D"},
@@ -53,7 +46,15 @@ SETTINGS = {
         "reset_attention_mask": True,
     },
     "variable_seq_lengths of a program's configuration": {"variable_seq_lengths": True},
-    "--fp8-format": {"fp8": "hybrid"},
+    "--fp8-format with another --fp8-recipe than mxfp8 and blockwise": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "--fp8-format with --context-parallel-size above 1 or --num-experts": {
+        "fp8": "hybrid",
+        "fp8_recipe": "mxfp8",
+        "context_parallel_size": 2,
+        "cp_comm_type": ["a2a"],
+    },
+    "--fp8-dot-product-attention, --fp8-multi-head-attention": {"fp8_multi_head_attention": True},
+    "--fp4-format": {"fp4": "e2m1"},
     "--attention-backend fused without Transformer Engine 2.20 or later": {
         "attention_backend": argparse.Namespace(name="fused"),
         "distributed_backend": "nccl",
