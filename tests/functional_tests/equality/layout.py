@@ -101,7 +101,9 @@ def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollectio
     """
     if layout.parts is not None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        groups.embd = _group(0, next(rank for rank, part in enumerate(layout.parts.split("|")) if "m" in part))
+        ranks = 0, next(rank for rank, part in enumerate(layout.parts.split("|")) if "m" in part)
+        group = _group(*ranks)
+        groups.embd = group if dist.get_rank() in ranks else groups.cp  # of this rank alone
         return groups
     if layout.style == "looped":
         return None
