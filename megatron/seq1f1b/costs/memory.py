@@ -67,9 +67,12 @@ def layer_keys_values(setup: TrainingSetup, start: int, end: int) -> float:
     """Keys and values that are kept for the segment, with the copies that some software makes of the prefix."""
     if setup.recompute == "full" and len(setup.segments) == 1:
         return 0.0
-    kv_width = (setup.model.num_kv_heads or setup.model.num_heads) * setup.model.head_dim / setup.tensor_parallel
+    kv_heads = (setup.model.num_kv_heads or setup.model.num_heads) / setup.tensor_parallel
+    kv_width = kv_heads * setup.model.head_dim
+    # Context-parallel ranks share heads; more ranks than KV heads have one each.
+    shares = min(setup.context_parallel, max(1, kv_heads))
     tokens = end if setup.software.concatenates_prefix and len(setup.segments) > 1 else end - start
-    return 2 * BYTES * kv_width * setup.micro_batch_size * tokens / setup.context_parallel
+    return 2 * BYTES * kv_width * setup.micro_batch_size * tokens / shares
 
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:

@@ -13,9 +13,11 @@ LARGEST = 448.0  # of e4m3
 
 def in_8_bits(x: torch.Tensor, block: int | None) -> torch.Tensor:
     """x [r, c] as e4m3 holds it, by one scale for each `block` values of a row, or one for all."""
-    parts = x.view(1, 1, -1) if block is None else x.view(x.shape[0], -1, block)
-    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return ((parts / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale).view(x.shape)
+    missing = 0 if block is None else -x.shape[1] % block
+    parts = torch.nn.functional.pad(x, (0, missing)).unflatten(1, (-1, block or x.shape[1]))
+    dims = (0, 1, 2) if block is None else 2
+    scale = parts.abs().amax(dims, keepdim=True).clamp(min=1e-12) / LARGEST
+    return ((parts / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale).flatten(1)[:, : x.shape[1]]
 
 
 def gradients(x, weight, grad, block):
