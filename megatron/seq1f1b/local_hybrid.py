@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_layer import (
 
 # The symbols of --hybrid-layer-pattern that there are local layers for.
 SYMBOLS = "*+-EGM"
+_LINEAR = LocalSpecProvider()
 
 
 class LocalHybridStack(HybridStack):
@@ -47,8 +48,6 @@ class LocalHybridStack(HybridStack):
 
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     """The layers of a hybrid model as `hybrid_stack_spec` of Megatron's HybridModel takes them."""
-    local = LocalSpecProvider()
-    column, row = local.column_parallel_linear(), local.row_parallel_linear()
 
     def submodules(**of_attention: Any) -> TransformerLayerSubmodules:
         return get_gpt_layer_local_submodules(
@@ -59,40 +58,14 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     latent = submodules(multi_latent_attention=True)
     experts = submodules(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     norm = dense.input_layernorm
-
-    def attention_layer(attention: Any, norm_in_checkpoints: str | None) -> ModuleSpec:
-        keys = {"input_layernorm.": norm_in_checkpoints} if norm_in_checkpoints else {}
-        return ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=norm,
-                self_attention=attention,
-                self_attn_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map=keys,
-            ),
-        )
-
-    gated_delta_net = ModuleSpec(
-        module=GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row),
-    )
-    mamba_mixer = ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
     return ModuleSpec(
         module=LocalHybridStack,
         params={"norm": norm},
         submodules=HybridStackSubmodules(
-            attention_layer=attention_layer(dense.self_attention, "self_attention.linear_qkv.layer_norm_"),
-            mla_layer=attention_layer(latent.self_attention, None),
-            gdn_layer=attention_layer(gated_delta_net, "self_attention.in_proj.layer_norm_"),
-            mamba_layer=ModuleSpec(
-                module=MambaLayer,
-                submodules=MambaLayerSubmodules(
-                    norm=norm,
-                    mixer=mamba_mixer,
-                    mamba_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-                ),
-            ),
+            attention_layer=_attention_layer(norm, dense.self_attention, "self_attention.linear_qkv.layer_norm_"),
+            mla_layer=_attention_layer(norm, latent.self_attention, None),
+            gdn_layer=_attention_layer(norm, _gated_delta_net(norm), "self_attention.in_proj.layer_norm_"),
+            mamba_layer=_mamba_layer(norm),
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(
@@ -108,5 +81,38 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
                     pre_mlp_layernorm=norm, mlp=experts.mlp, mlp_bda=get_bias_dropout_add
                 ),
             ),
+        ),
+    )
+
+
+def _attention_layer(norm: Any, attention: Any, norm_in_checkpoints: str | None) -> ModuleSpec:
+    keys = {"input_layernorm.": norm_in_checkpoints} if norm_in_checkpoints else {}
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )
+
+
+def _gated_delta_net(norm: Any) -> ModuleSpec:
+    column, row = _LINEAR.column_parallel_linear(), _LINEAR.row_parallel_linear()
+    return ModuleSpec(
+        module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row)
+    )
+
+
+def _mamba_layer(norm: Any) -> ModuleSpec:
+    column, row = _LINEAR.column_parallel_linear(), _LINEAR.row_parallel_linear()
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=norm,
+            mixer=ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
     )

@@ -8,7 +8,7 @@ import pytest
 WORKER = Path(__file__).with_name("contract_worker.py")
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_callers_see_what_megatrons_own_functions_show_them(launch, ranks):
     log = launch(ranks, script=WORKER, timeout=240).check().log
     for check in set(re.findall(r"def (check_\w+)", WORKER.read_text())) - {"check_same"}:

@@ -48,7 +48,7 @@ def test_documents_matter(launch, training, masked):
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-schedule 1f1b",
+        pytest.param("--pipeline-schedule 1f1b", marks=pytest.mark.exhaustive),
         "--sequence-splits 4",
         "--sequence-splits 3 --sequence-split-strategy balanced --num-layers-per-virtual-pipeline-stage 1",
     ],

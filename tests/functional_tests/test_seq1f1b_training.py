@@ -29,15 +29,14 @@ def megatrons_own(launch):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--pipeline-schedule", "1f1b"],
-        ["--sequence-splits", "4"],
-        ["--pipe-sp-splits", "3", "--pipe-sp-strategy", "uniform_comp"],
-        ["--pipeline-schedule", "zb-h1", "--sequence-splits", "4"],
+        pytest.param("--pipeline-schedule 1f1b", marks=pytest.mark.exhaustive),
+        "--sequence-splits 4",
+        pytest.param("--pipe-sp-splits 3 --pipe-sp-strategy uniform_comp", marks=pytest.mark.exhaustive),
+        "--pipeline-schedule zb-h1 --sequence-splits 4",
     ],
-    ids=" ".join,
 )
 def test_losses_are_those_of_megatrons_own_1f1b(launch, megatrons_own, flags):
-    job = launch(2, [*PIPELINE, *EVALUATE, *flags]).check()
+    job = launch(2, [*PIPELINE, *EVALUATE, *flags.split()]).check()
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
     # Before, between and after training steps.
     assert len(job.losses("lm loss value")) >= 3
@@ -59,16 +58,26 @@ def test_beside_other_parallelism(launch, layout):
     assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "breadth-first"])
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "breadth-first"))]
+)
 def test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile(launch, chunks_of_megatron, schedule):
     ours = launch(4, [*CHUNKS, "--pipeline-schedule", schedule, "--sequence-splits", "2"]).check()
     assert ours.losses() == pytest.approx(chunks_of_megatron.losses(), abs=1e-5)
 
 
-@pytest.mark.parametrize("align", [[], ["--no-align-param-gather"]], ids=" ".join)
+@pytest.mark.parametrize("align", ["", pytest.param("--no-align-param-gather", marks=pytest.mark.exhaustive)])
 def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
     """Also its parameters are gathered before its first forward ends; all of it is in the trace."""
-    flags = ["--pipeline-schedule", "breadth-first", "--sequence-splits", "2", "--global-batch-size", "16", *align]
+    flags = [
+        "--pipeline-schedule",
+        "breadth-first",
+        "--sequence-splits",
+        "2",
+        "--global-batch-size",
+        "16",
+        *align.split(),
+    ]
     launch(4, [*CHUNKS, *flags, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "4"]).check()
     traces = [read_timeline(tmp_path / f"iteration-4-pipeline-{first}.json") for first in (0, 1)]
     for timeline, rank in itertools.product(traces, range(2)):

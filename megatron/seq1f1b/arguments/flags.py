@@ -36,6 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Cut each sequence into segments and schedule those, for smaller pipeline bubbles and less activation memory. "
         "Without these flags Megatron's own schedules run untouched.",
     )
+    _add_schedule_arguments(group)
+    _add_split_arguments(group)
+    parser.set_defaults(has_authors_splits=False)
+    _add_removed_arguments(parser, group)
+    _add_run_arguments(group)
+    add_rehearsal_flags(group)
+    _mend_help(parser)
+    return parser
+
+
+def _add_schedule_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for what runs when, and on which rank."""
     group.add_argument(
         "--pipeline-schedule",
         choices=sorted(FAMILY_NAMES),
@@ -63,18 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "the embedding and, with two chunks, the loss; with --pipeline-schedule auto about half the bubble of 1F1B at "
         "its memory. Checkpoints of the one can be loaded with the other. Default: 'looped'.",
     )
-    _add_split_arguments(group)
-    parser.set_defaults(has_authors_splits=False)
-    for flag, (num_values, _) in _REMOVED.items():
-        if flag not in parser._option_string_actions:
-            group.add_argument(
-                flag,
-                action=_Removed,
-                nargs=num_values,
-                dest=argparse.SUPPRESS,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags for the device and for traces."""
     group.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
@@ -97,9 +101,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="N",
         help="Iterations to trace, counted from 1. Default: 3.",
     )
-    add_rehearsal_flags(group)
-    _mend_help(parser)
-    return parser
+
+
+def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
+    """Add the flags that old launch scripts have and Megatron has not, without a line in --help."""
+    for flag, (num_values, _) in _REMOVED.items():
+        if flag not in parser._option_string_actions:
+            group.add_argument(
+                flag,
+                action=_Removed,
+                nargs=num_values,
+                dest=argparse.SUPPRESS,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+            )
 
 
 class _Removed(argparse.Action):

@@ -20,7 +20,7 @@ def trace_collectives(
     chunks: Iterable[torch.nn.Module], stages: Sequence[int], begin: Callable[[str, int], Callable[[Any], None]]
 ) -> ExitStack:
     """Inside, `begin(kind, stage)` is called when the reduction of a bucket's gradients (REDUCE) or the gathering of
-    its parameters (GATHER) starts; its result is called with the handle of the collective, or None.
+    its parameters (GATHER) starts; its result, unless it is None, is called with the handle of the collective.
     """
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):
