@@ -1,7 +1,7 @@
 """What flash attention kernels for GPUs compute, on the CPU and with their demands on the arguments.
 
-In place of the real kernels it shows that the code around them passes the right tensors in the right layout, and reads
-the results rightly. It cannot show that the real kernels do what is written here; scripts/gpu_test.sh does, on a GPU.
+Takes the place of the real kernels, to test that the code around them passes the right tensors in the right layout and
+reads the results correctly. Whether the real kernels compute the same is tested on a GPU, by scripts/gpu_test.sh.
 """
 
 import torch
@@ -57,7 +57,7 @@ def backward(
     causal: bool = True,
     one_size: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, from what the forward left."""
+    """Gradients of query, key and value, from what the forward saved."""
     assert causal
     check_inputs(query, key, value, output, grad, one_size=one_size)
     batch, length, heads, _ = query.shape

@@ -98,7 +98,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_step(variant: Variant) -> None:
-    """One step, all that is measured of it added to the variant."""
+    """Run one step and add what is measured to the variant."""
     for chunk in variant.model:
         chunk.zero_grad_buffer()
     dist.barrier()

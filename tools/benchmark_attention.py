@@ -101,7 +101,7 @@ def run(part: Part, context: SegmentContext, segments: list[Segment]) -> float:
 
 
 def now() -> float:
-    """Of this thread's processor time, or of the clock when the GPU is done."""
+    """Seconds: this thread's processor time, or the clock once the GPU is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()

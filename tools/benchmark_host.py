@@ -59,7 +59,7 @@ class Nothing(torch.nn.Module):
 
 
 class Messages:
-    """What a neighbour would send, at hand at once."""
+    """Stands in for the neighbours: every message is at hand at once."""
 
     def post_receive(self, *_) -> None:
         pass
@@ -75,7 +75,7 @@ class Messages:
 
 
 class NoKernel:
-    """Attention that gives what it gets."""
+    """Attention that returns its input."""
 
     def forward(self, query, key, value):
         return query.flatten(2), (query,)

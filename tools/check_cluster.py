@@ -29,7 +29,7 @@ LEAST_SHARED_MEMORY = 1 << 30  # of the workers that load data
 
 
 class Facts(NamedTuple):
-    """What one rank sees of itself; `troubles` would stop a training, `notes` make it slower."""
+    """What one rank finds on its machine; `troubles` would stop a training, `notes` make it slower."""
 
     host: str
     device: str
@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def versions() -> str:
-    """Of what all ranks have to have alike."""
+    """The versions that must be equal on all ranks."""
 
     def of(package: str) -> str:
         try:
@@ -145,7 +145,7 @@ def all_reduce_speed(device: torch.device, size: int, troubles: list[str]) -> fl
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, after one that connects ranks."""
+    """Seconds of a call, after a first one that connects the ranks."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -193,7 +193,7 @@ def report(ranks: Sequence[Facts], troubles: Sequence[str]) -> str:
 
 
 def words(speeds: Sequence[float]) -> str:
-    """The slowest and its rank tell of a bad link."""
+    """The slowest speed and its rank, which show a bad link."""
     slowest = min(range(len(speeds)), key=speeds.__getitem__)
     return f"{speeds[slowest] / 1e9:.2f} GB/s (rank {slowest}) to {max(speeds) / 1e9:.2f} GB/s"
 

@@ -4,7 +4,7 @@
     python tools/paper_launches.py seq1f1b_7b
     python tools/paper_launches.py seq1f1b_7b --predict
 
-With --predict, what is predicted of each in place of the flags. scripts/paper/ runs them.
+With --predict, each line has the prediction in place of the flags. scripts/paper/ runs them.
 """
 
 import argparse

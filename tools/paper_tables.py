@@ -27,7 +27,7 @@ SOURCES: tuple[Callable[[], Iterable[Row]], ...] = (
     terapipe_tables.latencies,
     zero_bubble.bubble_rates,
 )
-# What issue and papers ask for: mean error of a table, largest error of a row. None: not asked.
+# Goals: mean error of a table, largest error of a row; None where there is no goal.
 GOALS: dict[str, tuple[float | None, float | None]] = {
     "vTrain multi-node": (0.08, 0.20),
     "vTrain single node": (0.08, None),
@@ -42,7 +42,7 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
     "Zero Bubble, ZB-2p against auto": (None, 0.01),
 }
 
-# What the rows that are off share, as far as it was found.
+# What is common to the rows with large errors, as far as known.
 MISSES = """\
 What is off, and why, as far as we found it:
 
@@ -69,7 +69,7 @@ def all_rows(progress: Callable[[str], None] = lambda text: None) -> list[Row]:
 
 
 def with_logs(rows: Iterable[Row], folder: Path) -> list[Row]:
-    """A log belongs to a row if its name, without `.log`, is the label of the row in words joined by `-`."""
+    """A log belongs to a row if its name, without `.log`, is the words of the row's label joined by `-`."""
     from dataclasses import replace
 
     logs = {path.stem: path for path in folder.glob("*.log")}

@@ -1,7 +1,7 @@
 """What callers of Megatron's `forward_backward_*` functions see: of Megatron's own, and of ours in their place.
 
 Started on four ranks, or on eight, then in pairs of tensor-parallel ranks. Every check that compares runs the same
-calls twice, on models that know nothing of Megatron.
+calls twice, on models without any code of Megatron's.
 """
 
 import os
@@ -124,7 +124,7 @@ def call(function, model: list[Chunk], m: int, step=forward_step, **given):
 
 
 def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None = None, per_token_loss=False, **given):
-    """All that a caller sees of one call on a new model: what it returns, gradients, hooks, timers."""
+    """All that a caller can observe of one call on a new model: what it returns, gradients, hooks, timers."""
     model = chunks(count, ranks, **(config or {}))
     timers, finalized = Timers(), []
     model[0].config.timers = timers
@@ -276,7 +276,7 @@ def check_wrong_arguments() -> None:
 
 
 def check_partial_activation_checkpoints() -> None:
-    """Megatron says which micro-batches keep more, by a third argument of the forward step."""
+    """Megatron passes which micro-batches keep more as a third argument of the forward step."""
     config = {"num_microbatches_with_partial_activation_checkpoints": 1}
     for virtual, name, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
         parallel_state.initialize_model_parallel(TENSOR, RANKS, virtual)
@@ -307,7 +307,7 @@ def check_what_is_not_a_loss() -> None:
 
 
 def check_first_step_of_a_validation() -> None:
-    """Transformer Engine is told once a step, in a validation once in its first step."""
+    """Transformer Engine is notified once a step, in a validation once in its first step."""
     parallel_state.initialize_model_parallel(TENSOR, RANKS)
     for first_val_step in (None, True, False):
         for forward_only in (True, False):

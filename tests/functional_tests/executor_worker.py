@@ -1,6 +1,6 @@
 """What a program that calls our executor as Megatron's `forward_backward_func` can rely on; started on two ranks.
 
-The model is one linear layer a stage and knows nothing of Megatron: no process groups but those handed over.
+The model is one linear layer a stage, without code of Megatron's: no process groups but those that are passed in.
 """
 
 import argparse
@@ -273,7 +273,7 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
 
         return output, loss_func
 
-    destroy_rerun_state_machine()  # Megatron makes one for whoever asks first
+    destroy_rerun_state_machine()  # Megatron makes one at the first call
     initialize_rerun_state_machine(mode=RerunMode.REPORT_DETERMINISM_STATS)
     model, schedule, counted = stage(world), executor(k=2), Counted()
     iterator, seen = RerunDataIterator(counted), []
@@ -292,7 +292,7 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
 
 
 def check_ranks_that_disagree(world, alone) -> None:
-    """All ranks hear of it, and before the first message."""
+    """All ranks raise, and before the first message."""
     for differing in ({"schedule": Named(("1f1b", "gpipe")[world.rank()])}, {"k": 1 + world.rank()}):
         message = raises(ValueError, run, executor(**differing), stage(world), pg_collection=groups(world, alone))
         assert "rank 1 has" in message and "rank 0 has" not in message, message
@@ -312,7 +312,7 @@ def failing_step(world):
 
 
 def stuck_step(world):
-    """Rank 1 does not come back; rank 0 raises in its fourth call, when nobody has asked for what it sent."""
+    """Rank 1 does not return; rank 0 raises in its fourth call, when nobody has received what it sent."""
     calls = []
 
     def step(data_iterator, model):
@@ -327,7 +327,7 @@ def stuck_step(world):
 
 
 def check_failure_of_one_rank(world, alone) -> None:
-    """The other ranks hear of it within the timeout even if the process of the failed one lives on. Has to be last."""
+    """The other ranks fail within the timeout even if the process of the failed one lives on. Has to be last."""
     kind, step = (KeyError if world.rank() == 1 else RuntimeError), failing_step(world)
     message = raises(kind, run, executor(timeout=5), stage(world), step, pg_collection=groups(world, alone))
     place = "rank 1 failed at 1F1.0, among" if world.rank() == 1 else "rank 0 failed at 0B"

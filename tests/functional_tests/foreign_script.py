@@ -1,4 +1,4 @@
-"""A training script that knows nothing of our flags, as a user of Megatron has one."""
+"""A training script of a user of Megatron, without our flags."""
 
 from megatron.core.enums import ModelType
 from megatron.training import pretrain

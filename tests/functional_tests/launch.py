@@ -117,7 +117,7 @@ class Launcher:
         self._zygote.stdin.write(json.dumps(job) + "\n")
         self._zygote.stdin.flush()
         codes = json.loads(self._zygote.stdout.readline())
-        # A rank that failed says more than those that were ended because of it.
+        # The code of a rank that failed, not of those that were ended because of it.
         code = next((code for code in codes if code > 0), min(codes))
         return Job(code, log.read_text(errors="replace"))
 

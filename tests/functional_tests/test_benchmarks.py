@@ -1,4 +1,4 @@
-"""The benchmarks run, and measure what they say; how fast anything is, is not tested."""
+"""The benchmarks run and measure what they claim to; speed itself is not tested."""
 
 import json
 

@@ -61,7 +61,7 @@ def test_losses_are_those_of_megatrons_own_mask(launch, training, masked, flags)
 
 
 def test_documents_of_the_packed_format(launch, training, masked):
-    """Every document of this corpus is one of the index, so that lengths and tokens tell of the same ones."""
+    """Every document of this corpus is one of the index, so lengths and tokens mark the same ones."""
     flags = ["--dataloader-inter-document-masking", "--eod-mask-loss", "--sequence-splits", "4"]
     job = launch(2, [*training, *PIPELINE, *flags]).check()
     assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)

@@ -98,7 +98,7 @@ def test_the_quick_start_refuses_before_it_installs_anything(setting):
     assert run.stderr == f"error: {setting} is not a positive integer.\n"
 
 
-# A Python that has torch and Megatron, and shows what it is asked to run.
+# Stands in for a Python that has torch and Megatron, and prints its command line.
 SHOWING_PYTHON = """#!/usr/bin/env bash
 if [ "$1" = - ]; then echo "torch megatron.core "; else echo "WORLD_SIZE=$WORLD_SIZE $*"; fi
 """

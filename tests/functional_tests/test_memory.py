@@ -1,4 +1,4 @@
-"""The memory that Seq1F1B is for: what a step holds at its peak is what the formula says (see memory_worker.py)."""
+"""What Seq1F1B saves: a step holds at its peak what the formula gives (see memory_worker.py)."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ NAMES = (
 
 
 def replace_functions() -> None:
-    """Megatron's `get_forward_backward_func` looks its functions up in its module, and so finds ours from now on."""
+    """Make Megatron's `get_forward_backward_func`, which looks its functions up in its module, return ours."""
     functions = UpstreamFunctions(
         PipelineExecutor(Named("1f1b"), 1, lambda length: (length,)),
         {name: getattr(schedules, name) for name in NAMES},
@@ -129,7 +129,7 @@ def _check_groups_of_pipeline(communicator: P2PCommunicator | None, collection: 
 
 
 def _check_group_size(config: Any, num_microbatches: int, communicator: P2PCommunicator | None) -> None:
-    """What the order of Megatron's interleaving asks of the number of micro-batches."""
+    """The number of micro-batches must suit Megatron's order of interleaving."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_pipeline_model_parallel_group() if communicator is None else communicator.pp_group

@@ -91,7 +91,7 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
 
 
 def delta_net(args: argparse.Namespace) -> DeltaNet:
-    """Sizes as those of Qwen3-Next: keys as wide as the model, values twice."""
+    """Sizes after Qwen3-Next: keys as wide as the model, values twice as wide."""
     heads, size = args.num_attention_heads, args.hidden_size // args.num_attention_heads
     return DeltaNet(key_heads=heads, value_heads=2 * heads, key_head_dim=size, value_head_dim=size)
 

@@ -1,4 +1,4 @@
-"""What the repeats of a benchmark come to: a table, and the measured times of actions as a file."""
+"""The results of a benchmark: a table, and the measured times of actions as a file."""
 
 import json
 import statistics

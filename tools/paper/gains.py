@@ -27,7 +27,7 @@ def _is_megatrons(candidate: Candidate) -> bool:
 
 
 def _is_published(candidate: Candidate) -> bool:
-    """Those, ZB-H1 on whole sequences, and Seq1F1B with its own way to cut."""
+    """Megatron's own, ZB-H1 on whole sequences, and Seq1F1B cut in its own way."""
     setup = candidate.setup
     if len(setup.segments) == 1:
         return setup.family in ("1f1b", "zb-h1")
@@ -53,7 +53,7 @@ class Case:
     best: dict[str, Plan | None]
 
     def gain(self, over: str) -> float | None:
-        """Of throughput, relative."""
+        """The relative gain in throughput."""
         other, ours = self.best[over], self.best["this package"]
         return None if other is None or ours is None else other.prediction.seconds / ours.prediction.seconds - 1
 

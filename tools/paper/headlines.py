@@ -1,4 +1,4 @@
-"""Headline claims of the papers, predicted by our own means."""
+"""Headline claims of the papers, predicted."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +19,7 @@ _SLICES = (1, 2, 4, 8, 16, 32)
 
 
 def thirty_billion_at_64k() -> Iterator[str]:
-    """Who holds 30B at 65536 tokens on 64 A100 without recomputation."""
+    """Which methods hold 30B at 65536 tokens on 64 A100 without recomputation."""
     machine = read_machine("a100-seq1f1b")
     yield f"| method | fullest rank | GiB, of {machine.device.memory_gib:.1f} | verdict |"
     yield "|---|---|---|---|"

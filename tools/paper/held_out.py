@@ -1,6 +1,6 @@
 """How well fitted constants predict rows that they were not fitted on: each group of rows is left out once.
 
-A machine file says which of its constants are fitted, and on what. Relative errors are nearly linear in the logarithms
+A machine file marks which of its constants are fitted, and on what. Relative errors are nearly linear in the logarithms
 of these constants, so one more prediction of every row for each constant gives their slopes, and least squares without
 a group the constants that would have been fitted without it.
 """
@@ -71,7 +71,7 @@ FITS = (
 
 
 def held_out(fits: Sequence[Fit] = FITS, progress: Callable[[str], None] = lambda text: None) -> list[HeldOut]:
-    """One entry a group."""
+    """One entry for each group."""
     found = []
     for fit in fits:
         progress(f"{fit.machine}\n")

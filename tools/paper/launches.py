@@ -98,10 +98,10 @@ TABLES: Mapping[str, Callable[[], Iterable[Row]]] = MappingProxyType(
 
 
 def launches(table: str) -> list[Launch]:
-    """In the order of the table. Raises ValueError for a table that is not in TABLES."""
+    """The launches of a table, in its order. Raises ValueError for a table that is not in TABLES."""
     if table not in TABLES:
         raise ValueError(f"there is no table {table}; there are {', '.join(TABLES)}")
-    # What no flag asks for: twice the memory of 1F1B for `auto`.
+    # No flag gives `auto` twice the memory of 1F1B.
     rows = [row for row in TABLES[table]() if not row.label.endswith("ZB-2p")]
     return [Launch(row, tuple(_flags(table, row))) for row in rows]
 

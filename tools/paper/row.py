@@ -29,7 +29,7 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """Relative; absolute for a bubble; None where either is out of memory."""
+        """The relative error, for a bubble the absolute one; None where either is out of memory."""
         if self.published is None or self.predicted is None:
             return None
         if self.unit == "bubble":
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of the rows of one table."""
+    """The errors of the rows of one table."""
 
     count: int
     mean: float

@@ -38,7 +38,7 @@ def latencies() -> Iterator[Row]:
         setting = settings[row["setting"]]
         scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
         slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
-        # The slices of setting 1 with TeraPipe are not in the source; two of a half each stand for them.
+        # The source omits the slices of setting 1 with TeraPipe; two halves stand for them.
         if not scheme and row["algorithm"] == "w/ TeraPipe":
             slices = (slices[0] // 2, slices[0] // 2)
         setup = setup_of(setting, slices)

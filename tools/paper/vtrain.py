@@ -43,5 +43,5 @@ def multi_node() -> Iterator[Row]:
 
 
 def single_node() -> Iterator[Row]:
-    """The source does not give recomputation here; without any the times fit."""
+    """The source does not mention recomputation here; times fit without any."""
     return _rows("vtrain_a100_single_node", "vTrain single node", "none")

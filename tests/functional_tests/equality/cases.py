@@ -9,7 +9,7 @@ from megatron.seq1f1b.schedule import Placement
 
 @dataclass(frozen=True)
 class Layout:
-    """How it is cut over ranks; what is left of the ranks is data parallel."""
+    """How a model is cut over ranks; the remaining factor is data parallelism."""
 
     pipeline: int = 1
     chunks: int = 1
@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def label(self) -> str:
-        """What its sizes do not say."""
+        """What its sizes leave out."""
         words = {
             "sp": self.sequence_parallel,
             "gather": self.gathers_keys,
@@ -47,8 +47,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One step. Segments are multiples of `multiple` tokens; where sequences are `packed`, it says how a batch tells of
-    documents.
+    """One step. Segments are multiples of `multiple` tokens; `packed` is how a batch marks the documents of its
+    sequences.
     """
 
     family: str

@@ -39,7 +39,7 @@ class References:
         self._found = {}
 
     def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
-        """(reports of training, gradients, logged auxiliary losses, reports of evaluation) for each case."""
+        """For each case: reports of training, gradients, logged auxiliary losses, reports of evaluation."""
         ranks = Layout(
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,

@@ -20,7 +20,7 @@ from megatron.seq1f1b.v_chunks import at_stage, building
 
 
 def use_ranks(layout: Layout) -> None:
-    """Give the ranks their parts; keeps the process groups if they are the right ones, ends them if not.
+    """Assign ranks their parts; keeps the process groups if they fit, and destroys them otherwise.
 
     Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
-# Letters for the symbols of layers that ids of tests are better without.
+# Letters in place of the symbols of layers, which do not suit ids of tests.
 PLAIN = str.maketrans({"*": "A", "-": "F"})
 
 
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def label(self) -> str:
-        """How it differs from the plain model, as far as fields of their own say so."""
+        """How it differs from the plain model, as far as it has fields for that."""
         words = ["fp32" if self.dtype == torch.float32 else "", f"kv{self.kv_heads}" if self.kv_heads < HEADS else ""]
         words += [f"heads{self.heads}" if self.heads != HEADS else ""]
         words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
@@ -180,7 +180,7 @@ def variants() -> list[Model]:
 
 
 def positions() -> list[Model]:
-    """Ways to tell attention of positions, and what else layers do to queries, keys and the output of attention."""
+    """Ways to encode positions, and what else layers do to queries, keys and the output of attention."""
     yarn = {
         "yarn_rotary_scaling_factor": 4.0,
         "yarn_original_max_position_embeddings": 16,

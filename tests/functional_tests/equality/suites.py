@@ -22,7 +22,7 @@ def all_cases(families=("1f1b",)):
 
 
 def few_cases(families=("1f1b",)):
-    """One of each kind."""
+    """One case of each kind."""
     return [
         *(Case(family, k, m, "uneven", "random") for family in families for k, m in ((1, 2), (2, 1), (3, 5), (7, 2))),
         *(Case(family, 4, 2, "even", "segment") for family in families),
@@ -43,7 +43,7 @@ def tensor_suite(pipeline: int):
 
 
 def order_cases(families):
-    """Sizes that orders of actions stumble over: fewer micro-batches than ranks, no multiple of them, odd segments."""
+    """Sizes that break wrong orders of actions: fewer micro-batches than ranks, no multiple of them, odd segments."""
     return [
         Case(family, k, m, "uneven", "random") for family, k, m in itertools.product(families, (1, 2, 3, 5), (1, 2, 5))
     ]
@@ -107,7 +107,7 @@ def overlap_suite():
 
 
 def documents_suite():
-    """Each way to tell of documents, and one step of each kind in each model."""
+    """Each way to mark documents, and one step of each kind in each model."""
     cases = [
         Case("1f1b", k, m, split, "random", form)
         for k, m, split, form in (

@@ -21,7 +21,7 @@ from megatron.seq1f1b.model.output_layer import without_apex  # noqa: E402
 
 
 def agreed(name: str, verdict: Verdict) -> str:
-    """What all ranks found, in one line."""
+    """The verdict of all ranks, in one line."""
     found: list[Verdict] = [None] * dist.get_world_size()
     dist.all_gather_object(found, verdict)
     wrong = [(rank, *each) for rank, verdict in enumerate(found) for each in verdict.wrong]
