@@ -1,6 +1,7 @@
 """Who may import whom: no room imports one above it, and the pure ones import neither torch nor Megatron."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -99,6 +100,15 @@ def public_names() -> list[str]:
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     [names] = (node.value for node in tree.body if isinstance(node, ast.Assign))
     return ast.literal_eval(names)
+
+
+def test_contributors_read_the_same_table():
+    text = (ROOT.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)(?:/|\.py)` \| .* \| (.*) \|$", text, re.MULTILINE))
+    assert {*rows} == {*MAY_IMPORT} - {"__init__", "__main__"}
+    for room, allowed in rows.items():
+        names = set(re.findall(r"`(\w+)`", allowed))
+        assert names == (({*rows} if "all" in allowed else set()) ^ MAY_IMPORT[room]) - {room}, room
 
 
 def test_the_rooms_have_no_circle():

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planner import Candidate, decided_flags, model_flags
+from megatron.seq1f1b.planner import Candidate
 from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.simulator import predict
 

@@ -8,9 +8,10 @@ from types import MappingProxyType
 
 from ..errors import ParameterError, by_keyword
 
-# The parameters of the pure rooms that a user sets under another name: as keywords of `install` or of Megatron.
+# The parameters of the pure rooms that a user sets under another name: of `install`, of Megatron or of a command.
 _KEYWORDS: Mapping[str, str] = MappingProxyType(
     {
+        "num_devices": "gpus",
         "num_segments": "sequence_splits",
         "sequence_length": "seq_length",
         "strategy": "sequence_split_strategy",

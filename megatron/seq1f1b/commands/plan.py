@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..costs.machine import machine_names, read_machine
-from ..planner import PRESETS, Question, Search, decided_flags, model_flags, predict_candidate, preset, way_out
+from ..planner import PRESETS, Question, Search, predict_candidate, preset, way_out
+from .candidate_flags import decided_flags, model_flags
 from .launch_flags import as_given, model_of, read_launch, undecided
 from .parsing import Parser, count
 from .plan_text import explained, memory_by_stage, overview, short_name, title
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     search = Search(asked, show)
     found = search.best(args.best)
     if not found:
-        raise ValueError(way_out(asked))
+        raise way_out(asked)
     best = found[0]
     print(title(asked))
     print(overview(found, None if given is None else predict_candidate(given, asked)))

@@ -2,7 +2,6 @@
 
 from .critical_batch import LAWS, BatchLaw, batch_law
 from .explain import breakdown
-from .flags import decided_flags, model_flags
 from .presets import PRESETS, preset
 from .question import Candidate, Question
 from .search import Plan, Search, plan, predict_candidate
@@ -22,10 +21,8 @@ __all__ = [
     "batch_law",
     "breakdown",
     "candidates",
-    "decided_flags",
     "device_counts",
     "lean",
-    "model_flags",
     "plan",
     "predict_candidate",
     "preset",

@@ -4,8 +4,8 @@ import shlex
 
 from megatron.seq1f1b import arguments
 from megatron.seq1f1b.arguments import run_of_arguments
+from megatron.seq1f1b.commands.candidate_flags import decided_flags
 from megatron.seq1f1b.commands.launch_flags import read_launch
-from megatron.seq1f1b.planner import decided_flags
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planner.test_flags import sample, words_of
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
 from megatron.seq1f1b.commands.launch_flags import as_given, model_of, read_launch, undecided
 from megatron.seq1f1b.costs import Experts
-from megatron.seq1f1b.planner import PRESETS, candidates, decided_flags, model_flags, preset
+from megatron.seq1f1b.planner import PRESETS, candidates, preset
 from megatron.seq1f1b.planner.question import Candidate
 from unit_tests.planner.question import MODEL, small
 

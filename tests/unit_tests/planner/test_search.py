@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.seq1f1b.arguments.naming import Naming
 from megatron.seq1f1b.planner import Search, breakdown, candidates, plan, predict_candidate, way_out
 from megatron.seq1f1b.planner.bounds import least_bytes, least_seconds
 from megatron.seq1f1b.report.frontier import Point, frontier
@@ -73,14 +74,15 @@ def test_a_breakdown_adds_up(everything):
 def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
     question = small(num_devices=7, global_batch_size=4)
     assert plan(question) == []
-    assert "7 devices" in way_out(question) and "--global-batch-size 7" in way_out(question)
+    assert "7 devices" in str(way_out(question)) and "global_batch_size=7" in str(way_out(question))
+    assert "; --global-batch-size 7 can be divided" in Naming.FLAGS.sentence(way_out(question))
     assert plan(small(num_devices=7, global_batch_size=7))
 
 
 def test_what_does_not_fit_is_a_sentence_with_the_nearest_that_does():
     question = small(memory_gib=0.9)
     assert plan(question) == []
-    sentence = way_out(question)
+    sentence = Naming.FLAGS.sentence(way_out(question))
     assert "no configuration fits" in sentence
     named = {"--gpus": "num_devices", "--seq-length": "sequence_length"}
     words = sentence.replace(",", " ").split()

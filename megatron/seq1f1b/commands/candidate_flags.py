@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ..costs import Experts, ModelShape
-from .question import Candidate
+from ..planner import Candidate
 
 
 def model_flags(model: ModelShape, sequence_length: int) -> list[str]:
