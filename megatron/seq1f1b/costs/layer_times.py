@@ -6,6 +6,7 @@ parallelism exchange follows arXiv 2205.05198, section 4.2.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .collectives import all_reduce_time, all_to_all_time
 from .expert_times import NO_EXPERTS, expert_time
@@ -47,62 +48,16 @@ class LayerTime:
 
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has_experts: bool = False) -> LayerTime:
     """The time of the tokens [start, end) of every sequence of a micro-batch, without recomputation."""
-    model, device, software = setup.model, machine.device, setup.software
-    batch, tensor, context = setup.micro_batch_size, setup.tensor_parallel, setup.context_parallel
-    length = end - start
-    rows = batch * length / context
-    hidden = model.hidden_size
-    width = model.num_heads * model.head_dim / tensor
-    kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim / tensor
-    experts = model.experts if has_experts else None
-    ffn = (experts.shared_ffn_hidden_size if experts else model.ffn_hidden_size) / tensor
-    fc1 = ffn * (2 if model.is_gated else 1)
-
-    weights = ((width + 2 * kv_width, hidden), (hidden, width), (fc1, hidden), (hidden, ffn))  # outputs, inputs
-    forward_matmul = sum(matmul_time(device, rows, out, into) for out, into in weights)
-    input_matmul = sum(matmul_time(device, rows, into, out) for out, into in weights)
-    # A product that adds to gradients reads and writes them meanwhile.
-    adding = moving_time(device, 2 * software.gradient_bytes * setup.layer_parameters(has_experts))
-    weight = max(sum(matmul_time(device, out, into, rows) for out, into in weights), adding)
-
-    heads = model.num_heads / tensor / context
-    if software.flash_attention:
-        pairs = length * (start + end + 1) / 2
-        forward_attention = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
-        input_attention = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
-    else:
-        sizes = (device, length, end, heads, model.head_dim, batch, software.dropout)
-        forward_attention = unfused_attention_time(*sizes, backward=False)
-        input_attention = unfused_attention_time(*sizes, backward=True)
-    if len(setup.segments) > 1:
-        # Keys and values of the prefix: either copied each time, or their gradients are added to sums in 32 bit.
-        cached = batch * end / context * 2 * kv_width
-        if software.concatenates_prefix:
-            forward_attention += moving_time(device, 2 * BYTES * cached, 2)
-            input_attention += moving_time(device, 3 * BYTES * cached, 2)
-        else:
-            input_attention += moving_time(device, (BYTES + 8) * cached, 2)
+    rows = setup.micro_batch_size * (end - start) / setup.context_parallel
+    widths = _Widths.of(setup, has_experts)
+    forward_matmul, input_matmul, weight = _products(setup, machine, widths, rows, has_experts)
+    forward_attention, input_attention = _attention(setup, machine, widths, start, end)
+    forward_other, input_other = _moving(setup, machine, widths, rows)
+    forward_exchange, input_exchange = _tensor_exchange(setup, machine, widths, rows, weight)
     # Context parallelism by heads: queries, keys, values and the output change from tokens to heads and back.
-    context_exchange = all_to_all_time(machine, setup.context_group, BYTES * rows * (2 * width + 2 * kv_width))
-
-    # Two norms (read, write) and two additions to the residual (read two, write one); then the activation function,
-    # rotary positions of queries and keys, and their layout.
-    whole = rows * hidden / (tensor if setup.sequence_parallel else 1)
-    parts = rows * (fc1 + ffn + 4 * (width + kv_width))
-    forward_other = moving_time(device, BYTES * (10 * whole + parts), 10)
-    input_other = moving_time(device, BYTES * (14 * whole + 1.5 * parts), 14)
-
-    # A sum over the tensor-parallel ranks each way, for each of two blocks; with sequence parallelism each in its two
-    # halves, and the inputs of the block are gathered once more for the weight gradients.
-    group, size = setup.tensor_group, BYTES * rows * hidden
-    blocks = 2 if ffn else 1
-    forward_exchange = input_exchange = blocks * all_reduce_time(machine, group, size)
-    gathered = forward_exchange / 2 if setup.sequence_parallel else 0.0
-    input_exchange += gathered
-    if software.overlaps_tensor_parallel and not setup.splits_backward:
-        # With sequence parallelism the gathering runs beside a product, and the reduction beside another.
-        input_exchange -= min(forward_exchange, 0.8 * weight)
-    routed = expert_time(setup, machine, rows) if experts else NO_EXPERTS
+    context_bytes = BYTES * rows * (2 * widths.queries + 2 * widths.keys)
+    context_exchange = all_to_all_time(machine, setup.context_group, context_bytes)
+    routed = expert_time(setup, machine, rows) if setup.model.experts and has_experts else NO_EXPERTS
     return LayerTime(
         forward_matmul + routed.matmul,
         forward_attention,
@@ -116,6 +71,98 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has
         context_exchange + routed.all_to_all,
         weight + routed.weight,
     )
+
+
+class _Widths(NamedTuple):
+    """Columns that a tensor-parallel rank has of queries, of keys (or values), into and out of the activation."""
+
+    queries: float
+    keys: float
+    into_activation: float
+    activated: float
+
+    @classmethod
+    def of(cls, setup: TrainingSetup, has_experts: bool) -> "_Widths":
+        model, tensor = setup.model, setup.tensor_parallel
+        experts = model.experts if has_experts else None
+        ffn = (experts.shared_ffn_hidden_size if experts else model.ffn_hidden_size) / tensor
+        kv_heads = model.num_kv_heads or model.num_heads
+        return cls(
+            queries=model.num_heads * model.head_dim / tensor,
+            keys=kv_heads * model.head_dim / tensor,
+            into_activation=ffn * (2 if model.is_gated else 1),
+            activated=ffn,
+        )
+
+
+def _products(
+    setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float, has_experts: bool
+) -> tuple[float, float, float]:
+    """Matrix products of the forward, of input gradients and of weight gradients."""
+    device, hidden = machine.device, setup.model.hidden_size
+    queries, keys, into_activation, activated = widths
+    # outputs, inputs
+    weights = (queries + 2 * keys, hidden), (hidden, queries), (into_activation, hidden), (hidden, activated)
+    forward = sum(matmul_time(device, rows, out, into) for out, into in weights)
+    back = sum(matmul_time(device, rows, into, out) for out, into in weights)
+    # A product that adds to gradients reads and writes them meanwhile.
+    adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.layer_parameters(has_experts))
+    return forward, back, max(sum(matmul_time(device, out, into, rows) for out, into in weights), adding)
+
+
+def _attention(setup: TrainingSetup, machine: Machine, widths: _Widths, start: int, end: int) -> tuple[float, float]:
+    """Attention of the forward and of the input gradients."""
+    model, device, software = setup.model, machine.device, setup.software
+    batch, length = setup.micro_batch_size, end - start
+    heads = model.num_heads / setup.tensor_parallel / setup.context_parallel
+    if software.flash_attention:
+        pairs = length * (start + end + 1) / 2
+        forward = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
+        back = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
+    else:
+        sizes = (device, length, end, heads, model.head_dim, batch, software.dropout)
+        forward = unfused_attention_time(*sizes, backward=False)
+        back = unfused_attention_time(*sizes, backward=True)
+    if len(setup.segments) > 1:
+        # Keys and values of the prefix: either copied each time, or their gradients are added to sums in 32 bit.
+        cached = batch * end / setup.context_parallel * 2 * widths.keys
+        if software.concatenates_prefix:
+            forward += moving_time(device, 2 * BYTES * cached, 2)
+            back += moving_time(device, 3 * BYTES * cached, 2)
+        else:
+            back += moving_time(device, (BYTES + 8) * cached, 2)
+    return forward, back
+
+
+def _moving(setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float) -> tuple[float, float]:
+    """Kernels of the forward and of the input gradients that only move data."""
+    # Two norms (read, write) and two additions to the residual (read two, write one); then the activation function,
+    # rotary positions of queries and keys, and their layout.
+    whole = rows * setup.model.hidden_size / (setup.tensor_parallel if setup.sequence_parallel else 1)
+    parts = rows * (widths.into_activation + widths.activated + 4 * (widths.queries + widths.keys))
+    device = machine.device
+    return (
+        moving_time(device, BYTES * (10 * whole + parts), 10),
+        moving_time(device, BYTES * (14 * whole + 1.5 * parts), 14),
+    )
+
+
+def _tensor_exchange(
+    setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float, weight: float
+) -> tuple[float, float]:
+    """What tensor parallelism does not hide of its collectives, in the forward and in the input gradients.
+
+    They may run beside products of weight gradients, which take `weight`.
+    """
+    # A sum over the tensor-parallel ranks each way, for each of two blocks; with sequence parallelism each in its two
+    # halves, and the inputs of the block are gathered once more for the weight gradients.
+    blocks = 2 if widths.activated else 1
+    forward = back = blocks * all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
+    back += forward / 2 if setup.sequence_parallel else 0.0
+    if setup.software.overlaps_tensor_parallel and not setup.splits_backward:
+        # With sequence parallelism the gathering runs beside a product, and the reduction beside another.
+        back -= min(forward, 0.8 * weight)
+    return forward, back
 
 
 @dataclass(frozen=True)
