@@ -1,4 +1,4 @@
-"""A step of our executor in one process: a linear layer that knows nothing of Megatron, in a pipeline of one rank."""
+"""A step of our executor in one process: a linear layer without code of Megatron's, in a pipeline of one rank."""
 
 from collections.abc import Iterator
 

@@ -103,7 +103,7 @@ def forward(model: torch.nn.Module, part: dict[str, torch.Tensor]) -> torch.Tens
 
 
 class ForwardStep:
-    """Megatron's `forward_step_func`; sees to it that outputs which went on to the next stage are empty by then."""
+    """Megatron's `forward_step_func`; asserts that outputs which were sent to the next stage are empty by then."""
 
     def __init__(self) -> None:
         self._outputs: list[weakref.ref] = []

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
-# What a section says about itself, among all that Megatron says.
+# The lines of a section, among all that Megatron prints.
 MARKED = re.compile("  · ")
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}

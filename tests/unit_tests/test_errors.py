@@ -1,4 +1,4 @@
-"""A mistake has one sentence, and names its parameters as its reader knows them."""
+"""A mistake has one sentence, which names parameters as its reader set them."""
 
 import ast
 import re

@@ -66,7 +66,7 @@ def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Modu
 
     base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
     rows = (
-        Patch(f"{base}.wgrad_store", products, "assigns gradients, and does not tell units apart", wraps=True),
+        Patch(f"{base}.wgrad_store", products, "assigns gradients, and does not keep units apart", wraps=True),
         Patch(f"{base}.forward", _on_aliases, "lets hooks of parameters fire before there is a gradient", wraps=True),
     )
     return patched_on(layers, PatchTable(Scope.STEP, rows))

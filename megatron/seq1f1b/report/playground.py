@@ -19,7 +19,7 @@ MOST_ACTIONS = 12_000  # drawn and planned in seconds by a browser
 
 @dataclass(frozen=True)
 class Settings:
-    """What the sliders say.
+    """The values of the sliders.
 
     `attention` is its share of the forward of a whole sequence, `message` the time in which the activations of a whole
     sequence reach the next rank, `memory` what `auto` may hold, in peaks of 1F1B with the same segments.

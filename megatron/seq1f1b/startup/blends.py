@@ -78,7 +78,7 @@ def _text(flag: str, path: str) -> str:
 
 
 def _prefixes(flag: str, words: Sequence[str]) -> Sequence[str]:
-    """The names in `weight name weight name ...` or `name name ...`, told apart as Megatron does."""
+    """The names in `weight name weight name ...` or `name name ...`, distinguished as Megatron does."""
     if not any(words):
         raise ValueError(f"{flag} names no data; give the names of .bin/.idx pairs, without these endings")
     weights = [_number(word) for word in words[::2]]

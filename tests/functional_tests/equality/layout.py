@@ -1,4 +1,4 @@
-"""A model cut over ranks as a layout says, with the same parameters in every layout."""
+"""A model cut over ranks by a layout, with the same parameters in every layout."""
 
 import zlib
 from functools import cache

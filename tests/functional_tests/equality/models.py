@@ -72,7 +72,7 @@ class Model:
         return replace(self, config=options(**(dict(self.config) | values)))
 
     def transformer_config(self, **layout: Any) -> TransformerConfig:
-        """Megatron's configuration of the model, cut over ranks as `layout` says."""
+        """Megatron's configuration of the model, cut over ranks by `layout`."""
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         recompute = {"recompute_granularity": self.recompute} if self.recompute else {}

@@ -131,7 +131,7 @@ def test_auto_takes_the_number_of_segments_of_the_shortest_step_that_fits(capsys
 
     ample = ("--device-memory", "10000")
     assert number(*ample, seq_length=32768) > 2
-    # More micro-batches leave less of a bubble to shrink; less memory asks for more segments.
+    # More micro-batches leave less of a bubble to shrink; less memory needs more segments.
     assert number(*ample, seq_length=32768, global_batch_size=4096) < number(*ample, seq_length=32768)
     assert number("--device-memory", "24", seq_length=65536, global_batch_size=4096) > number(
         *ample, seq_length=65536, global_batch_size=4096
@@ -329,7 +329,7 @@ def test_a_trace_is_a_profile_of_as_many_segments_as_one_asks_for(tmp_path, caps
     path = tmp_path / "iteration-3-pipeline-0.json"
     write_timeline(Timeline(step.shape, step.ranks, "s", {"segment_lengths": [4096] * 4}), path)
     flags = ("--sequence-split-strategy", "profile", "--sequence-split-profile", str(path))
-    # Of experts and tensor parallelism a trace need not know.
+    # A trace holds for experts and tensor parallelism, too.
     args = parsed("--sequence-splits", "3", *flags, num_experts=8, tensor_model_parallel_size=2)
     validate(args)
     first, second, third = pipeline_config(args).cut(16384)
@@ -381,7 +381,7 @@ def test_our_schedules_keep_documents_apart_where_megatrons_flags_ask_for_it(fla
     assert follows_documents(parsed("--sequence-splits", "4", **packed))
     assert follows_documents(parsed("--pipeline-schedule", "1f1b", **packed))
     assert not follows_documents(parsed("--sequence-splits", "4"))
-    # What segments cannot serve keeps Megatron's attention, and with it Megatron's way to tell of documents.
+    # A model that segments cannot serve keeps Megatron's attention, and with it Megatron's way to mark documents.
     assert not follows_documents(parsed("--pipeline-schedule", "1f1b", context_parallel_size=2, **packed))
     assert not follows_documents(parsed(**packed))
     assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend, **packed))

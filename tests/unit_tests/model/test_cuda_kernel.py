@@ -1,6 +1,6 @@
 """The kernels for GPUs without a GPU: their calls fit the operators, and with stand-ins for these the numbers fit too.
 
-What the real kernels compute, scripts/gpu_test.sh finds out.
+scripts/gpu_test.sh tests what the real kernels compute.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The two halves of the backward of a linear layer: the same gradients, at the time that was asked for."""
+"""The two halves of the backward of a linear layer: the same gradients, at the chosen time."""
 
 import weakref
 
@@ -104,7 +104,7 @@ def test_without_anything_to_split_the_layer_is_left_alone():
     frozen = Layer()
     frozen.weight.requires_grad_(False)
     go_backward(frozen, 0, tokens())
-    first = Layer()  # its input has no gradient, so nobody waits for one
+    first = Layer()  # its input has no gradient, so nothing waits for one
     go_backward(first, 0, input := tokens().detach())
     torch.testing.assert_close(first.weight.grad, expected(first, input))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The balanced split: equal costs, up to rounding."""
+"""The balanced partition: equal costs, up to rounding."""
 
 import itertools
 

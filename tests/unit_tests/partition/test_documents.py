@@ -1,4 +1,4 @@
-"""Splits of packed sequences."""
+"""Partitions of packed sequences."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""How a rehearsal is asked for, and what it is not started with."""
+"""How a rehearsal is started, and what it is not started with."""
 
 from argparse import Namespace
 

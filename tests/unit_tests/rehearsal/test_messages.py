@@ -1,4 +1,4 @@
-"""Both ends of a channel mean the same messages, or a sentence says which not."""
+"""Both ends of a channel agree on the messages, or a sentence names those that differ."""
 
 from megatron.seq1f1b.rehearsal.messages import Message, Traffic, mismatches
 

@@ -1,4 +1,4 @@
-"""Figures for papers: colours that everybody tells apart, widths, labels that drop out."""
+"""Figures for papers: colours that everybody can distinguish, widths, labels that drop out."""
 
 import re
 from itertools import combinations, pairwise

@@ -1,4 +1,4 @@
-"""All ranks hear of a plan that differs, and which."""
+"""A plan that differs raises on all ranks and is named."""
 
 import pytest
 import torch.distributed as dist

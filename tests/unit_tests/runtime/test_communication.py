@@ -1,4 +1,4 @@
-"""Messages between two ranks, here threads of one process with groups that only remember."""
+"""Messages between two ranks, here threads of one process with groups that only record."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ TIMEOUT = timedelta(seconds=7)
 
 
 class Work:
-    """A transfer that ends as it is told."""
+    """A transfer with a given end."""
 
     def __init__(self, error: str | None = None) -> None:
         self.error, self.timeout = error, None

@@ -70,7 +70,7 @@ def test_a_whole_sequence_is_handed_through_untouched():
 
 
 def test_a_part_of_a_pinned_batch_is_pinned(monkeypatch):
-    """The copy to a GPU would hold up the host otherwise. Here nothing can be pinned: what is asked for counts."""
+    """The copy to a GPU would hold up the host otherwise. Nothing can be pinned here, so the request counts."""
     empty, asked = torch.empty, []
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kwargs: asked.append(pin_memory) or empty(*args))

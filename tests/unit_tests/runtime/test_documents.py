@@ -1,4 +1,4 @@
-"""Where documents start, by what a batch brings."""
+"""Where documents start, by the entries of a batch."""
 
 import pytest
 import torch

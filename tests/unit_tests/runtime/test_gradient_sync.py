@@ -30,7 +30,7 @@ class Chunk:
 
 
 def sync_of(chunks, **hooks) -> GradientSync:
-    """Megatron gives hooks bare for one chunk, as a list for several."""
+    """Megatron passes hooks bare for one chunk, as a list for several."""
     none = dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func"))
     given = {name: made[0] if len(chunks) == 1 else made for name, made in hooks.items()}
     return GradientSync(SimpleNamespace(**{**none, **given}), chunks)

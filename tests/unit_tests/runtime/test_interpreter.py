@@ -1,4 +1,4 @@
-"""What a step leaves behind, how it fails, what a profiler sees of it."""
+"""What a step leaves behind, how it fails, what a profiler records of it."""
 
 import gc
 import weakref

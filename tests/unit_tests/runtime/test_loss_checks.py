@@ -18,7 +18,7 @@ from one_rank import Stage, run
 
 @pytest.fixture
 def machine(alone):
-    destroy_rerun_state_machine()  # Megatron makes one for whoever asks first
+    destroy_rerun_state_machine()  # Megatron makes one at the first call
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
     yield get_rerun_state_machine()
     destroy_rerun_state_machine()

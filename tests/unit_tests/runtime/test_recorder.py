@@ -27,7 +27,7 @@ class Event:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What a recorder asks of a GPU, with a count of the times that the host waits for it."""
+    """What a recorder uses of a GPU, with a count of the times that the host waits for it."""
     gpu = SimpleNamespace(waits=0)
 
     def synchronize(device=None) -> None:

@@ -1,4 +1,4 @@
-"""A message that a GPU waits for in vain is named, with GPUs that are told whether they have passed a mark."""
+"""A message that a GPU waits for in vain is named; the GPUs here pass a mark when the test sets it."""
 
 import gc
 import threading

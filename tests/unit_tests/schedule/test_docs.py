@@ -1,4 +1,4 @@
-"""The worked example of docs/schedules.md does what the text says."""
+"""The worked example of docs/schedules.md does what the text promises."""
 
 import re
 from pathlib import Path

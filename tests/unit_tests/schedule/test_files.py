@@ -33,7 +33,7 @@ def test_csv_out_and_in(tmp_path_factory, family, shape):
     write_csv(schedule, path)
     again = read_csv(path)
     assert again.ranks == schedule.ranks
-    # The file does not say "v" where a V and a loop are the same.
+    # The file does not show which one it is where a V and a loop are the same.
     assert (again.shape == shape) or not shape.placement.turns or shape.num_ranks == 1
 
 

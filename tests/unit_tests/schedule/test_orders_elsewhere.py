@@ -91,7 +91,7 @@ def test_interleaved_is_torchs(ranks, chunks, microbatches):
 @fixed
 @given(st.sampled_from(list(FAMILIES)), shapes())
 def test_torch_finds_every_schedule_valid(family, shape):
-    """Torch knows no segments: each unit is a micro-batch to it."""
+    """Torch has no segments: each unit is a micro-batch there."""
     schedule = build(family, shape)
     kinds = {kind: theirs for theirs, kind in KINDS.items()}
     theirs = {
