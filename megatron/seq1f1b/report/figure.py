@@ -50,18 +50,12 @@ def plot_timelines(
     # Inches: between panels, for the legend, for the axis.
     gap, top, bottom = (0.35, 0.75, 0.35) if is_narrow else (0.5, 0.55, 0.4)
     height = sum(heights) + gap * (len(timelines) - 1) + top + bottom
-    figure = Figure(figsize=(width + left + right, height))
+    full = left + width + right
+    figure = Figure(figsize=(full, height))
 
     above = top
     for timeline, title, panel in zip(timelines, titles, heights, strict=True):
-        axes = figure.add_axes(
-            (
-                left / (width + left + right),
-                1 - (above + panel) / height,
-                width / (width + left + right),
-                panel / height,
-            )
-        )
+        axes = figure.add_axes((left / full, 1 - (above + panel) / height, width / full, panel / height))
         _draw(axes, timeline, title, longest, is_narrow)
         if has_labels:
             _label(axes, timeline, longest)
