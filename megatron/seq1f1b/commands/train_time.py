@@ -20,15 +20,14 @@ from ..planner import (
     Question,
     Training,
     batch_law,
-    decided_flags,
     device_counts,
     lean,
-    model_flags,
     preset,
     soonest,
     way_out,
 )
 from ..planner.presets import gpt_of
+from .candidate_flags import decided_flags, model_flags
 from .parsing import PICTURES, Parser, check_output, count
 from .plan import show
 
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     found = [each for each in soonest(question, args.tokens, law, device_counts(question), progress=show) if each]
     if not found:
-        raise ValueError(way_out(Question(model, machine, args.gpus, args.seq_length, args.gpus)))
+        raise way_out(Question(model, machine, args.gpus, args.seq_length, args.gpus))
     print(table(found, args.gpu_hour))
     best = min(found, key=lambda each: each.days)
     print(f"\nSoonest: {best.days:.3g} days on {best.devices} GPUs, with\n  ", end="")
