@@ -226,6 +226,8 @@ make_flags() {
     fi
     if [ -n "$CHECKPOINT_PATH" ]; then
         flags+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$SAVE_INTERVAL")
+        # Checkpoints of any layout go on in any other.
+        flags+=(--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable)
     fi
 }
 
