@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import patient
+from patience import slowness
 
 TIERS = ("unit", "functional", "exhaustive")
 NOT_REACHED = "not within the time of --budget"
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[BUDGET] = Budget(config.getoption("--budget"))
     if config.option.timeout is None:
-        config.option.timeout = patient(float(config.getini("timeout")))
+        config.option.timeout = slowness() * float(config.getini("timeout"))
 
 
 def tier_of(item: pytest.Item) -> str:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 from typing import Any
 
 from ..costs import ModelShape
+from ..partition import segment_multiple
 from .model_sizes import layers_per_stage, model_shape
 from .supported import BLOCKS
 
@@ -34,15 +35,12 @@ class MegatronRun:
 def _segment_multiple(settings: Mapping[str, Any]) -> int:
     """Tokens that every segment has a multiple of.
 
-    Of c context-parallel ranks each holds two of 2c equal parts of a segment, and with sequence parallelism each
-    tensor-parallel rank an equal part of what they hold. In 8 bits, blocks of tokens of all sequences that share a
-    scale stay together.
+    In 8 bits, blocks of tokens of all sequences that share a scale stay together.
     """
-    context = settings.get("context_parallel_size") or 1
     tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
     if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe"))):
         tensor *= block // gcd(block, settings.get("micro_batch_size") or 1)
-    return tensor if context == 1 else context * lcm(2, tensor)
+    return segment_multiple(tensor, settings.get("context_parallel_size") or 1)
 
 
 def megatron_run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:

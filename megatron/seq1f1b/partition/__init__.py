@@ -5,6 +5,7 @@ Start with cut (the strategies). The time of a segment is a function that the ca
 
 from .balanced import balanced
 from .cut import DEFAULT_STRATEGY, STRATEGIES, Strategy, cut_sequence, even
+from .cut_positions import segment_multiple
 from .documents import balanced_by_documents, within_documents
 from .lengths_file import check_lengths, read_lengths
 from .segment_time import SegmentTime, segment_times
@@ -22,6 +23,7 @@ __all__ = [
     "cut_sequence",
     "even",
     "read_lengths",
+    "segment_multiple",
     "segment_times",
     "terapipe",
     "uniform_comp",

@@ -1,12 +1,21 @@
 """The positions at which a sequence may be cut."""
 
-from math import gcd
+from math import gcd, lcm
 
 from ..errors import ParameterError
 
 KERNEL_TILE = 128
 # Rounding moves the cost of a segment by at most one part in this.
 _TILES_PER_SEGMENT = 64
+
+
+def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
+    """Tokens that every segment has a multiple of, so that all ranks hold equally many.
+
+    Of c context-parallel ranks each holds two of 2c equal parts of a segment, and of `tensor_parallel` ranks (1 without
+    sequence parallelism) each an equal part of what they hold.
+    """
+    return tensor_parallel if context_parallel == 1 else context_parallel * lcm(2, tensor_parallel)
 
 
 def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:

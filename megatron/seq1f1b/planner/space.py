@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil, lcm
+from math import ceil
 
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.training_setup import Software, TrainingSetup
 from ..errors import ParameterError
-from ..partition import SegmentTime, cut_sequence
+from ..partition import SegmentTime, cut_sequence, segment_multiple
 from ..schedule import Placement
 from .question import Candidate, Question
 
@@ -118,9 +118,7 @@ def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
     """The lengths that training would have with these flags; None where a sequence is too short."""
     time = _slowest_stage(stage_costs(setup)) if strategy == "balanced" else None
-    multiple = setup.tensor_parallel if setup.sequence_parallel else 1
-    if setup.context_parallel > 1:  # each rank holds two parts of a segment
-        multiple = setup.context_parallel * lcm(2, multiple)
+    multiple = segment_multiple(setup.tensor_parallel if setup.sequence_parallel else 1, setup.context_parallel)
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
 
