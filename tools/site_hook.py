@@ -1,4 +1,5 @@
-"""For MkDocs: gives the playground its Python, the schedules of this package and, where it was fetched, Pyodide."""
+"""A hook of MkDocs that adds the playground's Python: the schedules of this package and, where it was fetched,
+Pyodide."""
 
 import shutil
 import zipfile

@@ -31,7 +31,7 @@ class Upstream:
         self._folder = folder
 
     def signature(self, name: str) -> str:
-        """Of a function or a class its parameters, else what it is; `gone` if there is no such name."""
+        """The parameters of a function or a class, or the kind of anything else; `gone` if there is no such name."""
         parts = tuple(name.split("."))
         for depth in range(len(parts), 0, -1):
             if (path := self._file(parts[:depth])) is not None:
@@ -124,7 +124,8 @@ def described(node: ast.AST) -> str:
 
 
 def relied_on() -> dict[str, list[str]]:
-    """Dotted names with the files that use them. Names that are put together may be more than there are."""
+    """Dotted names with the files that use them; names that are put together at run time may include some that do not
+    exist."""
     found: dict[str, list[str]] = {}
     for pattern in SOURCES:
         for path in sorted(ROOT.glob(pattern)):
@@ -153,7 +154,7 @@ def names(tree: ast.AST) -> Iterator[str]:
 
 
 def put_together(node: ast.JoinedStr, words: list[str]) -> Iterator[str]:
-    """What f"megatron.core.{name}" may be, with any of the words of its file for each placeholder."""
+    """The names that f"megatron.core.{name}" may stand for, with each word of its file in each placeholder."""
     modules = [word for word in words if UPSTREAM.fullmatch(word)]
     last = [word for word in words if word.isidentifier()]
     parts = [
@@ -165,7 +166,7 @@ def put_together(node: ast.JoinedStr, words: list[str]) -> Iterator[str]:
 
 
 def signatures(folder: Path) -> dict[str, str]:
-    """Of the names relied on that are in this version."""
+    """Signatures of the names relied on that are in this version."""
     upstream = Upstream(folder)
     found = {name: upstream.signature(name) for name in relied_on()}
     return {name: signature for name, signature in found.items() if signature != _GONE}

@@ -24,7 +24,7 @@ METHODS: dict[str, Callable[[TrainingSetup], bool]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """The soonest of a method on a number of devices; None where nothing fits."""
+    """The soonest training by a method on a number of devices; None where nothing fits."""
 
     network: str
     method: str

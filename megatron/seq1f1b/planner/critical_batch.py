@@ -15,15 +15,15 @@ from ..errors import ParameterError
 
 @dataclass(frozen=True)
 class BatchLaw:
-    """`largest(parameters, tokens)` is the largest batch worth its tokens, in tokens; `overhead(x)` by how much more
-    tokens a batch of x times that needs to the same loss, relative to what `tokens` counts."""
+    """`largest(parameters, tokens)` is the largest batch worth its tokens, in tokens; `overhead(x)` is how many more
+    tokens, relative to `tokens`, a batch of x times that size needs to reach the same loss."""
 
     source: str
     largest: Callable[[float, float], float]
     overhead: Callable[[float], float]
 
     def bounded_by(self, batch: float) -> "BatchLaw":
-        """With a largest batch that was measured, in tokens."""
+        """The same law with a measured largest batch, in tokens."""
         return replace(self, source=f"as given; tokens by {self.source}", largest=lambda parameters, tokens: batch)
 
 
@@ -82,7 +82,7 @@ LAWS: Mapping[str, BatchLaw] = MappingProxyType(
 
 
 def batch_law(name: str) -> BatchLaw:
-    """Raises ValueError for a name that is not among LAWS."""
+    """The law of this name; raises ValueError if it is not among LAWS."""
     if name not in LAWS:
         raise ParameterError("{critical_batch_law} is unknown; take {0}", ", ".join(LAWS), critical_batch_law=name)
     return LAWS[name]

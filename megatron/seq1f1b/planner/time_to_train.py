@@ -18,7 +18,7 @@ from .space import candidates
 # Shares of the largest batch that are tried: a smaller one needs fewer tokens.
 SHARES = (1.0, 0.5, 0.25)
 _DAY = 86400.0
-# Beyond so many actions of a short step a candidate takes longer to simulate than anybody waits.
+# Beyond this many actions of a short step a candidate takes too long to simulate.
 _MOST_ACTIONS = 60_000
 
 
@@ -46,7 +46,7 @@ class Training:
 
 
 def lean(question: Question) -> Question:
-    """The choices that matter most, so that hundreds of numbers of devices can be searched."""
+    """The question with only the choices that matter most, so that many numbers of devices can be searched."""
     return replace(
         question,
         families=tuple(name for name in question.families if name in ("1f1b", "breadth-first")),
@@ -117,7 +117,7 @@ def _soonest(
 
 
 def _divisible(sequences: float) -> int:
-    """No more than so many sequences, at least one: a power of two times an odd number up to 7."""
+    """A number of sequences up to this one, at least 1: a power of two times an odd number up to 7."""
     most = max(1, int(sequences))
     power = 1 << max(0, most.bit_length() - 3)
     return most // power * power

@@ -1,4 +1,4 @@
-"""What every picture of a schedule shows alike: the colour of a kind, its shade for a segment, its name."""
+"""What all pictures of schedules share: the colour of a kind, its shade for a segment, its name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The schedule that a page of sliders shows: the docs run this file in the browser, on the schedules of the package.
+"""The schedule that a page of sliders shows: the docs run this file in the browser, with the schedules of the package.
 
 Times are in forwards of a whole sequence through the layers of one rank, memory in whole sequences on one rank.
 """
@@ -14,7 +14,7 @@ from ..schedule import Costs, Kind, Placement, Schedule, Shape, build, peak_memo
 from .colours import NAMES, shade
 
 CUTS = ("balanced", "even")
-MOST_ACTIONS = 12_000  # drawn and planned in seconds by a browser
+MOST_ACTIONS = 12_000  # a browser plans and draws this many in seconds
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ def cut(settings: Settings) -> list[float]:
 
 
 def costs(settings: Settings, shape: Shape) -> Costs:
-    """Of the actions: attention goes backward in twice its forward and has no weights, matrix products have I and W."""
+    """Costs of the actions: the backward of attention takes twice its forward, without W; matrix products have I and
+    W."""
     lengths = [end - start for start, end in pairwise(cut(settings))]
     products = [(1 - settings.attention) * length / shape.num_chunks for length in lengths]
     squares = [end**2 - start**2 for start, end in pairwise(cut(settings))]
@@ -102,7 +103,7 @@ def _panel(name: str, schedule: Schedule, given: Costs) -> dict[str, Any]:
         "time": timeline.makespan,
         "idle": timeline.bubble_ratio,
         "memory": peak_memory(schedule, given),
-        # Of each rank: kind, model chunk, micro-batch, segment, start, end.
+        # For each rank: kind, model chunk, micro-batch, segment, start, end.
         "ranks": [
             [
                 [action.kind.value, shape.placement.chunk_of(action.stage), *action[2:], start, end]
@@ -119,7 +120,7 @@ def _shades(kind: Kind, num_segments: int) -> Sequence[str]:
 
 
 def answer(question: str) -> str:
-    """For a JSON object of settings, one of panels; with `error`, a sentence, where there are none."""
+    """The panels for a JSON object of settings, as JSON; `error` holds a sentence where there are none."""
     try:
         return json.dumps({"panels": panels(Settings(**json.loads(question))), "names": dict(NAMES)})
     except ValueError as error:

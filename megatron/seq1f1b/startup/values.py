@@ -73,9 +73,9 @@ SIGNED = _names(
 
 
 def unusable_value(args: Namespace, actions: Iterable[argparse.Action]) -> str | None:
-    """A sentence, without its full stop, on the first number that cannot be meant; None if there is none.
+    """A sentence, without its full stop, on the first number that no training can have; None if there is none.
 
-    `actions` are those of Megatron's own parser: what the flags of a script mean is the script's to check.
+    `actions` are those of Megatron's own parser; a script checks its own flags.
     """
     for action in actions:
         given = getattr(args, action.dest, None)
@@ -158,7 +158,8 @@ def _above(value: Value, part: str, whole: str, may_be_equal: bool = True) -> It
 
 
 def _chunks_that_do_not_divide(value: Value) -> Iterator[str]:
-    """Where stages are equal, the layers, with embedding and loss where they count as one, fill all model chunks."""
+    """Where stages are equal, the layers (with embedding and loss, where these count as layers) must fill all
+    chunks."""
     chunks, layers = value("num_virtual_stages_per_pipeline_rank"), value("num_layers")
     ends = (value(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
     if not chunks or not layers or any(ends) or value("hybrid_layer_pattern"):
