@@ -25,11 +25,10 @@ def run_rank(rank: int, job: dict) -> None:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(job["env"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ[name] = str(job["ranks"])
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
+    os.environ.update(job["env"])
     sys.path[0] = os.path.dirname(job["script"])
     sys.argv = [job["script"], *job["flags"]]
     runpy.run_path(job["script"], run_name="__main__")

@@ -43,6 +43,7 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
         Scope.INSTALLED,
         (
             Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
+            Patch("megatron.training.arguments._print_args", _nothing, "prints 700 lines ahead of what was found"),
             *(
                 Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
                 for module in ("megatron.training.training", "megatron.training")
@@ -62,6 +63,10 @@ def _for_the_real_device(parse_args: Callable) -> Callable:
         return namespace
 
     return parse
+
+
+def _nothing(*args: Any) -> None:
+    pass
 
 
 def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:

@@ -21,11 +21,11 @@ def _run(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 class StorageCounter(TorchDispatchMode):
-    """Enters every storage into `ledger` when it is allocated and when it is freed, for fake and real tensors alike.
+    """Enters every storage into `ledger` when it is allocated and when it is freed.
 
-    Entered outside of a FakeTensorMode, it counts what that mode returns. It counts the bytes of tensors, not the
-    blocks that an allocator rounds them to. What a GPU operator allocates during its call is counted for flash
-    attention only, see `operators.py`. `run(function, args, kwargs)` runs an operator.
+    It counts the bytes of tensors, not the blocks that an allocator rounds them to. What a GPU operator allocates
+    during its call is counted for flash attention only, see `operators.py`. `run(function, args, kwargs)` runs an
+    operator.
     """
 
     def __init__(self, ledger: Ledger, device: str, run: Callable[[Any, tuple, dict], Any] = _run) -> None:

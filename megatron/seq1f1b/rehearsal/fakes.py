@@ -6,63 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..model.kernels import AttentionRule, KernelChoice
 from ..model.kernels.cuda import CudaFlash
 from ..patches import Patch, PatchTable, Scope
-
-_SCALAR = torch.ops.aten._local_scalar_dense.default
-
-# Collectives that FakeTensorMode does not take; they write into tensors that are there and return what waits for them.
-_COALESCED = (
-    torch.ops.c10d.allgather_into_tensor_coalesced_.default,
-    torch.ops.c10d.reduce_scatter_tensor_coalesced_.default,
-)
-
-
-def run_without_values(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on fake tensors. A number that is read from one is not a number, a truth value is False.
-
-    So an optimizer finds no overflow and clips nothing. Whole numbers stay unknown, since sizes could follow from them.
-    """
-    if function is _SCALAR and args[0].dtype.is_floating_point:
-        return math.nan
-    if function is _SCALAR and args[0].dtype is torch.bool:
-        return False
-    if function in _COALESCED:
-        return FakeWork().boxed()
-    return function(*args, **kwargs)
-
-
-def fake_mode() -> FakeTensorMode:
-    """Tensors that are made inside have shapes and storages, but neither values nor memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+from .packing import documents_of_step
 
 
 def spared(device: str) -> PatchTable:
-    """What is bound while a stage runs on fake tensors; kernels are those of a GPU unless `device` is the CPU."""
+    """What is bound while a stage runs on tensors without values; kernels are a GPU's unless `device` is the CPU."""
     return PatchTable(Scope.STEP, _FOR_FAKES + (() if device == "cpu" else _AS_ON_A_GPU))
-
-
-def _apply(module: torch.nn.Module, function: Callable, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` with new parameters in the places of those that change."""
-    for child in module.children() if recurse else ():
-        _apply(child, function)
-    for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        with torch.no_grad():
-            changed = function(parameter)
-        if changed is not parameter:
-            new = torch.nn.Parameter(changed, parameter.requires_grad)
-            new.__dict__.update(parameter.__dict__)
-            module._parameters[name] = new
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = function(buffer)
-    return module
 
 
 def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -88,6 +41,27 @@ def _own_answer(value: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _type_without_device(type_method: Callable) -> Callable:
+    def name_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_method(tensor, *args, **kwargs)
+        return found.replace(".meta.", ".") if isinstance(found, str) else found
+
+    return name_or_cast
+
+
+def _own_counts_of_all(gather: Callable) -> Callable:
+    def gathered(own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if own.is_meta or group.size() == 1:
+            return gather(own, group, *args, **kwargs)
+        return own.repeat(group.size(), *[1] * (own.dim() - 1))
+
+    return gathered
+
+
 def _always(*args: Any) -> bool:
     return True
 
@@ -99,7 +73,7 @@ def _fused(choice: KernelChoice, rule: AttentionRule, *_: Any) -> CudaFlash:
 _CHOICE = "megatron.seq1f1b.model.kernels.choice.KernelChoice"
 
 _FOR_FAKES = (
-    Patch("torch.nn.Module._apply", _apply, "swaps the contents of parameters, which fake ones do not take"),
+    Patch("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check", wraps=True),
     Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
     Patch("torch.distributed.broadcast_object_list", _own_objects, "reads sizes that others would send"),
@@ -109,9 +83,21 @@ _FOR_FAKES = (
         _own_answer,
         "reads what other ranks would send",
     ),
+    Patch(
+        "megatron.training.training.set_jit_fusion_options",
+        _nothing,
+        "warms kernels up on real tensors as large as those of the step",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+        _own_counts_of_all,
+        "gathers into a tensor without values how many tokens each expert gets",
+        wraps=True,
+    ),
+    Patch("megatron.seq1f1b.runtime.executor.documents_of_step", documents_of_step, "looks for documents in tokens"),
 )
 
 _AS_ON_A_GPU = (
-    Patch(f"{_CHOICE}.is_on_gpu", _always, "fake tensors appear to be on the CPU"),
+    Patch(f"{_CHOICE}.is_on_gpu", _always, "tensors without values are on no GPU"),
     Patch(f"{_CHOICE}._fused", _fused, "flash-attn keeps as much, but need not be installed here"),
 )

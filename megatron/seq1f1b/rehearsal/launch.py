@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from tqdm import tqdm
 
 from .report import StageReport
+from .without_values import NeedsValues
 
 
 class Failure(NamedTuple):
@@ -87,7 +87,7 @@ def _child(run_stage: Callable, args: Namespace, rank: int, parent: Connection) 
         else:
             last = printed.strip().splitlines()[-1:] or [f"exit code {error.code}"]
             parent.send(Failure(rank, last[0], printed, int(error.code or 0)))
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except NeedsValues as error:
         details = _printed(log) + "".join(traceback.format_exception(error))
         sentence = f"what runs here depends on values, which tensors of a rehearsal do not have ({error})"
         parent.send(Failure(rank, sentence, details, 1))

@@ -2,26 +2,31 @@
 
 from argparse import Namespace
 
+from .packing import in_lengths
+
 MIB = 2**20
-
-
-# Flags under which shapes follow from the values of tensors, with the reason.
-_BY_VALUES = {
-    "num_experts": "routes tokens to experts by their values",
-    "sft": "cuts sequences into documents by their tokens",
-    "reset_attention_mask": "cuts sequences into documents by their tokens",
-    "dataloader_inter_document_masking": "cuts sequences into documents by their tokens",
-}
 
 
 def check(args: Namespace) -> None:
     """End the program if the launch is one that cannot be rehearsed."""
-    for name, reason in _BY_VALUES.items():
-        if getattr(args, name, None):
-            flag = f"--{name.replace('_', '-')}"
-            raise SystemExit(
-                f"error: {flag} {reason}, but the tensors of a rehearsal have no values; rehearse without {flag}"
-            )
+    if args.num_experts and args.moe_token_dispatcher_type == "flex":
+        raise SystemExit(
+            "error: --moe-token-dispatcher-type flex sends tokens by kernels that a rehearsal lacks; rehearse with "
+            "--moe-token-dispatcher-type alltoall, which needs a little more memory"
+        )
+    if _is_packed(args) and _runs_megatrons_own_schedule(args):
+        raise SystemExit(
+            "error: Megatron's own schedules with packed documents cannot be rehearsed, since its local layers ignore "
+            "where documents end; rehearse with --sequence-splits"
+        )
+
+
+def _runs_megatrons_own_schedule(args: Namespace) -> bool:
+    return args.sequence_splits is args.pipeline_schedule is args.pipeline_schedule_file is None
+
+
+def _is_packed(args: Namespace) -> bool:
+    return bool(args.sft or args.reset_attention_mask or args.dataloader_inter_document_masking)
 
 
 def in_words(args: Namespace) -> str:
@@ -47,7 +52,7 @@ def _schedule(args: Namespace) -> str:
     with_chunks = f" of {chunks} chunks a rank" if chunks else ""
     if args.pipeline_schedule_file is not None:
         return f"the schedule of {args.pipeline_schedule_file}{with_chunks}"
-    if args.pipeline_schedule is None and args.sequence_splits is None:
+    if _runs_megatrons_own_schedule(args):
         return f"Megatron's own {'interleaved ' if chunks else ''}1F1B{with_chunks}"
     segments = f" with {args.sequence_splits} segments" if (args.sequence_splits or 1) > 1 else ""
     return f"{args.pipeline_schedule or '1f1b'}{segments}{with_chunks}"
@@ -72,8 +77,9 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
     (attention/rope.py), where the local one keeps a cosine and a sine of its own for queries and for keys. And with
     gradient_accumulation_fusion their weight gradients are added to main_grad by the matrix product itself.
     """
+    made_up = _made_up(args)
     if args.device == "cpu":
-        return ()
+        return made_up
     replaced, notes = args.replaced_on_cpu, []
     if replaced["transformer_impl"] == "transformer_engine":
         notes.append("Transformer Engine's layers by Megatron's local ones, which keep as much for the backward")
@@ -86,4 +92,17 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
         )
     if replaced["gradient_accumulation_fusion"]:
         notes.append("fused weight gradients by a temporary of the size of the weight, which the GPU will not need")
+    return (*notes, *made_up)
+
+
+def _made_up(args: Namespace) -> tuple[str, ...]:
+    """What follows from values on the cluster."""
+    notes = []
+    if args.num_experts:
+        notes.append(
+            f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank whose experts "
+            "get more needs more memory, in proportion"
+        )
+    if _is_packed(args):
+        notes.append(f"the documents: each sequence holds {in_lengths(args.seq_length)} tokens")
     return tuple(notes)

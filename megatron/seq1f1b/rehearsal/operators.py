@@ -1,4 +1,4 @@
-"""What GPU operators allocate during their call, which their fake results do not show."""
+"""What GPU operators allocate during their call, which their results do not show."""
 
 from collections.abc import Sequence
 from typing import Any

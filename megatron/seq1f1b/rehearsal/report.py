@@ -71,12 +71,20 @@ class RehearsalReport:
     @property
     def problems(self) -> list[str]:
         """Why the launch cannot work, each in one sentence without its full stop."""
-        return self.mismatches + [
-            f"pipeline rank {number} needs {stage.needed / GIB:.1f} GiB at {stage.fullest.name}, more than the "
-            f"{self.device_memory / GIB:.0f} GiB of --device-memory"
-            for number, stage in enumerate(self.stages)
-            if stage in self.too_full
-        ]
+        return self.mismatches + ([self._lack_of_memory()] if self.too_full else [])
+
+    def _lack_of_memory(self) -> str:
+        limit = f"the {self.device_memory / GIB:g} GiB of --device-memory"
+        fullest = self.fullest
+        most = f"{fullest.needed / GIB:.1f} GiB at {fullest.fullest.name}"
+        numbers = [number for number, stage in enumerate(self.stages) if stage in self.too_full]
+        if len(numbers) == 1:
+            return f"pipeline rank {numbers[0]} needs {most}, more than {limit}"
+        names = ", ".join(map(str, numbers[:-1]))
+        return (
+            f"pipeline ranks {names} and {numbers[-1]} need more than {limit}, rank {self.stages.index(fullest)} most: "
+            f"{most}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in bytes."""

@@ -1,11 +1,11 @@
-"""One pipeline stage of the launch, in a process of its own: built, and run for one step, on fake tensors."""
+"""One pipeline stage of the launch, in a process of its own: built, and run for one step, on tensors without values."""
 
 import gc
 import inspect
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from ..patches import Patch, PatchTable, Scope, patched
 from .batches import fake_batches
 from .counter import StorageCounter
-from .fakes import fake_mode, run_without_values, spared
+from .expert_counts import ExpertCounts
+from .fakes import spared
 from .ledger import Category, Ledger
 from .recorder import StepRecorder
 from .report import StageReport
+from .without_values import run_without_values
 
 
 class _Ended(BaseException):
@@ -53,8 +55,7 @@ class _Stage:
         self._args = args
         self._watched = watched
         self._is_fake = is_fake
-        self._fake_mode = fake_mode() if is_fake else None
-        self._counter = StorageCounter(Ledger(), args.device, *([run_without_values] if is_fake else []))
+        self._counter = StorageCounter(Ledger(), args.device, *([_without_values(args)] if is_fake else []))
         self._recorder = StepRecorder(self._counter, progress)
         self._counter.on_message = self._recorder.message
         self._num_parameters = self._num_layers = 0
@@ -89,19 +90,12 @@ class _Stage:
             is_on_gpu=self._args.device != "cpu",
         )
 
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        with ExitStack() as modes:
-            if self._is_fake:
-                modes.enter_context(self._fake_mode)
-            yield modes.enter_context(self._counter)
-
     def _set_up(self, set_up: Callable) -> Callable:
         def counted(*args: Any, **kwargs: Any) -> Any:
             ledger = self._counter.ledger
             ledger.begin("build")
             ledger.default = Category.TEMPORARY
-            with self._counting():
+            with self._counter:
                 chunks, optimizer, scheduler = set_up(*args, **kwargs)
             gc.collect()
             self._label(chunks, optimizer)
@@ -134,7 +128,7 @@ class _Stage:
             optimizer = step.arguments["optimizer"]
             run = step.arguments["forward_backward_func"]
             step.arguments["forward_backward_func"] = self._watched(run, self._recorder)
-            with self._counting():
+            with self._counter:
                 # Adam makes its moments in its first step, so a step as all later ones comes after it.
                 ledger.begin("first optimizer step")
                 ledger.default = Category.TEMPORARY
@@ -158,6 +152,12 @@ class _Stage:
             return train, valid, test
 
         return uncounted
+
+
+def _without_values(args: Namespace) -> Callable[[Any, tuple, dict], Any]:
+    if not args.num_experts:
+        return run_without_values
+    return ExpertCounts(args.moe_router_topk, args.num_experts)
 
 
 class _Uncounted:

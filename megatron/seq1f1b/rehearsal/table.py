@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from .ledger import Category
-from .report import GIB, RehearsalReport
+from .report import GIB, RehearsalReport, StageReport
 
 CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. Both ends have the same order by construction; "
@@ -32,14 +32,15 @@ def _lines(report: RehearsalReport) -> Iterator[str]:
     if free >= 0:
         yield (
             f"Memory: fits. Pipeline rank {number} is the fullest: {fullest.needed / GIB:.1f} of "
-            f"{report.device_memory / GIB:.0f} GiB, {free / GIB:.1f} GiB free, at {fullest.fullest.name}."
+            f"{report.device_memory / GIB:g} GiB, {free / GIB:.1f} GiB free, at {fullest.fullest.name}."
         )
     else:
         names = ", ".join(str(report.stages.index(stage)) for stage in report.too_full)
         yield (
-            f"Memory: does not fit. Over {report.device_memory / GIB:.0f} GiB: pipeline rank {names}; the fullest is "
-            f"{number} with {fullest.needed / GIB:.1f} GiB at {fullest.fullest.name}."
+            f"Memory: does not fit. Over {report.device_memory / GIB:g} GiB: pipeline rank {names}; the fullest is "
+            f"{number} with {fullest.needed / GIB:.1f} GiB at {fullest.fullest.name}, {_largest(fullest)}."
         )
+        yield "`seq1f1b plan` looks for a configuration that fits."
     yield ""
     yield from _bullets("Stood for by something else here:", report.notes)
     yield from _bullets("Not proved by a rehearsal:", CANNOT_PROVE)
@@ -81,9 +82,19 @@ def _messages(report: RehearsalReport) -> str:
     largest = max(message.num_bytes for message in sent)
     channels = len({message[:3] for message in sent})
     return (
-        f"Messages: {len(sent):,} on {channels} channels, the largest of {largest / 2**20:.1f} MiB; both ends of each "
-        "agree on their number, order, shapes and types."
+        f"Messages: {len(sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of {_size(largest)}; both "
+        "ends of each agree on their number, order, shapes and types."
     )
+
+
+def _largest(stage: StageReport) -> str:
+    """The category that takes most at the fullest moment."""
+    category, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
+    return f"of which {category} {size / GIB:.1f} GiB"
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _bullets(title: str, lines: Sequence[str]) -> Iterator[str]:

@@ -27,8 +27,27 @@ def test_a_wrong_start_ends_with_one_sentence(environment, sentence):
     check_environment({"WORLD_SIZE": "8"})
 
 
-@pytest.mark.parametrize("flag", ["num_experts", "sft"])
-def test_what_follows_from_values_cannot_be_rehearsed(flag):
-    check(Namespace(**{flag: None}))
-    with pytest.raises(SystemExit, match=f"error: --{flag.replace('_', '-')} .* have no values"):
-        check(Namespace(**{flag: 8}))
+LAUNCH = Namespace(
+    num_experts=None,
+    moe_token_dispatcher_type="allgather",
+    sft=False,
+    reset_attention_mask=False,
+    dataloader_inter_document_masking=False,
+    sequence_splits=None,
+    pipeline_schedule=None,
+    pipeline_schedule_file=None,
+)
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "error: --moe-token-dispatcher-type flex"),
+        ({"sft": True}, "error: Megatron's own schedules with packed documents .* rehearse with --sequence-splits"),
+    ],
+)
+def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
+    check(LAUNCH)
+    with pytest.raises(SystemExit, match=sentence):
+        check(Namespace(**vars(LAUNCH) | flags))
+    check(Namespace(**vars(LAUNCH) | {"num_experts": 8, "sft": True, "sequence_splits": 4}))

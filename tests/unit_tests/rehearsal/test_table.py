@@ -1,6 +1,7 @@
 """What a rehearsal prints and writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_what_fits():
     text = as_text(report())
     needed = 11 + bytes_outside(3) / GIB
     assert f"Memory: fits. Pipeline rank 0 is the fullest: {needed:.1f} of 80 GiB" in text
-    assert "Messages: 1 on 1 channels, the largest of 0.0 MiB; both ends of each agree" in text
+    assert "Messages: 1 on 1 channel, the largest of 0.1 KiB; both ends of each agree" in text
     assert "0F0.0" in text and "one thing." in text and "keys and values" not in text
     assert report().problems == []
 
@@ -44,9 +45,20 @@ def test_the_columns_are_aligned():
 
 def test_what_does_not_fit_is_a_problem():
     too_much = report(gib=90)
-    assert "Memory: does not fit. Over 80 GiB: pipeline rank 0; the fullest is 0 with 91.9" in as_text(too_much)
+    text = as_text(too_much)
+    assert "Memory: does not fit. Over 80 GiB: pipeline rank 0; the fullest is 0 with 91.9" in text
+    assert "GiB at 0F0.0, of which activations 90.0 GiB." in text
     (problem,) = too_much.problems
     assert problem.startswith("pipeline rank 0 needs 91.9 GiB at 0F0.0, more than the 80 GiB of --device-memory")
+
+
+def test_several_ranks_that_do_not_fit_are_one_problem():
+    full = report(gib=90)
+    full = replace(full, stages=(full.stages[0], replace(full.stages[0], rank=1)))
+    (problem,) = full.problems
+    assert problem == (
+        "pipeline ranks 0 and 1 need more than the 80 GiB of --device-memory, rank 0 most: 91.9 GiB at 0F0.0"
+    )
 
 
 def test_ends_that_disagree_are_a_problem():

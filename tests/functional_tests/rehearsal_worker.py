@@ -1,0 +1,32 @@
+"""Runs pretrain_gpt.py for real, one step of it, and counts its storages as a rehearsal counts its fake ones."""
+
+import json
+import os
+import runpy
+from functools import partial
+from pathlib import Path
+
+import megatron.seq1f1b
+
+megatron.seq1f1b.install()
+
+import megatron.training  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.training import training  # noqa: E402
+
+from megatron.seq1f1b.executors import watched  # noqa: E402
+from megatron.seq1f1b.rehearsal.report import moment_as_json  # noqa: E402
+from megatron.seq1f1b.rehearsal.stage import run_stage  # noqa: E402
+
+
+def counted(pretrain, *args, **kwargs) -> None:
+    """Megatron's `pretrain` up to the end of its first step; writes the rank's moments to the folder COUNTS."""
+    report = run_stage(partial(pretrain, *args, **kwargs), megatron.training.get_args(), watched, is_fake=False)
+    moments = [moment_as_json(moment) for moment in report.moments]
+    Path(os.environ["COUNTS"], f"{report.rank}.json").write_text(json.dumps(moments))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    megatron.training.pretrain = training.pretrain = partial(counted, training.pretrain)
+    runpy.run_path(str(Path(__file__).parents[2] / "pretrain_gpt.py"), run_name="__main__")

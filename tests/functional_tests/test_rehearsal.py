@@ -1,0 +1,122 @@
+"""`--dry-run` from end to end: it starts, counts what a real step takes, and fails as a real launch does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from functional_tests.launch import ROOT
+from functional_tests.slurm_cluster import environment
+
+# Long enough for activations to outweigh what is the same for any length.
+MODEL = (
+    *("--num-layers", 4, "--hidden-size", 64, "--num-attention-heads", 4),
+    *("--seq-length", 512, "--max-position-embeddings", 512, "--position-embedding-type", "rope"),
+    *("--untie-embeddings-and-output-weights", "--attention-dropout", 0, "--hidden-dropout", 0),
+    *("--micro-batch-size", 1, "--global-batch-size", 4, "--train-iters", 5, "--lr", 1e-3, "--eval-iters", 0),
+    *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 255, "--num-workers", 0),
+)
+TWO_STAGES = ("--pipeline-model-parallel-size", 2)
+LAYOUTS = {
+    "seq1f1b": "--sequence-splits 4 --use-distributed-optimizer --bf16",
+    "megatron-interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+}
+TOLERANCE = 0.01
+FUNCTIONAL_TESTS = ROOT / "tests" / "functional_tests"
+
+
+def rehearse(launch, world_size, *flags, **options):
+    return launch(1, [*MODEL, *flags, "--dry-run"], env={"WORLD_SIZE": str(world_size)}, timeout=400, **options)
+
+
+def test_a_launch_on_eight_gpus(launch, tmp_path):
+    parallel = ("--device", "cuda", "--tensor-model-parallel-size", 2, "--sequence-parallel", *TWO_STAGES)
+    segments = ("--sequence-splits", 4, "--bf16", "--use-distributed-optimizer")
+    job = rehearse(launch, 8, *parallel, *segments, "--dry-run-output", tmp_path).check()
+    assert "on 8 GPUs (TP 2 × PP 2 × DP 2)" in job.log
+    assert "Memory: fits. " in job.log and "both ends of each agree on their number, order" in job.log
+    assert "Not proved by a rehearsal:" in job.log and "Transformer Engine's layers by Megatron's local" in job.log
+    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert report["fits"] and not report["problems"]
+    assert [stage["rank"] for stage in report["pipeline_ranks"]] == [0, 4]
+    assert (tmp_path / "memory.png").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
+    flags = ("--device", "cpu", *TWO_STAGES, *LAYOUTS[layout].split())
+    rehearse(launch, 2, *flags, "--dry-run-output", tmp_path).check()
+    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    script = FUNCTIONAL_TESTS / "rehearsal_worker.py"
+    launch(2, [*MODEL, *flags], script=script, env={"COUNTS": str(tmp_path)}, timeout=400).check()
+    for rank, rehearsed in enumerate(report["pipeline_ranks"]):
+        moments = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert [moment["name"] for moment in moments] == [moment["name"] for moment in rehearsed["moments"]]
+        real, counted = most_by_category(moments), most_by_category(rehearsed["moments"])
+        assert counted == pytest.approx(real, rel=TOLERANCE), rank
+        assert real.keys() >= {"weights", "gradients", "optimizer state", "activations", "messages", "temporaries"}
+
+
+def most_by_category(moments):
+    """The most bytes of each category that any moment of the step had at its highest point, and of all together."""
+    most = {}
+    for moment in moments:
+        for name, size in [*moment["peak"].items(), ("in all", sum(moment["peak"].values()))]:
+            most[name] = max(most.get(name, 0), size)
+    return most
+
+
+def test_experts_and_packed_documents(launch, tmp_path):
+    experts = ("--num-experts", 4, "--expert-model-parallel-size", 2, "--moe-token-dispatcher-type", "alltoall")
+    flags = (*TWO_STAGES, *experts, "--sequence-splits", 2, "--reset-attention-mask", "--reset-position-ids")
+    job = rehearse(launch, 4, "--device", "cuda", "--bf16", *flags).check()
+    assert "EP 2" in job.log and "Memory: fits. " in job.log
+    assert "the router: each of the 4 experts gets the same number of tokens." in job.log
+    assert "the documents: each sequence holds documents of 204, 153, 102 and 53 tokens." in job.log
+
+
+def test_what_is_unsupported_fails_with_its_sentence(launch):
+    job = rehearse(launch, 4, "--device", "cuda", *TWO_STAGES, "--sequence-splits", 4, "--moe-paged-stash")
+    assert job.code == 2
+    assert "error: --moe-paged-stash" in job.log
+
+
+def test_a_launch_that_does_not_fit_fails(launch):
+    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, "--sequence-splits", 4, "--device-memory", 0.01)
+    assert job.code == 1
+    assert "Memory: does not fit." in job.log
+    assert "error: pipeline rank 0 needs " in job.log and "of --device-memory." in job.log
+
+
+def test_a_message_whose_ends_disagree_is_shown(launch):
+    script = FUNCTIONAL_TESTS / "broken_message_script.py"
+    even = ("--sequence-splits", 4, "--sequence-split-strategy", "even")
+    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, *even, script=script)
+    assert job.code == 1
+    assert "error: message 0 from rank 0 to rank 1 (" in job.log
+    assert "leaves as float32 [127, 1, 64] at 0F0.0, but is received as float32 [128, 1, 64] at " in job.log
+
+
+@pytest.mark.parametrize("script", ["scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch"])
+def test_launch_scripts(script):
+    fits = start(script, "--seq-length", "128", "--num-layers", "2")
+    assert fits.returncode == 0, fits.stderr[-3000:]
+    assert "Rehearsed: 2 layers of " in fits.stdout and "Memory: fits." in fits.stdout
+
+
+def test_launch_scripts_end_with_the_sentence_of_the_launch():
+    fails = start("scripts/pretrain_gpt.sh", "--sequence-split-strategy", "uniform_comp", "--sequence-splits", "0")
+    assert fails.returncode != 0
+    assert "error: --sequence-splits" in fails.stderr and "Traceback" not in fails.stderr
+
+
+def start(script, *flags):
+    return subprocess.run(
+        ["bash", script, *flags],
+        cwd=ROOT,
+        env=environment(DRY_RUN="1", MODEL_SIZE="tiny", PYTHON=sys.executable),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
