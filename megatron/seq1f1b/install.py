@@ -44,7 +44,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     options = parse_options(flags) if is_library else None
     is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
     if is_rehearsal:
-        rehearsal.check_environment(os.environ)
+        rehearsal.prepare(os.environ)
     if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
         has_their_layers = not is_library and not is_rehearsal and cpu.wants_transformer_engine(sys.argv[1:])
         cpu.activate(with_transformer_engine=has_their_layers)

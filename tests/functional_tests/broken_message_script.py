@@ -14,7 +14,8 @@ send = Communicator.send
 
 
 def send_too_little(self, channel, tensor, action=None):
-    send(self, channel, tensor[1:] if os.environ["RANK"] == "0" else tensor, action)
+    is_broken = action is not None and os.environ["RANK"] == "0"
+    send(self, channel, tensor[1:] if is_broken else tensor, action)
 
 
 if __name__ == "__main__":

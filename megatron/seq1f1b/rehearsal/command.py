@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,8 +26,10 @@ def is_asked_for(argv: Sequence[str]) -> bool:
     return parser.parse_known_args(argv)[0].dry_run
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """End the program where it was not started as a rehearsal is."""
+def prepare(environment: Mapping[str, str]) -> None:
+    """End the program where it was not started as a rehearsal is; to be called before Megatron is imported."""
+    # Of packages that this machine lacks, the cluster of the launch has its own.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)")
     command = "WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
     if "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0":
         raise SystemExit(f"error: --dry-run plays all ranks in one program, so start it without torchrun: {command}")

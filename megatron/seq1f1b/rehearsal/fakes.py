@@ -94,6 +94,7 @@ _FOR_FAKES = (
         "gathers into a tensor without values how many tokens each expert gets",
         wraps=True,
     ),
+    Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "asks work that nobody does if it is done"),
     Patch("megatron.seq1f1b.runtime.executor.documents_of_step", documents_of_step, "looks for documents in tokens"),
 )
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.seq1f1b.rehearsal import check_environment, is_asked_for
+from megatron.seq1f1b.rehearsal import is_asked_for, prepare
 from megatron.seq1f1b.rehearsal.launch_facts import check
 
 
@@ -23,8 +23,8 @@ def test_only_the_flag_asks_for_it():
 )
 def test_a_wrong_start_ends_with_one_sentence(environment, sentence):
     with pytest.raises(SystemExit, match=sentence):
-        check_environment(environment)
-    check_environment({"WORLD_SIZE": "8"})
+        prepare(environment)
+    prepare({"WORLD_SIZE": "8"})
 
 
 LAUNCH = Namespace(

