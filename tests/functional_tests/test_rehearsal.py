@@ -75,6 +75,20 @@ def test_experts_and_packed_documents(launch, dispatcher):
     assert "the documents: each sequence holds documents of 204, 153, 102 and 53 tokens." in job.log
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--context-parallel-size", 2, "--cp-comm-type", "a2a"),
+        ("--mtp-num-layers", 1),
+        ("--num-layers-per-virtual-pipeline-stage", 1, "--pipeline-placement", "v"),
+    ],
+    ids=["context-parallel", "prediction-heads", "v"],
+)
+def test_model_families(launch, flags):
+    flags = ("--device", "cuda", "--bf16", *TWO_STAGES, "--sequence-splits", 2, *flags)
+    assert "Memory: fits. " in rehearse(launch, 4, *flags).check().log
+
+
 def test_what_is_unsupported_fails_with_its_sentence(launch):
     job = rehearse(launch, 4, "--device", "cuda", *TWO_STAGES, "--sequence-splits", 4, "--moe-paged-stash")
     assert job.code == 2

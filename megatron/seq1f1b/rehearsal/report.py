@@ -8,6 +8,14 @@ from .ledger import Category, Moment
 from .messages import Traffic, mismatches
 
 GIB = 2**30
+MIB = 2**20
+
+
+def in_words(size: int) -> str:
+    """Bytes in the unit in which they are easiest to read."""
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / MIB:.1f} MiB" if size >= MIB else f"{size / 2**10:.1f} KiB"
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class RehearsalReport:
     def _lack_of_memory(self) -> str:
         limit = f"the {self.device_memory / GIB:g} GiB of --device-memory"
         fullest = self.fullest
-        most = f"{fullest.needed / GIB:.1f} GiB at {fullest.fullest.name}"
+        most = f"{in_words(fullest.needed)} at {fullest.fullest.name}"
         numbers = [number for number, stage in enumerate(self.stages) if stage in self.too_full]
         if len(numbers) == 1:
             return f"pipeline rank {numbers[0]} needs {most}, more than {limit}"

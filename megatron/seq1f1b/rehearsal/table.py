@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from .ledger import Category
-from .report import GIB, RehearsalReport, StageReport
+from .report import GIB, MIB, RehearsalReport, StageReport, in_words
 
 CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. Both ends have the same order by construction; "
@@ -31,14 +31,14 @@ def _lines(report: RehearsalReport) -> Iterator[str]:
     number, free = report.stages.index(fullest), report.device_memory - fullest.needed
     if free >= 0:
         yield (
-            f"Memory: fits. Pipeline rank {number} is the fullest: {fullest.needed / GIB:.1f} of "
-            f"{report.device_memory / GIB:g} GiB, {free / GIB:.1f} GiB free, at {fullest.fullest.name}."
+            f"Memory: fits. Pipeline rank {number} is the fullest: {in_words(fullest.needed)} of "
+            f"{report.device_memory / GIB:g} GiB at {fullest.fullest.name}, {in_words(free)} free."
         )
     else:
         names = ", ".join(str(report.stages.index(stage)) for stage in report.too_full)
         yield (
             f"Memory: does not fit. Over {report.device_memory / GIB:g} GiB: pipeline rank {names}; the fullest is "
-            f"{number} with {fullest.needed / GIB:.1f} GiB at {fullest.fullest.name}, {_largest(fullest)}."
+            f"{number} with {in_words(fullest.needed)} at {fullest.fullest.name}, {_largest(fullest)}."
         )
         yield "`seq1f1b plan` looks for a configuration that fits."
     yield ""
@@ -47,6 +47,8 @@ def _lines(report: RehearsalReport) -> Iterator[str]:
 
 
 def _table(report: RehearsalReport) -> Iterator[str]:
+    is_large = report.fullest.needed >= GIB
+    amount, unit = (_gib, "GiB") if is_large else (_mib, "MiB")
     used = [category for category in Category if any(stage.fullest.peak.get(category) for stage in report.stages)]
     header = ["rank", "stages", "layers", "parameters", *used, "outside", "in all", "fullest at"]
     rows = [
@@ -55,9 +57,9 @@ def _table(report: RehearsalReport) -> Iterator[str]:
             _span(stage.stages),
             str(stage.num_layers),
             f"{stage.num_parameters / 1e9:.3f} B" if stage.num_parameters >= 1e7 else f"{stage.num_parameters:,}",
-            *(_gib(stage.fullest.peak.get(category, 0)) for category in used),
-            _gib(stage.outside),
-            _gib(stage.needed) + ("" if stage.needed <= report.device_memory else " !"),
+            *(amount(stage.fullest.peak.get(category, 0)) for category in used),
+            amount(stage.outside),
+            amount(stage.needed) + ("" if stage.needed <= report.device_memory else " !"),
             stage.fullest.name,
         ]
         for number, stage in enumerate(report.stages)
@@ -70,7 +72,7 @@ def _table(report: RehearsalReport) -> Iterator[str]:
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     text.insert(height, "─" * len(text[0]))
     yield from text
-    yield "GiB at the fullest moment of each pipeline rank; 'outside' is by formula: CUDA context, NCCL, cuBLAS."
+    yield f"{unit} at the fullest moment of each pipeline rank; 'outside' is by formula: CUDA context, NCCL, cuBLAS."
 
 
 def _messages(report: RehearsalReport) -> str:
@@ -82,19 +84,15 @@ def _messages(report: RehearsalReport) -> str:
     largest = max(message.num_bytes for message in sent)
     channels = len({message[:3] for message in sent})
     return (
-        f"Messages: {len(sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of {_size(largest)}; both "
-        "ends of each agree on their number, order, shapes and types."
+        f"Messages: {len(sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of {in_words(largest)}; "
+        "both ends of each agree on their number, order, shapes and types."
     )
 
 
 def _largest(stage: StageReport) -> str:
     """The category that takes most at the fullest moment."""
     category, size = max(stage.fullest.peak.items(), key=lambda item: item[1])
-    return f"of which {category} {size / GIB:.1f} GiB"
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+    return f"of which {category} {in_words(size)}"
 
 
 def _bullets(title: str, lines: Sequence[str]) -> Iterator[str]:
@@ -108,4 +106,8 @@ def _span(stages: Sequence[int]) -> str:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size >= GIB / 100 or not size else f"{size / GIB:.4f}"
+    return f"{size / GIB:.2f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.2f}"

@@ -31,7 +31,7 @@ def report(gib=10, received_shape=(4, 1, 8)):
 def test_what_fits():
     text = as_text(report())
     needed = 11 + bytes_outside(3) / GIB
-    assert f"Memory: fits. Pipeline rank 0 is the fullest: {needed:.1f} of 80 GiB" in text
+    assert f"Memory: fits. Pipeline rank 0 is the fullest: {needed:.1f} GiB of 80 GiB at 0F0.0" in text
     assert "Messages: 1 on 1 channel, the largest of 0.1 KiB; both ends of each agree" in text
     assert "0F0.0" in text and "one thing." in text and "keys and values" not in text
     assert report().problems == []
