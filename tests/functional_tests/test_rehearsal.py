@@ -108,7 +108,7 @@ def test_a_message_whose_ends_disagree_is_shown(launch):
     job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, *even, script=script)
     assert job.code == 1
     assert "error: message 1 from rank 0 to rank 1 (" in job.log
-    assert "leaves as float32 [127, 1, 64] at 0F0.0, but is received as float32 [128, 1, 64] at " in job.log
+    assert "leaves as float32 [127, 1, 64] after 0F0.0, but is received as float32 [128, 1, 64] at " in job.log
 
 
 @pytest.mark.parametrize("script", ["scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch"])

@@ -32,6 +32,11 @@ class Moment:
         return sum(self.peak.values())
 
 
+def at(moment: str) -> str:
+    """When something happens, by the name of the moment."""
+    return moment if moment.startswith("after ") else f"at {moment}"
+
+
 class Ledger:
     """Entries are made in the order of time. A category given later holds from the birth of the storage on.
 

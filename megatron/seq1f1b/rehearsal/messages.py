@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from .ledger import at
+
 
 class Message(NamedTuple):
     """One message on a channel: a queue without tags from one global rank to another, in one process group."""
@@ -22,7 +24,7 @@ class Message(NamedTuple):
         return self.shape, self.dtype
 
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} at {self.moment}"
+        return f"{self.dtype} {list(self.shape)} {at(self.moment)}"
 
 
 class Traffic(NamedTuple):

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..costs.outside import bytes_outside
-from .ledger import Category, Moment
+from .ledger import Category, Moment, at
 from .messages import Traffic, mismatches
 
 GIB = 2**30
@@ -84,7 +84,7 @@ class RehearsalReport:
     def _lack_of_memory(self) -> str:
         limit = f"the {self.device_memory / GIB:g} GiB of --device-memory"
         fullest = self.fullest
-        most = f"{in_words(fullest.needed)} at {fullest.fullest.name}"
+        most = f"{in_words(fullest.needed)} {at(fullest.fullest.name)}"
         numbers = [number for number, stage in enumerate(self.stages) if stage in self.too_full]
         if len(numbers) == 1:
             return f"pipeline rank {numbers[0]} needs {most}, more than {limit}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from .ledger import Category
+from .ledger import Category, at
 from .report import GIB, MIB, RehearsalReport, StageReport, in_words
 
 CANNOT_PROVE = (
@@ -32,13 +32,13 @@ def _lines(report: RehearsalReport) -> Iterator[str]:
     if free >= 0:
         yield (
             f"Memory: fits. Pipeline rank {number} is the fullest: {in_words(fullest.needed)} of "
-            f"{report.device_memory / GIB:g} GiB at {fullest.fullest.name}, {in_words(free)} free."
+            f"{report.device_memory / GIB:g} GiB {at(fullest.fullest.name)}, {in_words(free)} free."
         )
     else:
         names = ", ".join(str(report.stages.index(stage)) for stage in report.too_full)
         yield (
             f"Memory: does not fit. Over {report.device_memory / GIB:g} GiB: pipeline rank {names}; the fullest is "
-            f"{number} with {in_words(fullest.needed)} at {fullest.fullest.name}, {_largest(fullest)}."
+            f"{number} with {in_words(fullest.needed)} {at(fullest.fullest.name)}, {_largest(fullest)}."
         )
         yield "`seq1f1b plan` looks for a configuration that fits."
     yield ""
