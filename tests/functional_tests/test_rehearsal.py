@@ -75,20 +75,6 @@ def test_experts_and_packed_documents(launch, dispatcher):
     assert "the documents: each sequence holds documents of 204, 153, 102 and 53 tokens." in job.log
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--context-parallel-size", 2, "--cp-comm-type", "a2a"),
-        ("--mtp-num-layers", 1),
-        ("--num-layers-per-virtual-pipeline-stage", 1, "--pipeline-placement", "v"),
-    ],
-    ids=["context-parallel", "prediction-heads", "v"],
-)
-def test_model_families(launch, flags):
-    flags = ("--device", "cuda", "--bf16", *TWO_STAGES, "--sequence-splits", 2, *flags)
-    assert "Memory: fits. " in rehearse(launch, 4, *flags).check().log
-
-
 def test_what_is_unsupported_fails_with_its_sentence(launch):
     job = rehearse(launch, 4, "--device", "cuda", *TWO_STAGES, "--sequence-splits", 4, "--moe-paged-stash")
     assert job.code == 2
@@ -100,15 +86,6 @@ def test_a_launch_that_does_not_fit_fails(launch):
     assert job.code == 1
     assert "Memory: does not fit." in job.log
     assert "error: pipeline ranks 0 and 1 need more than the 0.002 GiB of --device-memory, rank " in job.log
-
-
-def test_a_message_whose_ends_disagree_is_shown(launch):
-    script = FUNCTIONAL_TESTS / "broken_message_script.py"
-    even = ("--sequence-splits", 4, "--sequence-split-strategy", "even")
-    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, *even, script=script)
-    assert job.code == 1
-    assert "error: message 1 from rank 0 to rank 1 (" in job.log
-    assert "leaves as float32 [127, 1, 64] after 0F0.0, but is received as float32 [128, 1, 64] at " in job.log
 
 
 @pytest.mark.parametrize("script", ["scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch"])
