@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
 """Headline claims of the papers and what this package gains, predicted, as docs/results.md.
 
-    python tools/results.py --output docs/results.md --picture docs/images/results.png
+    python tools/results.py --output docs/results.md --pictures docs/images
+    python tools/results.py --output docs/results.md --only claims
 
-Takes an hour of one core, nearly all of it for the planner's searches.
+--only renews some sections and leaves the others of the file as they are. All takes half an hour of one core, nearly
+all of it for the planner's searches behind `time-to-train` and `gains`.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 from megatron.seq1f1b.planner import Plan
-from paper import headlines
+from megatron.seq1f1b.report.training_time import plot_training_time
+from paper import headlines, layered
 from paper.gains import COLUMNS, MACHINE, TOKENS, Case, cases
 
 
@@ -37,33 +41,64 @@ def headline_text() -> str:
             "bash scripts/paper/megatron_sc21.sh --predict",
         ),
     }
-    lines = [
-        "# Results",
-        "",
-        "Written by `python tools/results.py`. All times are predicted; how far predictions are off",
-    ]
-    lines += ["is shown in [Published tables](paper_tables.md).", "", "## Claims of the papers"]
+    lines = ["## Claims of the papers"]
     for title, (table, remark, command) in sections.items():
         lines += ["", f"### {title}", "", remark, "", f"`{command}`", "", *table()]
-    lines += [
+    return "\n".join(lines) + "\n"
+
+
+def layered_text(found: Sequence[layered.Case]) -> str:
+    """Our derivation of the argument of arXiv 2106.02679."""
+    lines = [
+        "## Layered accumulation with the modular pipeline",
         "",
-        "### Layered accumulation with the modular pipeline halves the shortest training time",
+        *wrap(
+            "arXiv 2106.02679 claims that they halve the shortest training time, do without fast InfiniBand and use a "
+            "small fraction of GPU memory. **Our own derivation**, with the costs of this package, since the tables of "
+            f"the paper could not be obtained: the model {layered.MODEL} on {layered.TOKENS / 1e9:.0f} billion tokens, "
+            f"sequences of {layered.LENGTH}, on A100, tensor parallelism 8, the optimizer state sharded, gradients "
+            "reduced and parameters gathered beside compute, the batch by the `noise-scale` law "
+            "([Time to train](planning.md#time-to-train)). *1F1B* has one chunk a rank, *interleaved 1F1B* up to 16, "
+            "the *modular pipeline* is `breadth-first` with 2 to 16. Each row is the soonest of its method. *GiB of "
+            "sharded state*: weights, gradients and state if data parallelism sharded the weights, too, and only the "
+            "chunk at work and the next one were whole, which this package does not do.",
+            118,
+        ),
         "",
-        "arXiv 2106.02679. Not re-derived yet: its tables could not be obtained, and the overlap of gradient reduction",
-        "with the pipeline, on which it rests, is not in the simulator.",
+        *layered.markdown(found),
+        "",
+        *layered.findings(found),
     ]
     return "\n".join(lines) + "\n"
+
+
+def layered_picture(found: Sequence[layered.Case], path: Path) -> None:
+    lines = {
+        f"{method}, {network}": [
+            (each.devices, each.training.days, each.training.device_hours)
+            for each in found
+            if (each.method, each.network) == (method, network) and each.training is not None
+        ]
+        for network in layered.networks()
+        for method in layered.METHODS
+    }
+    plot_training_time(lines, f"{layered.MODEL}, {layered.TOKENS:.3g} tokens, by method and network of a node", path)
 
 
 def gains_text(found: Sequence[Case]) -> str:
     lines = [
         "## What this package gains",
         "",
-        f"The best configuration in each column by the planner, on {MACHINE}, for {TOKENS >> 20} Mi tokens a step and",
-        "the same memory of a device. *Megatron*: 1F1B and its interleaved form on whole sequences, with context",
-        "parallelism and recomputation. *Published*: also ZB-H1, and Seq1F1B with its own partition. The command of a",
-        f"row is `seq1f1b plan --machine {MACHINE} --model MODEL --gpus GPUS --seq-length TOKENS --global-batch-size",
-        "BATCH`, which adds larger micro-batches.",
+        *wrap(
+            f"The best configuration in each column by the planner, on {MACHINE}, for {TOKENS >> 20} Mi tokens a step "
+            "and the same memory of a device. *Megatron*: 1F1B and its interleaved form on whole sequences, with "
+            "context parallelism and recomputation. *Published*: also ZB-H1, and Seq1F1B with its own partition. The "
+            f"command of a row is `seq1f1b plan --machine {MACHINE} --model MODEL --gpus GPUS --seq-length TOKENS "
+            "--global-batch-size BATCH`, which has more choices: other micro-batches, numbers of segments and ways to "
+            "cut. Context parallelism is by heads and within a node, with segments in the last two columns; replicas "
+            "exchange beside compute.",
+            118,
+        ),
         "",
         "| model | GPUs | tokens | batch | Megatron | published | this package | over Megatron | over published |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -75,12 +110,14 @@ def gains_text(found: Sequence[Case]) -> str:
         lines.append(f"| {' | '.join([*sizes, *cells, *shares])} |")
     lines += [
         "",
-        "In the cells: tokens/s of all GPUs, GiB of the fullest, tensor x context x pipeline size, k segments, C",
-        "chunks.",
-        "Where sequences are short or GPUs few, the pipeline hardly idles and there is nothing to gain: Megatron's own",
-        "schedules are as fast, and differences below 3 % are within the error of prediction. Context parallelism is",
-        "searched by heads and within a node only. Ring attention over nodes, which is not modelled, would help the",
-        "column of Megatron most on many GPUs: read the rows of 256 and 1024 GPUs at 131072 tokens with that in mind.",
+        *wrap(
+            "In the cells: tokens/s of all GPUs, GiB of the fullest, tensor x context x pipeline size, k segments, C "
+            "chunks. Where sequences are short or GPUs few, the pipeline hardly idles and there is nothing to gain: "
+            "Megatron's own schedules are as fast, and differences below 3 % are within the error of prediction. Ring "
+            "attention over nodes, which is not modelled, would help the column of Megatron most on many GPUs: read "
+            "the rows of 256 and 1024 GPUs at 131072 tokens with that in mind.",
+            118,
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -130,17 +167,63 @@ def picture(found: Sequence[Case], path: Path) -> None:
     figure.savefig(path, dpi=160)
 
 
+HEAD = """\
+# Results
+
+Written by `python tools/results.py --output docs/results.md`. All times are predicted; how far predictions are off is
+shown in [Published tables](paper_tables.md).
+
+"""
+
+
+def claims_section(pictures: Path | None) -> str:
+    return headline_text()
+
+
+def layered_section(pictures: Path | None) -> str:
+    found = list(layered.cases(progress))
+    text = layered_text(found)
+    if pictures is not None:
+        layered_picture(found, pictures / "layered.png")
+        text += "\n![Days and GPU hours by method](images/layered.png)\n"
+    return text
+
+
+def gains_section(pictures: Path | None) -> str:
+    found = list(cases(progress))
+    text = gains_text(found)
+    if pictures is not None:
+        picture(found, pictures / "results.png")
+        text += "\n![Throughput by schedules](images/results.png)\n"
+    return text
+
+
+# Name -> what writes the section; the order is that of the page.
+SECTIONS = {"claims": claims_section, "layered": layered_section, "gains": gains_section}
+
+
+def progress(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def sections_of(page: str) -> list[str]:
+    """The parts of a page from one heading of the second level to the next."""
+    return [f"## {part.rstrip()}\n" for part in f"\n{page}".split("\n## ")[1:]]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="Markdown to write")
-    parser.add_argument("--picture", type=Path, help="a .png, .svg or .pdf to write (needs matplotlib)")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="where to draw pictures (needs matplotlib)")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="default: all")
     args = parser.parse_args(argv)
-    found = list(cases(lambda text: print(text, end="", file=sys.stderr, flush=True)))
-    text = headline_text() + "\n" + gains_text(found)
-    if args.picture is not None:
-        picture(found, args.picture)
-        text += f"\n![Throughput by schedules](images/{args.picture.name})\n"
-    args.output.write_text(text, encoding="utf-8")
+    written = sections_of(args.output.read_text(encoding="utf-8")) if set(args.only) < set(SECTIONS) else []
+    if written and len(written) != len(SECTIONS):
+        parser.error(f"{args.output} has {len(written)} sections, not {len(SECTIONS)}; write all of them")
+    for number, (name, section) in enumerate(SECTIONS.items()):
+        if name in args.only:
+            written[number : number + 1] = [section(args.pictures)]
+    args.output.write_text(HEAD + "\n".join(written), encoding="utf-8")
     return 0
 
 

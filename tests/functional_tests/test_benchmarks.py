@@ -49,3 +49,11 @@ def test_segments_against_whole_sequences(launch):
         flags = [*TINY, "--part", part, "--sequence-splits", "2", "4"]
         job = launch(1, flags, script=ROOT / "tools" / "benchmark_attention.py").check()
         assert f"{part}, pooled: " in job.log
+
+
+def test_steps_predicted_from_single_actions(launch):
+    job = launch(2, [*TINY], script=ROOT / "tools" / "benchmark_prediction.py", timeout=300).check()
+    rows = [line for line in job.log.splitlines() if ", C = " in line]
+    assert len(rows) == 8
+    assert all(float(row.split()[-4]) > 0 and float(row.split()[-3]) > 0 for row in rows)
+    assert "mean error" in job.log

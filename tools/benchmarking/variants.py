@@ -86,7 +86,7 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
             found.append(Variant("torch Schedule1F1B", schedule, whole, schedule_1f1b(whole, batch, num_microbatches)))
         else:
             for strategy, lengths in splits:
-                found += _ours(args, schedule, strategy, lengths, model, batch, num_microbatches)
+                found += ours(args, schedule, strategy, lengths, model, batch, num_microbatches)
     return found
 
 
@@ -98,7 +98,7 @@ def _cannot_run(schedule: str, num_chunks: int, num_microbatches: int) -> bool:
     return schedule == "megatron" and num_chunks > 1 and num_microbatches % num_ranks > 0
 
 
-def _ours(
+def ours(
     args: argparse.Namespace,
     schedule: str,
     strategy: str,
@@ -157,7 +157,7 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
                 num_segments,
                 1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size,
                 time=bottleneck_time(costs),
-                flops=authors_flops(_model_shape(args)),
+                flops=authors_flops(model_shape(args)),
                 full_speed_rows=(A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
                 num_stages=len(costs),
                 num_microbatches=num_microbatches,
@@ -171,7 +171,7 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
 
 def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = True) -> Sequence[StageCost]:
     """By the profile, if there is one and `is_measured`, else analytic."""
-    shape, layers = _model_shape(args), _layers_per_stage(args, num_chunks)
+    shape, layers = model_shape(args), _layers_per_stage(args, num_chunks)
     if is_measured and args.sequence_split_profile is not None:
         profile = read_profile(args.sequence_split_profile)
         check_profile(profile, args.sequence_split_profile, shape, 1)
@@ -184,7 +184,7 @@ def _layers_per_stage(args: argparse.Namespace, num_chunks: int) -> list[int]:
     return [args.num_layers // num_stages] * num_stages
 
 
-def _model_shape(args: argparse.Namespace) -> ModelShape:
+def model_shape(args: argparse.Namespace) -> ModelShape:
     head_dim = args.hidden_size // args.num_attention_heads
     shape = ModelShape(
         args.num_layers, args.hidden_size, 4 * args.hidden_size, args.num_attention_heads, head_dim, args.vocab_size

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from megatron.seq1f1b.costs.machine import read_machine
 from megatron.seq1f1b.planner import Candidate, Plan, Question, Search, preset
 
-# Model, GPUs; each at every length.
+# Model, GPUs, tokens of a sequence.
 CASES = (
-    ("7b", 8),
-    ("7b", 32),
-    ("13b", 64),
-    ("30b", 64),
-    ("30b", 256),
-    ("llama3-70b", 256),
-    ("llama3-70b", 1024),
+    ("7b", 8, 32768),
+    ("7b", 32, 131072),
+    ("7b", 32, 1048576),
+    ("30b", 64, 131072),
+    ("30b", 256, 1048576),
+    ("llama3-70b", 256, 131072),
+    ("llama3-70b", 1024, 131072),
+    ("llama3-70b", 1024, 1048576),
 )
-LENGTHS = (32768, 131072, 1048576)
 TOKENS = 4 << 20  # of a step
 MACHINE = "h100-80gb"
 
@@ -58,15 +58,31 @@ class Case:
         return None if other is None or ours is None else other.prediction.seconds / ours.prediction.seconds - 1
 
 
+def question_of(model: str, gpus: int, length: int) -> Question:
+    """Fewer choices than `seq1f1b plan` has, since there are dozens of cases."""
+    return Question(
+        preset(model),
+        read_machine(MACHINE),
+        gpus,
+        length,
+        max(TOKENS // length, 1),
+        families=("1f1b", "zb-h1", "auto"),
+        segments=(1, 4, 16),
+        micro_batches=(1,),
+    )
+
+
+def case(model: str, gpus: int, length: int) -> Case:
+    question = question_of(model, gpus, length)
+    search = Search(question)
+    best: dict[str, Plan | None] = {}
+    for name, accept in COLUMNS.items():
+        best[name] = next(iter(search.best(1, accept=accept)), None)
+    return Case(model, gpus, length, question.global_batch_size, best)
+
+
 def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]:
-    for model, gpus in CASES:
-        for length in LENGTHS:
-            batch = max(TOKENS // length, 1)
-            question = Question(preset(model), read_machine(MACHINE), gpus, length, batch, micro_batches=(1,))
-            search = Search(question)
-            best: dict[str, Plan | None] = {}
-            for name, accept in COLUMNS.items():
-                best[name] = next(iter(search.best(1, accept=accept)), None)
-            found = Case(model, gpus, length, batch, best)
-            progress(f"{model}, {gpus} GPUs, {length} tokens: {found.gain('published')}\n")
-            yield found
+    for model, gpus, length in CASES:
+        found = case(model, gpus, length)
+        progress(f"{model}, {gpus} GPUs, {length} tokens: {found.gain('published')}\n")
+        yield found

@@ -80,7 +80,7 @@ def sharded_gib(training: Training) -> float:
 
 def markdown(found: list[Case]) -> list[str]:
     lines = [
-        "| network of a node | GPUs | method | days | to 1F1B | GPU hours | PP, DP, C, m | bubble-free share | GiB | "
+        "| network of a node | GPUs | method | days | to 1F1B | GPU hours | PP, DP, C, m | without bubble | GiB | "
         "GiB of sharded state |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -100,5 +100,46 @@ def markdown(found: list[Case]) -> list[str]:
         lines.append(
             f"{head} {training.days:.3g} | {ratio} | {training.device_hours:.3g} | {', '.join(map(str, sizes))} | "
             f"{100 * ideal:.0f} % | {training.memory_gib:.0f} | {sharded_gib(training):.1f} |"
+        )
+    return lines
+
+
+def findings(found: list[Case]) -> list[str]:
+    """What the table comes to, beside what the paper claims."""
+    lines = []
+    for network in networks():
+        days = {
+            method: min(
+                (
+                    each.training.days
+                    for each in found
+                    if (each.network, each.method) == (network, method) and each.training
+                ),
+                default=None,
+            )
+            for method in METHODS
+        }
+        if None in days.values():
+            continue
+        plain, modular = days["1F1B"], days["modular pipeline"]
+        lines.append(
+            f"- Nodes with {network}: the shortest training takes {plain:.3g} days with 1F1B, "
+            f"{days['interleaved 1F1B']:.3g} interleaved and {modular:.3g} with the modular pipeline, "
+            f"{modular / plain:.2f} of 1F1B (claimed: a half)."
+        )
+    best = [
+        min(
+            (
+                each.training.days
+                for each in found
+                if each.network == network and each.method == "modular pipeline" and each.training
+            ),
+            default=None,
+        )
+        for network in networks()
+    ]
+    if None not in best:
+        lines.append(
+            f"- On the slow network the modular pipeline takes {best[1] / best[0]:.2f} times as long as on InfiniBand."
         )
     return lines

@@ -1,0 +1,73 @@
+"""What the planner prints goes through Megatron's parser and its checks, and through ours."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from functional_tests.test_launch_flags import PARSE, environment
+from megatron.seq1f1b.costs import Experts, ModelShape
+from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.planner import Candidate, Question, candidates, decided_flags, model_flags
+from patience import patient
+
+DENSE = ModelShape(8, 1024, 2816, 8, 128, 32768, num_kv_heads=4, is_gated=True)
+MIXTURE = replace(DENSE, experts=Experts(8, 2, 512, shared_ffn_hidden_size=256), expert_layers=tuple(range(2, 8)))
+# What a user adds to the flags of a preset, and what a CPU without Transformer Engine needs.
+REST = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 32768 --train-iters 2 --lr 1e-4 --eval-iters 0 "
+    "--transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion --device cpu"
+)
+# Sizes of tensor, context, pipeline, data and expert parallelism, model chunks, segments, schedule.
+PLANS = {
+    "dense": (DENSE, (2, 1, 4, 2, 1), 1, 4, "zb-h1"),
+    "chunks": (DENSE, (1, 2, 2, 4, 1), 2, 4, "1f1b"),
+    "experts": (MIXTURE, (2, 1, 2, 4, 4), 2, 1, "breadth-first"),
+}
+
+
+def planned(model: ModelShape, sizes: tuple[int, ...], chunks: int, segments: int, family: str) -> Candidate:
+    question = Question(model, read_machine("a100-80gb"), 16, 8192, 16)
+    for candidate in candidates(question):
+        setup = candidate.setup
+        found = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
+        if (
+            (*found, setup.expert_parallel) == sizes
+            and (setup.placement.num_chunks, len(setup.segments), setup.family) == (chunks, segments, family)
+            and setup.recompute == "none"
+        ):
+            return candidate
+    raise LookupError(f"no candidate of {sizes}")
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, dict]:
+    jobs = []
+    for plan in PLANS.values():
+        candidate = planned(*plan)
+        flags = [*model_flags(plan[0], 8192), *decided_flags(candidate), REST]
+        words = shlex.split(" ".join(flags))
+        # For grouped products Megatron asks the GPU what it can do.
+        words = [word for word in words if word != "--moe-grouped-gemm"]
+        jobs.append(json.dumps({"flags": words, "environment": {"WORLD_SIZE": "16"}}))
+    run = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        input="\n".join(jobs), env=environment(), capture_output=True, text=True, timeout=patient(300),
+    )  # fmt: skip
+    found = [json.loads(line.removeprefix("SEEN ")) for line in run.stdout.splitlines() if line.startswith("SEEN ")]
+    assert len(found) == len(PLANS), run.stderr
+    return dict(zip(PLANS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_megatron_and_our_validation_take_a_plan(seen, name):
+    assert "error" not in seen[name], seen[name]["error"]
+    model, (_, _, _, data, _), _, segments, _ = PLANS[name]
+    candidate = planned(*PLANS[name])
+    assert seen[name]["num_layers"] == model.num_layers
+    assert seen[name]["data_parallel_size"] == data
+    assert seen[name]["global_batch_size"] == candidate.setup.global_batch_size
+    assert tuple(seen[name]["cut"]) == candidate.setup.segments and len(seen[name]["cut"]) == segments

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Hold the simulator against this machine: eight steps, predicted from the times of single actions in other runs.
+
+    torchrun --nproc-per-node 2 tools/benchmark_prediction.py --seq-length 4096 --hidden-size 128 --repeats 9
+
+For one and for two model chunks, a run of zb-h1 on segments of equal length is the profile: its forwards, input and
+weight gradients are fitted by stage, as a trace is for --sequence-split-profile. Other families, numbers of segments
+and of micro-batches, and ways to cut are then simulated on it, message by message, and timed in turn with it.
+"""
+
+import argparse
+import logging
+import statistics
+import time
+
+from benchmark import run_step  # first: it makes a machine without a GPU fit for Megatron
+
+import torch  # isort: skip
+import torch.distributed as dist  # isort: skip
+
+from benchmarking.device import use_own_gpu
+from benchmarking.model import Batch, build_model, use_ranks
+from benchmarking.prediction import cost_of_segments, predicted_seconds, table
+from benchmarking.variants import Variant, model_shape, ours
+from megatron.seq1f1b.costs import A100, CPU_CORE, analytic_costs, authors_flops, bottleneck_time
+from megatron.seq1f1b.partition import cut_sequence
+
+_PROFILE = ("zb-h1", "even", 4, 2)
+# By number of model chunks: schedule, strategy, segments, micro-batches.
+CONFIGURATIONS = {
+    1: (
+        ("1f1b", "even", 1, 4),
+        ("1f1b", "even", 4, 2),
+        ("1f1b", "balanced", 4, 1),
+        ("1f1b", "balanced", 8, 2),
+        ("gpipe", "uniform_comp", 2, 2),
+        ("zb-h1", "balanced", 4, 3),
+    ),
+    2: (("1f1b", "balanced", 4, 2), ("breadth-first", "even", 2, 2)),
+}
+# What `ours` and the model read of the arguments of the other benchmark.
+_FIXED = {"placement": "looped", "untraced": False, "hybrid_layer_pattern": None, "sequence_split_profile": None}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--num-attention-heads", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=9)
+    return argparse.Namespace(**_FIXED, **vars(parser.parse_args()))
+
+
+def cut(args: argparse.Namespace, strategy: str, num_segments: int, num_stages: int) -> tuple[int, ...]:
+    """By the formulas, as training cuts."""
+    device, shape = A100 if torch.cuda.is_available() else CPU_CORE, model_shape(args)
+    layers = [args.num_layers // num_stages] * num_stages
+    time = bottleneck_time(analytic_costs(shape, layers, device))
+    rows = device.full_speed_rows
+    return cut_sequence(
+        strategy, args.seq_length, num_segments, time=time, flops=authors_flops(shape), full_speed_rows=rows
+    )
+
+
+def message_seconds(args: argparse.Namespace, repeats: int = 20) -> float:
+    """Half of the median time there and back of the output of a segment, between the first two ranks."""
+    tensor = torch.zeros(args.seq_length // 4, 1, args.hidden_size, device=torch.cuda.current_device())
+    rank, seconds = dist.get_rank(), []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        for sender in (0, 1) if rank < 2 else ():
+            if rank == sender:
+                dist.send(tensor, 1 - sender)
+            else:
+                dist.recv(tensor, sender)
+        seconds.append((time.perf_counter() - start) / 2)
+    found = [statistics.median(seconds)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float, float]]:
+    """Name, measured and predicted seconds; the first round warms up."""
+    use_ranks(num_chunks)
+    model, batch, num_stages = build_model(args, num_chunks), Batch(args), num_chunks * dist.get_world_size()
+    timed: list[tuple[str, Variant]] = []
+    for schedule, strategy, segments, microbatches in (_PROFILE, *CONFIGURATIONS[num_chunks]):
+        lengths = cut(args, strategy, segments, num_stages)
+        (variant,) = ours(args, schedule, strategy, lengths, model, batch, microbatches)
+        timed.append((f"{variant.name}, m = {microbatches}, C = {num_chunks}", variant))
+    for _ in range(args.repeats + 1):
+        for _, variant in timed:
+            run_step(variant)
+    for _, variant in timed:
+        for values in (variant.seconds, variant.cpu_seconds, variant.spans):
+            del values[:1]
+    (_, profile), *others = timed
+    stages, message = cost_of_segments(profile), message_seconds(args)
+    return [
+        (name, statistics.median(variant.seconds), predicted_seconds(variant, stages, message))
+        for name, variant in others
+    ]
+
+
+def main() -> None:
+    args = parse()
+    logging.disable(logging.INFO)
+    use_own_gpu()
+    dist.init_process_group()
+    rows = [row for num_chunks in CONFIGURATIONS for row in compare(args, num_chunks)]
+    if dist.get_rank() == 0:
+        print(
+            f"{dist.get_world_size()} ranks, {args.seq_length} tokens, {args.num_layers} layers, hidden "
+            f"{args.hidden_size}; medians of {args.repeats}\n\n{table(rows)}"
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
