@@ -67,7 +67,7 @@ def layered_text(found: Sequence[layered.Case]) -> str:
         "",
         *layered.markdown(found),
         "",
-        *layered.findings(found),
+        *(line for each in layered.findings(found) for line in wrap(each, 118, subsequent_indent="  ")),
     ]
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from megatron.seq1f1b.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planner import Candidate, Question, Training, batch_law, preset, soonest
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
-COUNTS = (1024, 4096, 16384, 65536)
+COUNTS = (16384, 65536)
 METHODS: dict[str, Callable[[TrainingSetup], bool]] = {
     "1F1B": lambda setup: setup.family == "1f1b" and setup.placement.num_chunks == 1,
     "interleaved 1F1B": lambda setup: setup.family == "1f1b",
@@ -75,7 +75,7 @@ def sharded_gib(training: Training) -> float:
     ]
     fullest = max(of_rank, key=sum)
     shards = sum(fullest) * (2 + setup.software.gradient_bytes + 12) / setup.data_group.size
-    return (shards + 2 * max(fullest) * (2 + setup.software.gradient_bytes)) / 2**30
+    return (shards + min(2, len(fullest)) * max(fullest) * (2 + setup.software.gradient_bytes)) / 2**30
 
 
 def markdown(found: list[Case]) -> list[str]:

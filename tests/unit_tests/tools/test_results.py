@@ -1,7 +1,11 @@
 """What docs/results.md is made of."""
 
-from paper import headlines
+from dataclasses import replace
+
+from megatron.seq1f1b.planner import Training, candidates
+from paper import headlines, layered
 from results import gains_text
+from unit_tests.planner.question import MODEL, small
 
 
 def test_30b_fits_by_segments_only():
@@ -13,3 +17,25 @@ def test_30b_fits_by_segments_only():
 
 def test_a_table_without_cases_has_its_head():
     assert "| model | GPUs | tokens |" in gains_text([])
+
+
+def test_the_derivation_sets_the_methods_side_by_side():
+    found = []
+    for network in layered.networks():
+        for method, days in (("1F1B", 8.0), ("interleaved 1F1B", 6.0), ("modular pipeline", 4.0)):
+            is_its = layered.METHODS[method]
+            question = small(model=replace(MODEL, num_layers=8), families=("1f1b", "breadth-first"), segments=(1,))
+            candidate = next(each for each in candidates(question) if is_its(each.setup))
+            training = Training(candidate, days * 86400 / 100, 20.0, 100.0, 1e9)
+            found += [layered.Case(network, method, 16384, training), layered.Case(network, method, 65536, None)]
+    lines = layered.markdown(found)
+    assert len(lines) == 2 + len(found) and sum("does not fit" in line for line in lines) == 6
+    assert "| modular pipeline | 4 | 0.50 |" in "\n".join(lines)
+    assert "8 days with 1F1B, 6 interleaved and 4 with the modular pipeline, 0.50 of 1F1B" in layered.findings(found)[0]
+
+
+def test_sharded_state_is_a_fraction_of_the_whole():
+    candidate = next(each for each in candidates(small()) if each.setup.data_parallel == 4)
+    setup, training = candidate.setup, Training(candidate, 1.0, 20.0, 100.0, 1e9)
+    whole = setup.stage_parameters(0) * 18 / 2**30
+    assert whole / 4 < layered.sharded_gib(training) < whole
