@@ -178,10 +178,10 @@ class _OneSegment(torch.autograd.Function):
         segment: Segment,
         cache: KVCache,
     ) -> Tensor:
-        cache.write(segment.start, segment.end, key, value)
-        output, statistics = kernel.forward(query, *cache.read(segment.start, segment.end))
+        seen = cache.write(segment.start, segment.end, key, value)
+        output, statistics = kernel.forward(query, *seen)
         ctx.save_for_backward(query, output, *statistics)
-        ctx.kernel, ctx.layer, ctx.segment, ctx.cache = kernel, layer, segment, cache
+        ctx.kernel, ctx.layer, ctx.segment, ctx.cache, ctx.seen = kernel, layer, segment, cache, seen
         return output
 
     @staticmethod
@@ -189,7 +189,7 @@ class _OneSegment(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         query, output, *statistics = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
-        saved = Saved(query, *cache.read(segment.start, segment.end), output, tuple(statistics))
+        saved = Saved(query, *ctx.seen, output, tuple(statistics))
         grads = ctx.kernel.backward(grad_output, saved)
         grad_key, grad_value = cache.exchange_gradients(
             segment.start, segment.end, (grads.key, grads.value), grads.prefix

@@ -26,18 +26,18 @@ class KVCache:
         self._window = sequence_length if window is None else window
         self._keys = key.new_empty((sequence_length, *key.shape[1:]))
         self._values = value.new_empty((sequence_length, *value.shape[1:]))
-        # Of keys and of values, for tokens before the segment that went backward last.
+        # Of keys and of values, for tokens before the segment that went backward last; empty if there are none.
         self._gradients: Sequence[Tensor] | None = None
 
-    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
-        """Store the keys and values [end − start, b, g, d] of a segment."""
-        self._keys[start:end].copy_(key.detach())
-        self._values[start:end].copy_(value.detach())
+    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values [n, b, g, d] of the n tokens of a segment.
 
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [p + end − start, b, g, d] of a segment and the p tokens of the prefix that it sees, as
-        views."""
-        seen = slice(self._first(start), end)
+        Returns those [p + n, b, g, d] of the segment and of the p tokens of the prefix that it sees, as views. To be
+        called where autograd does not record.
+        """
+        own, seen = slice(start, end), slice(self._first(start), end)
+        self._keys[own].copy_(key)
+        self._values[own].copy_(value)
         return self._keys[seen], self._values[seen]
 
     def exchange_gradients(
@@ -52,21 +52,21 @@ class KVCache:
         """
         is_last_segment = end == self._keys.shape[0]
         assert (self._gradients is None) == is_last_segment, "segments went backward out of order"
-        if is_last_segment:
-            left = [grad[:0] for grad in own]
-        else:
+        left: list[Tensor] = []
+        if self._gradients:
             # Later segments have left something for the last tokens before `end`, of this segment and before it.
             first = self._first(end)
             for grad, of_later in zip(own, self._gradients, strict=True):
-                grad[max(0, first - start) :] += of_later[max(0, start - first) :]
-            left = [of_later[: max(0, start - first)] for of_later in self._gradients]
-        self._gradients = self._added(prefix, left) if prefix is not None else left
+                _from(grad, first - start).add_(_from(of_later, start - first))
+            if start > first:
+                left = [of_later[: start - first] for of_later in self._gradients]
+        self._gradients = left if prefix is None else self._added(prefix, left)
         return own
 
     def _added(self, prefix: Sequence[Tensor], left: Sequence[Tensor]) -> Sequence[Tensor]:
         """`prefix`, with what later segments left for the last of its tokens; in place where they left something for
         all of them."""
-        if left[0].shape[0] == prefix[0].shape[0]:
+        if left and left[0].shape[0] == prefix[0].shape[0]:
             for of_later, grad in zip(left, prefix, strict=True):
                 of_later += grad
             return left
@@ -74,10 +74,15 @@ class KVCache:
         # Part of a buffer with the segment's own gradients, which are many beside those of a window.
         is_window = self._window < self._keys.shape[0]
         sums = [grad.to(dtype, copy=is_window) for grad in prefix]
-        for grad, of_later in zip(sums, left, strict=True):
-            grad[grad.shape[0] - of_later.shape[0] :] += of_later
+        for grad, of_later in zip(sums, left, strict=bool(left)):
+            _from(grad, grad.shape[0] - of_later.shape[0]).add_(of_later)
         return sums
 
     def _first(self, start: int) -> int:
         """The first token that a segment from `start` on sees."""
         return max(0, start - self._window)
+
+
+def _from(tensor: Tensor, start: int) -> Tensor:
+    """The rows from `start` on; a view costs the host as much as a small kernel."""
+    return tensor if start <= 0 else tensor[start:]

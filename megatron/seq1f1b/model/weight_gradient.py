@@ -6,8 +6,8 @@ previous stage waits, and the weight gradient, which is not needed before the en
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,14 +43,9 @@ class WeightGradientStore:
         self._left: dict[Hashable, deque[Work]] = {}
         self._collecting: deque[Work] | None = None
 
-    @contextmanager
-    def collecting(self, unit: Hashable) -> Iterator[None]:
+    def collecting(self, unit: Hashable) -> AbstractContextManager[None]:
         """What is left inside belongs to `unit`."""
-        self._collecting = self._left.setdefault(unit, deque())
-        try:
-            yield
-        finally:
-            self._collecting = None
+        return _Collecting(self, unit)
 
     def leave(self, work: Work) -> None:
         """Keep the work for the unit whose backward runs."""
@@ -75,6 +70,22 @@ class WeightGradientStore:
     def assert_empty(self) -> None:
         """No weight gradient is forgotten, no activation outlives a step."""
         assert not self._left, f"the weight gradients of {len(self._left)} units outlived the step"
+
+
+class _Collecting:
+    """A class, since a generator takes the host several times as long, in every unit."""
+
+    __slots__ = ("_store", "_unit")
+
+    def __init__(self, store: WeightGradientStore, unit: Hashable) -> None:
+        self._store = store
+        self._unit = unit
+
+    def __enter__(self) -> None:
+        self._store._collecting = self._store._left.setdefault(self._unit, deque())
+
+    def __exit__(self, *_: object) -> None:
+        self._store._collecting = None
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:

@@ -66,17 +66,17 @@ def by_segments(kernel_of, query, key, value, grad, bounds, accumulator=None):
     cache = KVCache(len(query), key, value)
     runs = []
     for start, end in bounds:
-        cache.write(start, end, key[start:end], value[start:end])
-        runs.append(kernel.forward(query[start:end], *cache.read(start, end)))
+        seen = cache.write(start, end, key[start:end].detach(), value[start:end].detach())
+        runs.append((*kernel.forward(query[start:end], *seen), seen))
         assert runs[-1][0].is_contiguous()
     grads = []
-    for (start, end), (output, statistics) in zip(reversed(bounds), reversed(runs), strict=True):
-        part = kernel.backward(grad[start:end], Saved(query[start:end], *cache.read(start, end), output, statistics))
+    for (start, end), (output, statistics, seen) in zip(reversed(bounds), reversed(runs), strict=True):
+        part = kernel.backward(grad[start:end], Saved(query[start:end], *seen, output, statistics))
         own = cache.exchange_gradients(start, end, (part.key, part.value), part.prefix)
         if accumulator is not None and start:
             cache._gradients = [x.to(accumulator) for x in cache._gradients]
         grads.append((part.query, *own))
-    return [torch.cat([output for output, _ in runs]), *(torch.cat(x[::-1]) for x in zip(*grads, strict=True))]
+    return [torch.cat([output for output, *_ in runs]), *(torch.cat(x[::-1]) for x in zip(*grads, strict=True))]
 
 
 def worst_error(results, expected):
