@@ -10,6 +10,7 @@ from megatron.seq1f1b import arguments
 from megatron.seq1f1b.arguments import Naming, run_of_arguments
 from megatron.seq1f1b.arguments.flags import parse_options
 from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.model.masks import KEEP_APART
 from unit_tests.arguments.parsed import parsed
 
 ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
@@ -86,6 +87,11 @@ def test_sentences_of_a_running_step_have_keywords_too():
         Naming.KEYWORDS.in_errors(),
     ):
         raise ValueError("--fp8-format is untested - really; drop --sequence-splits")
+    with (
+        pytest.raises(ValueError, match="^for packed documents give keep_documents_apart, or drop sequence_splits$"),
+        Naming.KEYWORDS.in_errors(),
+    ):
+        raise ValueError(f"{KEEP_APART}, or drop --sequence-splits")
     own = ValueError("a sentence of the program's own")
     with pytest.raises(ValueError) as error, Naming.KEYWORDS.in_errors():
         raise own

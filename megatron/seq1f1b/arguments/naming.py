@@ -20,8 +20,10 @@ _KEYWORDS: Mapping[str, str] = MappingProxyType(
         "pattern": "hybrid_layer_pattern",
     }
 )
-# Flags of Megatron whose fields in a TransformerConfig have another name.
-_FIELDS: Mapping[str, str] = MappingProxyType({"fp8_format": "fp8", "num_experts": "num_moe_experts"})
+# Flags of Megatron that a program sets under another name: as fields of a TransformerConfig, as a keyword of `install`.
+_IN_A_PROGRAM: Mapping[str, str] = MappingProxyType(
+    {"fp8_format": "fp8", "num_experts": "num_moe_experts", "reset_attention_mask": "keep_documents_apart"}
+)
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 
 
@@ -58,9 +60,9 @@ class Naming(Enum):
             sentence = self.sentence(error)
             if sentence == str(error):
                 raise
-            raise ValueError(sentence) from error
+            raise ValueError(sentence).with_traceback(error.__traceback__) from None
 
 
 def _keyword(flag: re.Match[str]) -> str:
     name = flag[1].replace("-", "_")
-    return _FIELDS.get(name, name)
+    return _IN_A_PROGRAM.get(name, name)

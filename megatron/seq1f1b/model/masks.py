@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-KEEP_APART = (
-    "keep documents apart by --reset-attention-mask (without Megatron's arguments: install(keep_documents_apart=True))"
-)
+KEEP_APART = "for packed documents give --reset-attention-mask"
 
 _ROWS_AT_ONCE = 1024
 
