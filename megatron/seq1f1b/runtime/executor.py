@@ -98,16 +98,18 @@ class PipelineExecutor:
         Returns one report per micro-batch on the rank that computes the loss, an empty list elsewhere.
         """
         call = Call.of(**arguments)
-        if self._segmentation.num_segments > 1 and call.decoder_seq_length not in (None, call.seq_length):
-            raise ValueError("--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments")
+        if self._segmentation.num_segments > 1:
+            refuse_attention_to_later_tokens(call.chunks)
+            if call.decoder_seq_length not in (None, call.seq_length):
+                raise ValueError(
+                    "--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments"
+                )
         placement = Placement(call.pipeline.size(), len(call.chunks), self._plan.placement)
         shape = Shape(placement, call.num_microbatches, self._segmentation.num_segments)
         if shape.num_ranks > 1:  # a rank without neighbours may run alone
             self._agree(shape, call)
         lengths = self._segmentation.lengths(call.seq_length)
         program = self._plan.program(shape, lengths, call.pipeline.rank(), call.forward_only)
-        if shape.num_segments > 1:
-            refuse_attention_to_later_tokens(call.chunks)
         if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
             attach(call.chunks, self._context)
         if program.another_goes_backward_first:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from .. import ranks
+from ..arguments import Naming
 
 # The launcher ends all ranks as soon as one is gone, so the others wait until rank 0 has printed the reason.
 _SECONDS_FOR_RANK_0 = 20
@@ -43,14 +44,25 @@ def wants_tracebacks() -> bool:
 
 @contextmanager
 def failures_recorded() -> Iterator[None]:
-    """Around a whole training script: what ends it is in torchrun's report, which takes the earliest for the cause."""
+    """Around a whole training script: what ends it is in torchrun's report, which takes the earliest for the cause.
+
+    Our own ValueErrors, such as those of a first step that finds a model unfit for segments, end it with a sentence.
+    """
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
+        if isinstance(error, ValueError) and _is_ours(error):
+            end(Naming.FLAGS.sentence(error), error)
         record("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
         raise
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether it was raised by code of this package, not by the script's or Megatron's on our call."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").startswith(f"{__package__.rpartition('.')[0]}.")
 
 
 def record(message: str) -> None:
