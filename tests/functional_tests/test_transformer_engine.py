@@ -1,6 +1,6 @@
 """Transformer Engine's layers by segments, and their weight gradients apart, against Megatron's own unsegmented run.
 
-Its Python runs on CPU tensors, on stand-ins of five of its kernels (see megatron/seq1f1b/cpu/transformer_engine).
+Its Python runs on CPU tensors, on stand-ins of its kernels (see megatron/seq1f1b/cpu/transformer_engine).
 """
 
 import re
@@ -28,6 +28,14 @@ def verdicts(request, tmp_path_factory):
     folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
     job = torchrun(WORKER, 2, [selected, "--transformer-engine"], timeout=300, env=folders)
     return dict(re.findall(r"^case (\S+): (.*)$", job.check().log, re.MULTILINE))
+
+
+def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_stay():
+    if not (PACKAGES / "transformer_engine").is_dir():
+        pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
+    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
+    job = torchrun(WORKER.parents[1] / "transformer_engine_worker.py", 1, timeout=200, env=folders)
+    assert "equal\n" in job.check().log
 
 
 @pytest.mark.parametrize(

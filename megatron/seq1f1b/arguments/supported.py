@@ -78,8 +78,9 @@ def _is(value: str, name: str) -> Condition:
     return lambda settings: settings.get(name) == value
 
 
-def _grouped_by_transformer_engine(settings: Mapping[str, Any]) -> bool:
-    return settings.get("transformer_impl") == "transformer_engine" and bool(settings.get("moe_grouped_gemm"))
+def _grouped_with_biases(settings: Mapping[str, Any]) -> bool:
+    is_grouped = settings.get("transformer_impl") == "transformer_engine" and bool(settings.get("moe_grouped_gemm"))
+    return is_grouped and bool(settings.get("add_bias_linear"))
 
 
 def _has_layers(symbol: str) -> Condition:
@@ -480,10 +481,10 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
     ),
     Scope.SPLIT_BACKWARDS: (
         Unsupported(
-            "--moe-grouped-gemm with --transformer-impl transformer_engine",
-            _grouped_by_transformer_engine,
-            "computes the weight gradients of all experts together with input gradients",
-            "drop --moe-grouped-gemm, or use a schedule without W such as 1f1b",
+            "--moe-grouped-gemm with biases and --transformer-impl transformer_engine",
+            _grouped_with_biases,
+            "computes the gradients of biases sometimes with those of weights, sometimes with those of inputs",
+            "give --disable-bias-linear, or use a schedule without W such as 1f1b",
         ),
         Unsupported(
             "--moe-shared-expert-overlap",

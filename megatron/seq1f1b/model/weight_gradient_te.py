@@ -33,25 +33,36 @@ class _Products:
     def delay_wgrad_compute(self) -> bool:
         return True
 
-    def put(self, tensors: list[Tensor], product: Callable[..., tuple[Tensor, Tensor | None]]) -> None:
-        """Called by the layer's backward: `product(*tensors)` gives the gradients of its weight and of its bias."""
+    def put(self, tensors: list[Any], product: Callable[..., tuple[Any, ...]]) -> None:
+        """Called by the layer's backward: `product(*tensors)` gives the gradients of its weight and of its bias.
+
+        Where the layer is for several experts it writes the gradients of their weights into the last of the `tensors`.
+        """
         layer = self._layer
-        names = aliased(layer)
-        parameters = tuple(layer._parameters[name] for name in names)
+        parameters = tuple(layer._parameters[name] for name in aliased(layer))
 
         def gradients() -> tuple[Tensor | None, ...]:
-            weight_gradient, bias_gradient = product(*tensors)
-            is_added = layer.fuse_wgrad_accumulation and hasattr(parameters[0], "main_grad")
-            first = accumulated(parameters[0]) if is_added else weight_gradient
-            return (first, bias_gradient)[: len(parameters)]
+            of_weight, of_bias, *_ = product(*tensors)
+            computed = tensors[2] if _has_experts(layer) else [of_weight, of_bias]
+            if layer.fuse_wgrad_accumulation and hasattr(parameters[0], "main_grad"):
+                num_weights = len(parameters) if _has_experts(layer) else 1
+                computed[:num_weights] = map(accumulated, parameters[:num_weights])
+            return tuple(computed[: len(parameters)])
 
         self._store.leave(Work(parameters, gradients))
 
 
 def aliased(layer: Any) -> list[str]:
     """The parameters whose gradients the product gives: the weight, and the bias where the layer adds it itself."""
+    if _has_experts(layer):
+        return [f"weight{expert}" for expert in range(layer.num_gemms)]
     adds_bias = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
     return [*layer.weight_names, *(layer.bias_names if adds_bias else ())]
+
+
+def _has_experts(layer: Any) -> bool:
+    """Whether it multiplies the tokens of each of several experts with a weight of its own."""
+    return hasattr(layer, "num_gemms")
 
 
 def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Module]) -> ExitStack:
@@ -59,7 +70,8 @@ def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Modu
     layers = [module for module in modules if hasattr(module, "wgrad_store")]
     if not layers:  # Transformer Engine may not be installed
         return ExitStack()
-    assert all(hasattr(layer, "weight_names") for layer in layers), "grouped products are refused at start-up"
+    with_biases = (layer for layer in layers if _has_experts(layer) and layer.use_bias and layer.apply_bias)
+    assert not any(with_biases), "grouped products with biases are refused at start-up"
 
     def products(layer: Any, own: Any) -> _Products:
         return _Products(layer, store)

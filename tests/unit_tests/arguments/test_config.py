@@ -194,12 +194,12 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron,
     assert sentence in output and output.startswith("error: ") and output.count("\n") == 1
 
 
-GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
+GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "add_bias_linear": True}
 
 
-def test_grouped_products_of_transformer_engine_have_no_weight_gradients_apart():
+def test_grouped_products_of_transformer_engine_have_weight_gradients_apart_without_biases():
     for family in FAMILIES:
-        validate(parsed("--pipeline-schedule", family, transformer_impl="transformer_engine"))
+        validate(parsed("--pipeline-schedule", family, **GROUPED | {"add_bias_linear": False}))
     for family in {*FAMILIES} - {*splitting_families()}:
         validate(parsed("--pipeline-schedule", family, **GROUPED))
     for family in {*FAMILIES} & {*splitting_families()}:
@@ -212,7 +212,7 @@ def test_auto_plans_without_split_backwards_where_they_are_not_possible(caplog, 
     monkeypatch.setenv("RANK", rank)
     config = validate(parsed("--pipeline-schedule", "auto", **GROUPED))
     assert config.schedule == Planned(split=False)
-    assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with") == lines
+    assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == lines
     shape = Shape(Placement(2), 6)
     kinds = {action.kind for action in config.schedule.program(shape, 0, config.lengths, config.action_costs)}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}

@@ -61,9 +61,10 @@ SETTINGS = {
     },
     "--flash-attention-version 3": {"flash_attention_version": 3},
     "--flash-attention-version without its package": {"flash_attention_version": 2, "distributed_backend": "nccl"},
-    "--moe-grouped-gemm with --transformer-impl transformer_engine": {
+    "--moe-grouped-gemm with biases and --transformer-impl transformer_engine": {
         "transformer_impl": "transformer_engine",
         "moe_grouped_gemm": True,
+        "add_bias_linear": True,
     },
 }
 FLAGS = {

@@ -1,7 +1,7 @@
 """Transformer Engine's Python layers on CPU tensors, without its C++ extension and without a GPU.
 
 Its Python, the package `transformer-engine` alone (1.2 MB), holds all that distinguishes its layers from Megatron's
-local ones: modules, autograd functions, fused accumulation of weight gradients, tensor parallelism. With the five
+local ones: modules, autograd functions, fused accumulation of weight gradients, tensor parallelism. With the
 operators of :mod:`.operators` in place of its CUDA kernels, the flags of a cluster's launch run on a laptop.
 """
 

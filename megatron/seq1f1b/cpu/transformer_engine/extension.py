@@ -19,6 +19,8 @@ _ENUMERATIONS = {
 }
 _OPERATORS = (
     operators.generic_gemm,
+    operators.get_num_cublas_streams,
+    operators.te_general_grouped_gemm,
     operators.rmsnorm_fwd,
     operators.rmsnorm_bwd,
     operators.layernorm_fwd,

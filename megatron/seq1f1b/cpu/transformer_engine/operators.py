@@ -1,4 +1,4 @@
-"""The five operators of Transformer Engine's C++ extension that training in 32 and 16 bits calls, in torch.
+"""The operators of Transformer Engine's C++ extension that training in 32 and 16 bits calls, in torch.
 
 Signatures are those of the extension (`transformer_engine/pytorch/csrc`), so arguments that concern fp8 only, or
 the occupancy of a GPU, are taken and not used.
@@ -58,6 +58,60 @@ def generic_gemm(
     else:
         out.copy_(product)
     return out, bias_gradient, None, None
+
+
+def get_num_cublas_streams() -> int:
+    """How many workspaces a grouped product is given."""
+    return 1
+
+
+def te_general_grouped_gemm(
+    a: list[Tensor],
+    transposes_a: bool,
+    b: list[Tensor],
+    transposes_b: bool,
+    out: list[Tensor],
+    out_dtype: Any,
+    sizes: list[int],
+    bias: list[Tensor],
+    bias_dtype: Any,
+    has_single_output: bool,
+    gelu_input: list[Tensor],
+    is_gradient: bool,
+    workspaces: list[Tensor],
+    workspace_size: int,
+    accumulate: bool,
+    use_split_accumulator: bool,
+    num_sms: int,
+) -> list[Tensor]:
+    """`generic_gemm` for each expert, into its own output or into its rows, `sizes` each, of a single one.
+
+    An expert without tokens gives zeros. Returns the biases, or where they are not empty, the gradients of them.
+    """
+    outputs = list(out[0].split(sizes)) if has_single_output else out
+    for expert, (left, right, output) in enumerate(zip(a, b, outputs, strict=True)):
+        own = bias[expert] if bias[expert].numel() else None
+        _, gradient, *_ = generic_gemm(
+            left,
+            transposes_a,
+            right,
+            transposes_b,
+            output,
+            None,
+            out_dtype,
+            own,
+            bias_dtype,
+            False,
+            None,
+            is_gradient,
+            workspaces[0],
+            workspace_size,
+            accumulate,
+            use_split_accumulator,
+        )
+        if gradient is not None:
+            bias[expert].copy_(gradient)
+    return bias
 
 
 def rmsnorm_fwd(
