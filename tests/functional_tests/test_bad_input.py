@@ -45,6 +45,7 @@ BAD = [
     (MOCK + SPLIT + "--pipeline-trace-iterations 0 --pipeline-trace {}/t", "--pipeline-trace-iterations 0"),
     (MOCK + SPLIT + "--pipeline-trace-iterations -3 --pipeline-trace {}/t", "--pipeline-trace-iterations -3"),
     (MOCK + SPLIT + "--pipeline-trace-iterations 9 --pipeline-trace {}/t", "beyond --train-iters 5"),
+    (MOCK + SPLIT + "--exit-interval 2 --pipeline-trace {}/t", "3 is beyond --exit-interval 2; choose earlier ones"),
     (MOCK + "--device-memory -1", "argument --device-memory: '-1' is not a size above 0"),
     (MOCK + "--device-memory nan", "argument --device-memory: 'nan' is not a size above 0"),
     (MOCK + "--dry-run-output {}/new", "--dry-run-output needs --dry-run"),

@@ -163,11 +163,14 @@ def _check_traced_iterations(args: Namespace) -> None:
         return
     if min(iterations) < 1:
         raise ValueError(f"--pipeline-trace-iterations {min(iterations)}: iterations are counted from 1")
-    if args.train_iters is not None and min(iterations) > args.train_iters:
-        raise ValueError(
-            f"--pipeline-trace-iterations {min(iterations)} is beyond --train-iters {args.train_iters}; "
-            "choose earlier ones"
-        )
+    ends = {"--train-iters": args.train_iters}
+    if not args.load:  # where a run starts that goes on from a checkpoint is not known yet
+        ends["--exit-interval"] = args.exit_interval
+    for flag, last in ends.items():
+        if last and min(iterations) > last:
+            raise ValueError(
+                f"--pipeline-trace-iterations {min(iterations)} is beyond {flag} {last}; choose earlier ones"
+            )
 
 
 def _check_rehearsal(args: Namespace) -> None:

@@ -117,7 +117,7 @@ def _contradictions(args: Namespace) -> Iterator[str]:
         for end in ("first", "last"):
             yield from _above(value, f"decoder_{end}_pipeline_num_layers", "num_layers")
         yield from _chunks_that_do_not_divide(value)
-    for unit in ("iters", "samples"):
+    for unit in () if value("skip_train") else ("iters", "samples"):
         decay = f"lr_decay_{unit}" if value(f"lr_decay_{unit}") is not None else f"train_{unit}"
         yield from _above(value, f"lr_warmup_{unit}", decay, may_be_equal=False)
         yield from _above(value, f"lr_wsd_decay_{unit}", decay)
@@ -131,10 +131,11 @@ def _contradictions(args: Namespace) -> Iterator[str]:
         yield from _not_a_divisor(value, "tensor_model_parallel_size", "seq_length", "with --sequence-parallel ")
     if value("profile"):
         yield from _above(value, "profile_step_start", "profile_step_end", may_be_equal=False)
-    if value("ckpt_step") is not None and not value("load"):
-        yield f"--ckpt-step {value('ckpt_step')} needs --load"
-    if value("use_checkpoint_args") and not value("load") and not value("pretrained_checkpoint"):
-        yield "--use-checkpoint-args needs --load or --pretrained-checkpoint"
+    if not value("load") and not value("pretrained_checkpoint"):
+        if value("ckpt_step") is not None:
+            yield f"--ckpt-step {value('ckpt_step')} needs --load or --pretrained-checkpoint"
+        if value("use_checkpoint_args"):
+            yield "--use-checkpoint-args needs --load or --pretrained-checkpoint"
     if value("wandb_project"):
         if not value("wandb_exp_name"):
             yield "--wandb-project needs --wandb-exp-name"

@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--wandb-project")
     flags.add_argument("--wandb-exp-name")
     flags.add_argument("--load")
+    flags.add_argument("--skip-train", action="store_true")
     return flags
 
 
@@ -111,6 +112,7 @@ def test_what_cannot_be_meant(words, expected):
         "--num-experts 2",
         "--num-layers 12 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
         "--lr-decay-style WSD --lr-wsd-decay-iters 9",
+        "--skip-train --train-iters 0 --lr-warmup-iters 5",
     ],
 )
 def test_what_can_be_meant(words):
