@@ -1,5 +1,6 @@
 """The code of scripts/gpu_test.sh runs on a CPU, at sizes that measure nothing: what it measures needs a GPU."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,3 +37,44 @@ def test_the_code_of_the_sections_runs(tmp_path, sections):
     assert len(found) == len(sections)
     assert all(check["passed"] is not False for section in found for check in section["checks"])
     assert all(section["checks"] for section in found)
+
+
+class Logs:
+    """Stands in for a suite: what training would print, one log for each start."""
+
+    device, tiny = "cpu", True
+
+    def __init__(self, *steps: list[tuple[float, float]]) -> None:
+        self._logs = [
+            "".join(
+                f" iteration {i} | lm loss: {loss:.6E} | grad norm: {norm:.3f} |\n"
+                for i, (loss, norm) in enumerate(run)
+            )
+            for run in steps
+        ]
+
+    def process(self, command: list[str], deadline: float) -> tuple[None, str]:
+        return None, self._logs.pop(0)
+
+
+@pytest.mark.parametrize(
+    "ours, passed",
+    [
+        ([(5.0, 2.0), (4.9, 1.5), (4.8, 9.0)], [True, True]),
+        ([(5.0, 2.0), (4.9, 1.0), (4.8, 1.4)], [True, False]),  # a gradient of the second step is lost
+        ([(5.0, 2.0), (4.7, 1.5), (4.8, 1.4)], [False, True]),
+        ([(5.0, 2.0)], [False, False]),
+    ],
+)
+def test_a_training_is_judged_by_losses_and_by_the_first_gradients(ours, passed):
+    own = [(5.0, 2.0), (4.9, 1.5), (4.8, 1.4)]
+    found = gpu_suite().trained_alike(Logs(own, ours), 0.0, [], {"4 segments": []})
+    assert [check["passed"] for check in found["checks"]] == passed
+
+
+def gpu_suite():
+    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "tests" / "gpu_tests" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
