@@ -13,10 +13,13 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
+import pretrain_gpt
+
+# isort: split
+# Megatron after what installs our schedules and moves it to the CPU.
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
-import pretrain_gpt
 from megatron.seq1f1b.runtime import interpreter
 
 
