@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .documents import BadDocument, parse, read_records, refusal
 from .durable import move
@@ -104,4 +104,18 @@ def load_megatron_tokenizer(args: argparse.Namespace) -> Tokenizer:
         eod = megatron.eod
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         eod = None  # some libraries raise where they have no such token
-    return Tokenizer(megatron.tokenize, megatron.vocab_size, eod)
+    return Tokenizer(megatron.tokenize, megatron.vocab_size, eod, _batch_call(megatron))
+
+
+def _batch_call(megatron: Any) -> Callable[[list[str]], list[list[int]]] | None:
+    """A fast tokenizer of Hugging Face takes many texts in one call; None for any other."""
+    library = getattr(megatron, "_tokenizer", None)
+    tokenizer = getattr(library, "tokenizer", None)
+    if not (hasattr(library, "include_special_tokens") and getattr(tokenizer, "is_fast", False)):
+        return None
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        special = library.include_special_tokens
+        return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
+
+    return encode_batch

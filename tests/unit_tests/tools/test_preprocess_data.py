@@ -275,6 +275,13 @@ def test_a_batch_is_tokenized_as_its_documents_are(corpus):
     assert tokenizer.encode_batch(TEXTS[:50]) == [tokenizer.encode(text) for text in TEXTS[:50]]
 
 
+def test_a_batch_of_any_fast_tokenizer_is_tokenized_as_its_documents_are(corpus):
+    """Megatron's own calls, text by text, are what upstream's tool makes; end tokens in a text count as such."""
+    tokenizer = load_megatron_tokenizer(preprocess_data.parse_args(command(corpus, corpus / "a.jsonl", "one")))
+    texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é ", "\n\n", ""]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
 def test_a_signal_leaves_nothing_behind(corpus):
     """Both runs wait in the middle of a stream: what they wrote so far goes, they end at once."""
     tool = Path(__file__).parents[3] / "tools" / "preprocess_data.py"
