@@ -34,7 +34,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
-from benchmarking.results import table, write_profiles  # noqa: E402
+from benchmarking.results import meter_cost, table, write_profiles  # noqa: E402
 from benchmarking.variants import Variant, variants  # noqa: E402
 from megatron.seq1f1b.partition import STRATEGIES  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, PLACEMENTS  # noqa: E402
@@ -74,6 +74,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
     parser.add_argument("--sequence-split-profile", metavar="JSON", help="measured costs, for the strategy profile")
     parser.add_argument("--untraced", action="store_true", help="run ours without a recorder, too: what tracing costs")
+    parser.add_argument(
+        "--metered", action="store_true", help="run ours untraced, and with the meter of every training run: its cost"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, metavar="JSON", help="write the measured times of F, B, I and W")
     args = parser.parse_args()
@@ -146,6 +149,8 @@ def main() -> None:
             title = f"{num_microbatches} micro-batches, model chunks on a rank: {num_chunks}"
             title += " in a V" if args.placement == "v" and num_chunks > 1 else ""
             tables.append(f"{title}\n{table(timed)}")
+            if args.metered:
+                tables.append(meter_cost(timed))
     if dist.get_rank() == 0:
         print(
             f"\n{_ranks(args.context_parallel_size)}, micro-batches of one sequence of {args.seq_length} tokens, "

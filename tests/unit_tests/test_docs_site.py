@@ -63,6 +63,8 @@ def test_commands_run(page, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "gpipe-zb" in words:
         pytest.skip("of the newcomer's walk: test_contributing.py runs it")
+    if "compare" in words:
+        pytest.skip("of two training runs: test_quickstart.py compares them")
     if "--timeline" in words:  # what a training run would have written
         timeline = Path(words[words.index("--timeline") + 1])
         timeline.parent.mkdir()

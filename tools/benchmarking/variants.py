@@ -23,7 +23,7 @@ from megatron.seq1f1b.costs import (
     read_profile,
 )
 from megatron.seq1f1b.partition import cut_sequence
-from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.runtime import PipelineExecutor, StepMeter
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
 
@@ -48,7 +48,8 @@ class KeepsRecorder:
 
 @dataclass
 class Variant:
-    """A training step of a model to time. `recorder`, `shape` and `lengths` are those of our own schedules.
+    """A training step of a model to time. `recorder`, `shape`, `lengths` and `meter` are those of our own
+    schedules.
 
     Measured, a value for each repeat: `seconds` and `cpu_seconds`, of the slowest rank; `spans` of one rank of each
     pipeline stage.
@@ -61,6 +62,7 @@ class Variant:
     recorder: KeepsRecorder | None = None
     shape: Shape | None = None
     lengths: tuple[int, ...] = ()
+    meter: StepMeter | None = None
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     spans: list[list[list[Span]]] = field(default_factory=list)
@@ -107,7 +109,9 @@ def ours(
     batch: Batch,
     num_microbatches: int,
 ) -> Iterator[Variant]:
-    """One of our schedules on segments of `lengths`, and the same without a recorder with `--untraced`."""
+    """One of our schedules on segments of `lengths`; with `--untraced` and `--metered` the same with nothing measured,
+    and with what every training run measures.
+    """
     name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
     layers = _layers_per_stage(args, len(model))
     name += ", V" if args.placement == "v" and len(model) > 1 else ""
@@ -116,16 +120,20 @@ def ours(
         num_microbatches,
         len(lengths),
     )
-    for recorder in (KeepsRecorder(), None) if args.untraced else (KeepsRecorder(),):
+    measuring: list[tuple[str, KeepsRecorder | None, StepMeter | None]] = [("", KeepsRecorder(), None)]
+    measuring += [(", untraced", None, None)] if args.untraced or args.metered else []
+    measuring += [(", metered", None, StepMeter())] if args.metered else []
+    for suffix, recorder, meter in measuring:
         executor = PipelineExecutor(
             choose(schedule, args.placement),
             len(lengths),
             lambda _: lengths,
             tracer=recorder,
+            meter=meter,
             costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
         )
         step = _megatron_step(executor, args, model, batch, num_microbatches)
-        yield Variant(name if recorder else f"{name}, untraced", schedule, model, step, recorder, shape, lengths)
+        yield Variant(f"{name}{suffix}", schedule, model, step, recorder, shape, lengths, meter)
 
 
 def _megatron_step(

@@ -1,0 +1,115 @@
+"""Every command of the README, CONTRIBUTING and docs/ runs, or is named here with the test that runs it."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from functional_tests.launch import ROOT
+from functional_tests.slurm_cluster import environment
+from patience import patient
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TESTS = ROOT / "tests"
+
+# Commands, without settings in front of them, and the file of the tests that run them.
+ELSEWHERE = {
+    r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
+    r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
+    r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
+    r"bash scripts/gpu_test\.sh": "functional_tests/test_gpu_suite.py",
+    r"bash scripts/site\.sh": "functional_tests/test_playground.py",
+    r"bash scripts/test\.sh.*": "unit_tests/test_contributing.py",  # and CI, which starts with it
+    r"sbatch .* scripts/slurm/pretrain_gpt\.sbatch": "functional_tests/test_slurm.py",
+    r"salloc .* bash scripts/check_cluster\.sh .*": "functional_tests/test_check_cluster.py",
+    r"python tools/plot_schedule\.py .*": "unit_tests/report/test_report.py",
+    r"python tools/plan\.py .*": "unit_tests/tools/test_plan.py",
+    r"python tools/preprocess_data\.py .*": "unit_tests/tools/test_preprocess_data.py",
+    r"python tools/profile_segments\.py .*": "unit_tests/tools/test_commands.py",
+    r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
+    r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
+}
+BENCHMARK = "torchrun --nproc-per-node 2 tools/benchmark.py "
+# Of other projects, or with parts for the reader to fill in.
+NOT_OURS = (r"pip install .*", r"pre-commit install", r"torchrun \.\.\. .*")
+# At these sizes a documented benchmark takes seconds.
+SHRUNK = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
+
+
+def commands() -> dict[str, tuple[str, dict[str, str]]]:
+    """By the text of a command: its words and the settings in front of them."""
+    found = {}
+    for page in PAGES:
+        for text in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in re.split(r"(?<!\\)\n", text.strip()):
+                for part in re.split(r"&&|\|(?= tee)", line.replace("\\\n", " ")):
+                    words = shlex.split(part, comments=True)
+                    if not words or words[0] == "tee":
+                        continue
+                    count = next(i for i, word in enumerate(words) if not re.fullmatch(r"[A-Z_]+=.*", word))
+                    settings = dict(word.split("=", 1) for word in words[:count])
+                    found[" ".join(words)] = " ".join(words[count:]), settings
+    return found
+
+
+COMMANDS = commands()
+LAUNCHES = {text: each for text, each in COMMANDS.items() if each[0].startswith("bash scripts/pretrain_gpt.sh")}
+BENCHMARKS = sorted(command for command, _ in COMMANDS.values() if command.startswith(BENCHMARK))
+
+
+def test_every_command_has_a_test():
+    assert len(COMMANDS) > 30 and len(LAUNCHES) >= 5 and len(BENCHMARKS) >= 6
+    here = {*BENCHMARKS, *(command for command, _ in LAUNCHES.values())}
+    for command, _ in COMMANDS.values():
+        runs = [test for pattern, test in ELSEWHERE.items() if re.fullmatch(pattern, command)]
+        assert runs or command in here or any(re.fullmatch(p, command) for p in NOT_OURS), command
+        for test in runs:
+            script = re.search(r"([\w-]+)\.(?:sh|py|sbatch)", command)
+            assert (script[1] if script else "commands") in (TESTS / test).read_text() or "compare" in command, command
+
+
+@pytest.mark.parametrize("text", LAUNCHES)
+def test_a_launcher_starts_the_ranks(text, tmp_path):
+    """With enough GPUs, Transformer Engine and data; what starts ranks is a stand-in, which prints the command."""
+    command, settings = LAUNCHES[text]
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        '#!/bin/bash\ncase "$*" in *pretrain_gpt.py*) echo "started: $*";; '
+        f'*) exec {shlex.quote(sys.executable)} "$@";; esac\n'
+    )
+    stand_in.chmod(0o755)
+    for name in ("scripts", "megatron", "tools", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "corpus.idx").touch()
+    (tmp_path / "installed" / "transformer_engine").mkdir(parents=True)
+    (tmp_path / "installed" / "transformer_engine" / "__init__.py").touch()
+    settings = settings | {"PYTHON": str(stand_in), "GPUS_PER_NODE": "64", "PYTHONPATH": str(tmp_path / "installed")}
+    run = subprocess.run(
+        command.split(),
+        cwd=tmp_path,
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    (started,) = re.findall(r"started: .*pretrain_gpt\.py (.*)", run.stdout)
+    assert settings.get("SEQ_LENGTH", "512") in started.split() or "MODEL_SIZE" in settings
+    assert ("--dry-run" in started) == (settings.get("DRY_RUN") == "1")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("command", BENCHMARKS)
+def test_a_benchmark_runs(launch, command, tmp_path):
+    words = shlex.split(command.removeprefix(BENCHMARK))
+    if "--sequence-split-profile" in words:
+        profile = tmp_path / "profile.json"
+        words[words.index("--sequence-split-profile") + 1] = str(profile)
+        make = [sys.executable, ROOT / "tools" / "profile_segments.py", "--output", profile]
+        make += ["--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
+        subprocess.run(make, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=patient(200))
+    launch(2, [*words, *SHRUNK], script=ROOT / "tools" / "benchmark.py", timeout=300).check()
