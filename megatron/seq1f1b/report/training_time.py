@@ -7,18 +7,22 @@ from pathlib import Path
 def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], title: str, path: Path) -> None:
     """For each line its points: devices, days, device hours."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     days, hours = figure.subplots(1, 2)
+    lines = {name: points for name, points in lines.items() if points}
     for name, points in lines.items():
         devices = [point[0] for point in points]
         days.loglog(devices, [point[1] for point in points], "o-", markersize=4, label=name)
-        hours.loglog(devices, [point[2] for point in points], "o-", markersize=4, label=name)
+        hours.loglog(devices, [point[2] / 1000 for point in points], "o-", markersize=4, label=name)
     days.set_ylabel("days")
-    hours.set_ylabel("device hours")
+    hours.set_ylabel("thousands of device hours")
     ticks = sorted({point[0] for points in lines.values() for point in points})
     for axes in (days, hours):
         axes.set_xticks(ticks, list(map(str, ticks)), fontsize=7, rotation=45)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.minorticks_off()
         axes.set_xlabel("devices")
         axes.spines[["top", "right"]].set_visible(False)
