@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..costs import action_costs
+from ..costs.layer_sizes import are_known
 from ..costs.machine import Machine
 from ..costs.memory import activation_tables, rank_memory
 from ..costs.stage_times import step_costs
@@ -21,7 +22,7 @@ class Forecast:
     """`seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most.
 
     It is in bytes if `has_bytes`, and in tokens times layers where the formulas do not cover the model: experts, latent
-    attention, recurrent layers. Then `total_bytes`, the memory of the fullest rank, is None.
+    attention. Then `total_bytes`, the memory of the fullest rank, is None.
     """
 
     seconds: float
@@ -40,12 +41,13 @@ def forecast(
 ) -> Forecast:
     """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower.
 
-    With a `machine` the times are those of its kernels and its host, where the formulas cover the model and nothing is
-    measured. Raises ValueError if the times of segments are not known.
+    With a `machine` the times are those of its kernels and its host, where all layers of the model are alike and
+    nothing is measured. Raises ValueError if the times of segments are not known.
     """
     run = partition.run
     setup = _training_setup(run, schedule, lengths)
-    if machine is not None and setup is not None and partition.profile is None:
+    are_alike = setup is not None and setup.model.pattern is None and setup.model.window is None
+    if machine is not None and setup is not None and are_alike and partition.profile is None:
         costs = step_costs(setup, machine)
     else:
         costs = action_costs(partition.costs, run.layers_per_stage, lengths)
@@ -77,7 +79,7 @@ def _shape(run: MegatronRun, schedule: ScheduleChoice, num_microbatches: int, le
 def _training_setup(run: MegatronRun, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup | None:
     """None where the formulas of memory do not cover the model."""
     model, settings = run.model, run.settings
-    if model is None or model.latent or model.experts or model.pattern or sum(run.layers_per_stage) != model.num_layers:
+    if model is None or model.experts or not are_known(model) or sum(run.layers_per_stage) != model.num_layers:
         return None
     return TrainingSetup(
         model,

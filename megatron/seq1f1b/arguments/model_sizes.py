@@ -69,6 +69,7 @@ def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
             value_heads=settings["linear_num_value_heads"],
             key_head_dim=settings["linear_key_head_dim"],
             value_head_dim=settings["linear_value_head_dim"],
+            convolution=settings.get("linear_conv_kernel_dim") or 4,
         )
     if "M" in layers:
         head = settings["mamba_head_dim"]

@@ -153,8 +153,15 @@ def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
 def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
     modules = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
     module = modules.get(settings.get("flash_attention_version"))
-    if module is None or not _is_on_gpu(settings):
-        return False
+    return module is not None and _is_on_gpu(settings) and _is_missing(module)
+
+
+def _layers_lack_kernels(symbol: str, *modules: str) -> Condition:
+    has_layers = _has_layers(symbol)
+    return lambda settings: has_layers(settings) and _is_on_gpu(settings) and any(map(_is_missing, modules))
+
+
+def _is_missing(module: str) -> bool:
     try:
         return find_spec(module) is None
     except ImportError:  # of the package around it
@@ -181,7 +188,7 @@ _ORDER = "follows the order of Megatron's own schedules"
 _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
-_NO_LOGITS = "needs attention logits, which the kernels for segments do not keep"
+_NO_LOGITS = "needs the largest logit of each head, which takes another product of all queries and keys"
 
 
 def _equality(cases: str) -> str:
@@ -246,7 +253,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",
-        _equality("'hybrid or delta-net or mamba'"),
+        _equality("'hybrid or recurrent or delta-net or mamba'"),
         "recurrent layers pass their state from segment to segment; packed documents reset it",
         is_in_readme=True,
     ),
@@ -477,6 +484,18 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             _flash_attention_is_missing,
             "needs it",
             "install flash-attn (for 2), FlashAttention-3 or flash-attn-4, or drop it for the fastest one installed",
+        ),
+        Unsupported(
+            "--hybrid-layer-pattern with G on a GPU without flash-linear-attention",
+            _layers_lack_kernels("G", "fla"),
+            "needs its kernels",
+            "install flash-linear-attention",
+        ),
+        Unsupported(
+            "--hybrid-layer-pattern with M on a GPU without mamba-ssm and causal-conv1d",
+            _layers_lack_kernels("M", "mamba_ssm", "causal_conv1d"),
+            "needs their kernels",
+            "install mamba-ssm and causal-conv1d",
         ),
     ),
     Scope.SPLIT_BACKWARDS: (

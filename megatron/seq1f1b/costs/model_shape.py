@@ -35,23 +35,25 @@ class LatentAttention:
 @dataclass(frozen=True)
 class DeltaNet:
     """A gated delta net: queries and keys in `key_heads` of `key_head_dim`, values and states in `value_heads` of
-    `value_head_dim`."""
+    `value_head_dim`; a convolution over `convolution` tokens before them."""
 
     key_heads: int
     value_heads: int
     key_head_dim: int
     value_head_dim: int
+    convolution: int = 4
 
 
 @dataclass(frozen=True)
 class Mamba:
     """A Mamba-2 layer: `heads` of `head_dim`, each with a state of `state_dim` columns; input and output projections of
-    the states are shared by the heads of one of `groups`."""
+    the states are shared by the heads of one of `groups`; a convolution over `convolution` tokens before them."""
 
     heads: int
     head_dim: int
     groups: int
     state_dim: int
+    convolution: int = 4
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,9 @@ class ModelShape:
     delta_net: DeltaNet | None = None
     mamba: Mamba | None = None
     prediction_depth: int = 0
+
+    def blocks(self, layer: int) -> str:
+        """What layer number `layer`, counted from 0, is made of, as Megatron names the layers of hybrid models."""
+        if self.pattern is not None:
+            return self.pattern[layer]
+        return "*E" if self.experts is not None and layer in self.expert_layers else "*-"

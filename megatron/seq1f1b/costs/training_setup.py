@@ -1,8 +1,11 @@
 """What a training step computes, and on how many ranks: with a machine, all that its time and memory follow from."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ..errors import ParameterError
 from ..schedule import Placement, Shape
 from .collectives import Group
 from .model_shape import ModelShape
@@ -131,14 +134,19 @@ class TrainingSetup:
         """How many layers without and with experts each stage has."""
         found, first = [], 0
         for count in self.layers_per_stage:
-            sparse = sum(layer in self.model.expert_layers for layer in range(first, first + count))
+            sparse = sum("E" in self.model.blocks(layer) for layer in range(first, first + count))
             found.append((count - sparse, sparse))
             first += count
         return tuple(found)
 
+    def layers_of(self, stage: int) -> range:
+        """The numbers of the layers of a stage in the model."""
+        first = sum(self.layers_per_stage[:stage])
+        return range(first, first + self.layers_per_stage[stage])
+
     def layer_parameters(self, has_experts: bool = False) -> float:
-        """Parameters of one layer on one rank, without its routed experts."""
-        return parameters_of_layer(self.model, has_experts) / self.tensor_parallel
+        """Parameters of one layer of a GPT on one rank, without its routed experts."""
+        return parameters_of(self.model, "*E" if has_experts else "*-") / self.tensor_parallel
 
     @cached_property
     def layer_expert_parameters(self) -> float:
@@ -152,8 +160,7 @@ class TrainingSetup:
     def stage_parameters(self, stage: int) -> float:
         """Parameters of one stage on one rank; the first holds the embedding, the last the projection to the
         vocabulary."""
-        dense, sparse = self.stage_layers[stage]
-        count = dense * self.layer_parameters() + sparse * self.layer_parameters(has_experts=True)
+        count = _parameters_of_all(self.model, self.layers_of(stage)) / self.tensor_parallel
         last = self.placement.num_stages - 1
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
         return count - self.embedding_parameters if self.tied_embeddings and last == 0 else count
@@ -169,17 +176,39 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(base + (stage < more) for stage in range(num_stages))
 
 
-def parameters_of_layer(model: ModelShape, has_experts: bool = False) -> float:
-    """Weights of the matrices of one layer and of its two norms; with experts, of the shared ones and the router."""
-    width = model.num_heads * model.head_dim
-    kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim
-    matrices = 3 if model.is_gated else 2
-    attention = model.hidden_size * (2 * width + 2 * kv_width)
-    if has_experts and model.experts is not None:
-        ffn, router = model.experts.shared_ffn_hidden_size, model.hidden_size * model.experts.total
-    else:
-        ffn, router = model.ffn_hidden_size, 0
-    return attention + matrices * model.hidden_size * ffn + router + 13 * model.hidden_size
+def parameters_of(model: ModelShape, blocks: str) -> float:
+    """Weights of the matrices of a layer of these blocks, its convolution, norms and biases; of experts, those of the
+    shared ones and the router. Raises ParameterError for blocks whose sizes are not known."""
+    return sum(_parameters_of_block(model, symbol) for symbol in blocks)
+
+
+def _parameters_of_block(model: ModelShape, symbol: str) -> float:
+    hidden, matrices = model.hidden_size, 3 if model.is_gated else 2
+    match symbol:
+        case "*":
+            width = model.num_heads * model.head_dim
+            kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim
+            return hidden * (2 * width + 2 * kv_width + 6)
+        case "-":
+            return hidden * (matrices * model.ffn_hidden_size + 7)
+        case "E" if model.experts is not None:
+            return hidden * (matrices * model.experts.shared_ffn_hidden_size + model.experts.total + 7)
+        case "G" if model.delta_net is not None:
+            net = model.delta_net
+            keys, values = net.key_heads * net.key_head_dim, net.value_heads * net.value_head_dim
+            products = hidden * (2 * keys + 3 * values + 2 * net.value_heads)
+            return products + net.convolution * (2 * keys + values) + 2 * net.value_heads + net.value_head_dim + hidden
+        case "M" if model.mamba is not None:
+            mamba = model.mamba
+            width, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state_dim
+            products = hidden * (3 * width + states + mamba.heads)
+            return products + (mamba.convolution + 1) * (width + states) + 3 * mamba.heads + width + hidden
+    raise ParameterError("{pattern.name} has a layer {0} whose size is not known", symbol)
+
+
+def _parameters_of_all(model: ModelShape, layers: Iterable[int]) -> float:
+    counts = Counter(model.blocks(layer) for layer in layers)
+    return sum(count * parameters_of(model, blocks) for blocks, count in counts.items())
 
 
 def parameters_of_experts(model: ModelShape) -> float:
@@ -191,7 +220,6 @@ def parameters_of_experts(model: ModelShape) -> float:
 
 def parameters_of_model(model: ModelShape) -> float:
     """All weights, embedding and projection to the vocabulary apart from each other."""
-    sparse = len(model.expert_layers) if model.experts else 0
-    layers = (model.num_layers - sparse) * parameters_of_layer(model)
-    layers += sparse * (parameters_of_layer(model, has_experts=True) + parameters_of_experts(model))
-    return layers + 2 * model.vocab_size * model.hidden_size
+    layers = range(model.num_layers)
+    experts = sum("E" in model.blocks(layer) for layer in layers) * parameters_of_experts(model)
+    return _parameters_of_all(model, layers) + experts + 2 * model.vocab_size * model.hidden_size

@@ -127,7 +127,7 @@ class Model:
         if config.mtp_num_layers:
             last_layer = get_gpt_decoder_layer_specs(config, **layers)[-1]
             heads["mtp_block_spec"] = get_gpt_mtp_block_spec(config, last_layer, has_their_layers, vp_stage=chunk)
-        return GPTModel(
+        model = GPTModel(
             config,
             spec,
             VOCABULARY,
@@ -141,6 +141,7 @@ class Model:
             **heads,
             **dict(self.gpt),
         ).to(self.dtype)
+        return self._with_exact_angles(model)
 
     def _build_hybrid(
         self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups
@@ -151,7 +152,7 @@ class Model:
 
         stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
         per_stage = self.layers // stages
-        return HybridModel(
+        model = HybridModel(
             config,
             local_hybrid_spec(config),
             VOCABULARY,
@@ -164,6 +165,14 @@ class Model:
             vp_stage=chunk,
             pg_collection=groups,
         ).to(self.dtype)
+        return self._with_exact_angles(model)
+
+    def _with_exact_angles(self, model: GPTModel | HybridModel) -> GPTModel | HybridModel:
+        """Megatron's rotary angles in fp32 would round by the position in the sequence, and documents that run apart
+        start anew."""
+        if self.positions == "rope" and hasattr(model, "rotary_pos_emb"):
+            model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(self.dtype)
+        return model
 
 
 def variants() -> list[Model]:

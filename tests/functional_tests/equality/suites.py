@@ -222,10 +222,26 @@ def hybrid_suite():
 def recurrent_suite(symbol: str):
     """Layers with a state, beside attention; a state passes through a stage or starts on it."""
     layout, exact, cases = Layout(pipeline=2), hybrid(f"{symbol}-*{symbol}"), few_cases()
-    yield exact, layout, cases + few_cases(("zb-h1",))[1:3]
-    yield replace(exact, recompute="full"), layout, cases[1:3]
+    split = few_cases(("zb-h1",))
+    yield exact, layout, cases + split[1:3]
+    yield replace(exact, recompute="full"), layout, cases[1:3] + split[2:3]
+    yield replace(exact, recompute="selective"), layout, cases[2:3] + split[3:4]
     yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, cases[:2]
-    yield exact, Layout(pipeline=2, chunks=2), cases[2:4]
+    yield exact, Layout(pipeline=2, chunks=2), cases[2:4] + split[2:3]
+    # The loss of documents that are run apart is that of a micro-batch if it is summed per token.
+    packed = [
+        replace(case, packed=form)
+        for case, form in zip((*cases[:4], split[2]), ("cu_seqlens", "tokens", "mask", "tokens", "mask"), strict=True)
+    ]
+    yield replace(exact, per_token_loss=True), layout, packed
+
+
+def recurrent_pipeline_suite():
+    """Four stages of one layer each, and of two chunks."""
+    layout, exact, cases, split = Layout(pipeline=4), hybrid("GM*-"), few_cases(), few_cases(("zb-h1",))
+    yield exact, layout, cases + split
+    yield replace(exact, recompute="full"), layout, cases[1:3] + split[2:3]
+    yield hybrid("GE*M-G*-"), replace(layout, chunks=2), cases[1:] + split[2:4] + few_cases(("breadth-first",))[2:3]
 
 
 def recurrent_tensor_suite():
@@ -341,6 +357,7 @@ RANKS = {
     "pp2-windows": 2,
     "pp2-hybrid": 2,
     "pp1-recurrent": 1,
+    "pp4-recurrent": 4,
     "pp2-delta-net": 2,
     "pp2-mamba": 2,
     "tp2-recurrent": 2,
@@ -441,6 +458,7 @@ SUITES = {
     "pp2-windows": windows_suite,
     "pp2-hybrid": hybrid_suite,
     "pp1-recurrent": lambda: [(hybrid("G*M"), Layout(), few_cases())],
+    "pp4-recurrent": recurrent_pipeline_suite,
     "pp2-delta-net": lambda: recurrent_suite("G"),
     "pp2-mamba": lambda: recurrent_suite("M"),
     "tp2-recurrent": recurrent_tensor_suite,

@@ -61,6 +61,16 @@ SETTINGS = {
     },
     "--flash-attention-version 3": {"flash_attention_version": 3},
     "--flash-attention-version without its package": {"flash_attention_version": 2, "distributed_backend": "nccl"},
+    "--hybrid-layer-pattern with G on a GPU without flash-linear-attention": {
+        "hybrid_layer_pattern": "G-*-",
+        "distributed_backend": "nccl",
+        "padded_vocab_size": None,
+    },
+    "--hybrid-layer-pattern with M on a GPU without mamba-ssm and causal-conv1d": {
+        "hybrid_layer_pattern": "M-*-",
+        "distributed_backend": "nccl",
+        "padded_vocab_size": None,
+    },
     "--moe-grouped-gemm with biases and --transformer-impl transformer_engine": {
         "transformer_impl": "transformer_engine",
         "moe_grouped_gemm": True,
@@ -82,7 +92,7 @@ def settings_of(row):
 
 @pytest.mark.parametrize("scope, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
 def test_an_unsupported_feature_is_one_sentence(capsys, monkeypatch, scope, row):
-    if "without its package" in row.feature:
+    if "without its package" in row.feature or "on a GPU without" in row.feature:
         monkeypatch.setattr("megatron.seq1f1b.arguments.supported.find_spec", lambda module: None)
     args = parsed(*FLAGS[scope], **settings_of(row))
     with pytest.raises(SystemExit) as exit:
