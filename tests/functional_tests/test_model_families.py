@@ -24,6 +24,11 @@ BIASED = ("--moe-router-load-balancing-type", "none", "--moe-router-enable-exper
 SIGMOID = ("--moe-router-score-function", "sigmoid")
 # The embedding and the loss on stages of their own, and the two chunks between them not alike.
 LAYOUT = ("--pipeline-model-parallel-layout", "E|t|ttt|L")
+PREDICTION = (
+    *("--mtp-num-layers", "2", "--untie-embeddings-and-output-weights"),
+    *("--position-embedding-type", "rope"),
+)
+PREDICTION_FIRST = (*PREDICTION, "--pipeline-model-parallel-layout", "Ettttmm|L")
 
 
 @pytest.mark.parametrize(
@@ -33,8 +38,9 @@ LAYOUT = ("--pipeline-model-parallel-layout", "E|t|ttt|L")
         (2, (*EXPERTS, *BIASED, *SIGMOID)),
         (4, (*EXPERTS, *BALANCED, "--expert-model-parallel-size", "2", "--use-distributed-optimizer")),
         (2, LAYOUT),
+        (2, PREDICTION_FIRST),
     ],
-    ids=["multi-latent attention", "experts with a bias", "expert parallel", "layout"],
+    ids=["multi-latent attention", "experts with a bias", "expert parallel", "layout", "prediction before the loss"],
 )
 def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
     own = launch(ranks, [*PIPELINE, *model, "--attention-backend", "local"]).check()
@@ -45,3 +51,5 @@ def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
     for kind, flags in logged.items():
         assert len(own.losses(kind)) == (5 if set(flags) <= set(model) else 0)
         assert ours.losses(kind) == pytest.approx(own.losses(kind), rel=1e-5)
+    assert len(own.losses("mtp_2 loss")) == (5 if set(PREDICTION) <= set(model) else 0)
+    assert ours.losses("mtp_2 loss") == pytest.approx(own.losses("mtp_2 loss"), rel=1e-5)

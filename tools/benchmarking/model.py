@@ -125,7 +125,7 @@ class Batch:
     @staticmethod
     def forward_step(data_iterator, chunk):
         part = get_batch_on_this_cp_rank(
-            next(data_iterator),
+            dict(next(data_iterator)),  # it cuts in place
             is_hybrid_cp=False,
             cp_group=parallel_state.get_context_parallel_group(),
             use_per_sequence_balancing=False,

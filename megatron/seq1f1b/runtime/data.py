@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
 from ..model import Segment
 
@@ -44,6 +44,8 @@ class SegmentIterator:
         batch = self._kept.pop(segment.microbatch) if segment.is_last else self._kept[segment.microbatch]
         self.latest = batch
         if segment.is_whole_sequence:
+            # Megatron cuts a batch in place for context-parallel ranks.
+            self.latest = tree_map(lambda leaf: leaf, batch)
             return batch
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
 

@@ -69,6 +69,13 @@ def test_a_whole_sequence_is_handed_through_untouched():
     assert next(batches.at(Segment(0, 0, 0, 8, 8))) is original
 
 
+def test_the_latest_batch_stays_whole_where_its_reader_cuts_it_in_place():
+    batches = SegmentIterator(iter([batch(0)]))
+    handed_out = next(batches.at(Segment(0, 0, 0, 8, 8)))
+    handed_out["tokens"] = handed_out["tokens"][:, :4]
+    assert torch.equal(batches.latest["tokens"], batch(0)["tokens"])
+
+
 def test_a_part_of_a_pinned_batch_is_pinned(monkeypatch):
     """The copy to a GPU would hold up the host otherwise. Nothing can be pinned here, so the request counts."""
     empty, asked = torch.empty, []
