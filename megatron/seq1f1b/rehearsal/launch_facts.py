@@ -21,6 +21,15 @@ def check(args: Namespace) -> None:
         )
 
 
+def is_fused_on_gpu(args: Namespace) -> bool:
+    """Whether Transformer Engine's layers, for which local ones stand here, compute attention on the cluster."""
+    return (
+        args.device != "cpu"
+        and args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
+        and args.attention_backend.name != "local"
+    )
+
+
 def _runs_megatrons_own_schedule(args: Namespace) -> bool:
     return args.sequence_splits is args.pipeline_schedule is args.pipeline_schedule_file is None
 

@@ -12,11 +12,13 @@ import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from ..model import use_segment_attention
 from ..patches import Patch, PatchTable, Scope, patched
 from .batches import fake_batches
 from .counter import StorageCounter
 from .expert_counts import ExpertCounts
 from .fakes import spared
+from .launch_facts import is_fused_on_gpu
 from .ledger import Category, Ledger
 from .recorder import StepRecorder
 from .report import StageReport
@@ -97,6 +99,8 @@ class _Stage:
             ledger.default = Category.TEMPORARY
             with self._counter:
                 chunks, optimizer, scheduler = set_up(*args, **kwargs)
+            if self._is_fake and is_fused_on_gpu(self._args):
+                use_segment_attention(chunks)  # whole sequences, too, have fused attention on a GPU
             gc.collect()
             self._label(chunks, optimizer)
             self._recorder.watch(chunks)

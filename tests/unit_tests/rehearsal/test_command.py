@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron.seq1f1b.rehearsal import is_asked_for, prepare
-from megatron.seq1f1b.rehearsal.launch_facts import check
+from megatron.seq1f1b.rehearsal.launch_facts import check, is_fused_on_gpu
 
 
 def test_only_the_flag_asks_for_it():
@@ -51,3 +51,18 @@ def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
     with pytest.raises(SystemExit, match=sentence):
         check(Namespace(**vars(LAUNCH) | flags))
     check(Namespace(**vars(LAUNCH) | {"num_experts": 8, "sft": True, "sequence_splits": 4}))
+
+
+@pytest.mark.parametrize(
+    "device, layers, backend, is_fused",
+    [
+        ("cuda", "transformer_engine", "auto", True),
+        ("cpu", "transformer_engine", "auto", False),
+        ("cuda", "local", "auto", False),
+        ("cuda", "transformer_engine", "local", False),
+    ],
+)
+def test_attention_is_fused_where_transformer_engine_computes_it(device, layers, backend, is_fused):
+    replaced = {"transformer_impl": layers}
+    args = Namespace(device=device, replaced_on_cpu=replaced, attention_backend=Namespace(name=backend))
+    assert is_fused_on_gpu(args) == is_fused
