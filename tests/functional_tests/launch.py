@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,22 +61,24 @@ def torchrun(
 ) -> Job:
     """Run ``script`` under torchrun, as a user does; `options` are torchrun's own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
-    process = subprocess.Popen(
-        [*command, f"--nproc-per-node={ranks}", str(script), *map(str, flags)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | ENVIRONMENT | (env or {}),
-        start_new_session=True,
-    )
-    try:
-        log, _ = process.communicate(timeout=patient(timeout))
-    finally:
-        # The ranks too, which are in torchrun's session.
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return Job(process.returncode, log)
+    # A file, not a pipe, which the manager of a checkpoint holds open after its rank was killed.
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            [*command, f"--nproc-per-node={ranks}", str(script), *map(str, flags)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT | (env or {}),
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=patient(timeout))
+        finally:
+            # The ranks too, which are in torchrun's session.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        return Job(process.returncode, log.read())
 
 
 class Launcher:
