@@ -39,7 +39,15 @@ CONFIGURATIONS = {
     2: (("1f1b", "balanced", 4, 2), ("breadth-first", "even", 2, 2)),
 }
 # What `ours` and the model read of the arguments of the other benchmark.
-_FIXED = {"placement": "looped", "untraced": False, "hybrid_layer_pattern": None, "sequence_split_profile": None}
+_FIXED = {
+    "schedule": ["zb-h1"],
+    "placement": "looped",
+    "context_parallel_size": 1,
+    "untraced": False,
+    "metered": False,
+    "hybrid_layer_pattern": None,
+    "sequence_split_profile": None,
+}
 
 
 def parse() -> argparse.Namespace:
