@@ -53,3 +53,13 @@ def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
         assert ours.losses(kind) == pytest.approx(own.losses(kind), rel=1e-5)
     assert len(own.losses("mtp_2 loss")) == (5 if set(PREDICTION) <= set(model) else 0)
     assert ours.losses("mtp_2 loss") == pytest.approx(own.losses("mtp_2 loss"), rel=1e-5)
+
+
+def test_losses_of_context_parallel_ranks_are_those_of_one(launch):
+    """Two tokens more are predicted, whose losses are logged."""
+    model = [*TINY_GPT, *EVALUATE, "--mock-data", *PREDICTION]
+    own = launch(1, [*model, "--attention-backend", "local"]).check()
+    ours = launch(2, [*model, *SEGMENTS, "--context-parallel-size", "2", "--cp-comm-type", "a2a"]).check()
+    assert len(own.losses()) == 5
+    for loss in ("lm loss", "lm loss value", "mtp_1 loss", "mtp_2 loss"):
+        assert ours.losses(loss) == pytest.approx(own.losses(loss), abs=1e-5)
