@@ -249,7 +249,7 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "`--multi-latent-attention`",
         "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
-        "keys and values are kept as they come out of the up-projection",
+        "keys and values are kept as they come out of the up-projection; where segments are long, their latents",
     ),
     Supported(
         "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from ..patches import patched_on
 from . import experts, gated_delta_net, mamba
 from .attention import SegmentAttention
+from .latents import keep_latents
 from .packed_format import drop_packed_format
 from .positions import start_positions_at_segment
 from .segment import SegmentContext
@@ -32,6 +33,7 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     for chunk in use_segment_attention(others):
         drop_packed_format(chunk, context)
         start_positions_at_segment(chunk, context)
+        keep_latents(chunk)
         for module in chunk.modules():
             if isinstance(module, SegmentAttention):
                 module.context = context

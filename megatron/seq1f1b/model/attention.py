@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, QueryRuns, Saved, WithSink, keep_documents_apart
 from .kv_cache import KVCache
+from .latent_cache import LatentCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
 
@@ -119,7 +120,10 @@ class SegmentAttention(torch.nn.Module):
         window = rule.window if segment.documents is None else None
         cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value, window))
         with self._random_numbers(rule):
-            output = _OneSegment.apply(query, key, value, sink, kernel, self, segment, cache)
+            if isinstance(cache, LatentCache):
+                output = cache.attend(query, key, value, sink, kernel, segment)
+            else:
+                output = _OneSegment.apply(query, key, value, sink, kernel, self, segment, cache)
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
         return output

@@ -52,6 +52,8 @@ class SegmentContext:
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.keeps_for_backward = True
+        # Whether weight gradients are computed apart, from inputs and output gradients that are kept until then.
+        self.splits_backwards = False
         self.masks = MaskCheck()
         self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
@@ -72,6 +74,10 @@ class SegmentContext:
         if key not in self._caches:
             self._caches[key] = make()
         return self._caches[key]
+
+    def find(self, layer: Any) -> Any | None:
+        """What `layer` keeps of the running micro-batch, if it does."""
+        return self._caches.get((layer, self.segment.microbatch))
 
     def release(self, layer: Any, microbatch: int) -> None:
         """Forget what `layer` keeps of `microbatch`."""

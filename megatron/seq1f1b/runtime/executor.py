@@ -111,6 +111,7 @@ class PipelineExecutor:
         lengths = self._segmentation.lengths(call.seq_length)
         program = self._plan.program(shape, lengths, call.pipeline.rank(), call.forward_only)
         if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
+            self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
         if program.another_goes_backward_first:
             add_up_all_weight_gradients(call.chunks)

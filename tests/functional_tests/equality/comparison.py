@@ -21,6 +21,7 @@ from functional_tests.equality.layout import build, groups_of, has_loss, replica
 from functional_tests.equality.models import Model
 from functional_tests.equality.step import run
 from megatron.seq1f1b.costs import AnalyticTime
+from megatron.seq1f1b.model import latents
 from megatron.seq1f1b.partition import balanced_by_documents
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor
 from megatron.seq1f1b.schedule import choose
@@ -48,7 +49,7 @@ class References:
         # Megatron's recurrent layers on a CPU go on from one document to the next.
         form = "apart" if model.has_recurrent_layers else "mask"
         cases = [replace(case, packed=case.packed and form) for case in cases]
-        model = replace(model, transformer_engine=None)
+        model = replace(model, transformer_engine=None, keeps_latents=False)
         chunks = None
         found = []
         for case in cases:
@@ -86,6 +87,17 @@ def exact_throughout(model: Model) -> Iterator[None]:
         yield
     finally:
         torch.Tensor.float = to_fp32
+
+
+@contextmanager
+def latents_kept(model: Model) -> Iterator[None]:
+    """Inside, multi-latent attention keeps latents if the model says so, whatever it takes."""
+    usual = latents.LARGEST_SHARE
+    latents.LARGEST_SHARE = inf if model.keeps_latents else usual
+    try:
+        yield
+    finally:
+        latents.LARGEST_SHARE = usual
 
 
 def compare(

@@ -32,6 +32,7 @@ class Model:
 
     With a `pattern` of layers it is a HybridModel. `transformer_engine` makes it of Transformer Engine's layers, which
     add weight gradients to `main_grad` themselves where it is "fused", or leave that to autograd where it is "unfused".
+    `keeps_latents`: multi-latent attention keeps latents, however short its segments are.
     """
 
     dtype: torch.dtype = torch.float64
@@ -46,6 +47,7 @@ class Model:
     gpt: tuple[tuple[str, Any], ...] = ()
     pattern: str | None = None
     transformer_engine: str | None = None
+    keeps_latents: bool = False
 
     @property
     def label(self) -> str:
@@ -54,6 +56,7 @@ class Model:
         words += [f"heads{self.heads}" if self.heads != HEADS else ""]
         words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
         words += [(self.pattern or "").translate(PLAIN), self.transformer_engine or ""]
+        words += ["latents"] * self.keeps_latents
         words += [self.recompute or "", "per-token" if self.per_token_loss else ""]
         return "-".join(filter(None, words))
 

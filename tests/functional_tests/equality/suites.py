@@ -143,6 +143,18 @@ def latent_suite():
     yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, few_cases()
 
 
+def latents_suite():
+    """Multi-latent attention that keeps latents, not keys and values; not with W, where it keeps the latter."""
+    layout, exact = Layout(pipeline=2), replace(latent(), keeps_latents=True)
+    packed = [replace(case, packed=form) for case, form in zip(few_cases()[1:3], ("tokens", "mask"), strict=True)]
+    yield exact, layout, few_cases(("1f1b", "zb-h1")) + packed
+    yield replace(exact, recompute="full", layers=4), replace(layout, chunks=2), few_cases()[1:4]
+    yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, few_cases()[1:3]
+    yield replace(exact, recompute="selective"), layout, few_cases()[2:3]
+    overlapped = replace(layout, pipeline=1, overlap=True, distributed_optimizer=True)
+    yield replace(latent("rope", query_rank=None), keeps_latents=True), overlapped, few_cases()[1:4]
+
+
 def latent_tensor_suite():
     for sequence_parallel in (False, True):
         yield latent(), Layout(tensor=2, sequence_parallel=sequence_parallel), few_cases()
@@ -346,6 +358,7 @@ RANKS = {
     "pp2-tp2-documents": 4,
     "pp2-positions": 2,
     "pp2-mla": 2,
+    "pp2-latents": 2,
     "tp2-mla": 2,
     "pp2-moe": 2,
     "pp2-moe-losses": 2,
@@ -445,6 +458,7 @@ SUITES = {
     ],
     "pp2-positions": lambda: [(model, Layout(pipeline=2), few_cases()) for model in positions()],
     "pp2-mla": latent_suite,
+    "pp2-latents": latents_suite,
     "tp2-mla": latent_tensor_suite,
     "pp2-moe": experts_suite,
     "pp2-moe-losses": router_losses_suite,

@@ -15,7 +15,7 @@ cpu.activate(with_transformer_engine="--transformer-engine" in sys.argv)
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 
-from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout  # noqa: E402
+from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout, latents_kept  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
 from megatron.seq1f1b.model.output_layer import without_apex  # noqa: E402
 
@@ -42,7 +42,7 @@ def main() -> None:
         cases = {name: case for name, case in group.cases.items() if name in selected}
         if not cases or group.ranks != dist.get_world_size():
             continue
-        with exact_throughout(group.model):
+        with exact_throughout(group.model), latents_kept(group.model):
             for name, verdict in compare(references, group.model, group.layout, cases):
                 line = agreed(name, verdict)
                 if dist.get_rank() == 0:
