@@ -274,13 +274,10 @@ def context_cases(families=("1f1b",)):
             yield Case(family, k, m, split, mask, multiple=4)
 
 
-def context_suite(pipeline: int):
+def context_suite():
     """Heads shared among context-parallel ranks: with more KV heads than ranks or fewer, sinks, windows, documents."""
-    layout, cases = Layout(pipeline=pipeline, context=2), list(context_cases())
+    layout, cases = Layout(context=2), list(context_cases())
     yield Model(), layout, cases
-    if pipeline > 1:
-        yield Model(kv_heads=1), layout, list(context_cases(("zb-h1",)))[2:3]
-        return
     yield replace(Model(kv_heads=1), positions="learned_absolute", tied=True, recompute="selective"), layout, cases[1:3]
     yield replace(Model(kv_heads=2), dtype=torch.float32, per_token_loss=True), layout, cases[2:4]
     sliding = Model().with_config(window_size=(9, 0), window_attn_skip_freq=2, softmax_type="learnable")
@@ -291,6 +288,13 @@ def context_suite(pipeline: int):
     ]
     yield Model(), layout, packed
     yield balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1), layout, cases[1:3]
+
+
+def context_pipeline_suite():
+    layout, cases = Layout(pipeline=2, context=2), list(context_cases())[1:3]
+    yield Model(kv_heads=1), layout, cases + list(context_cases(("zb-h1",)))[2:3]
+    yield Model().with_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.7), layout, cases
+    yield hybrid("GM*-"), layout, cases
 
 
 def gathered_context_suite():
@@ -341,6 +345,7 @@ RANKS = {
     "cp2-moe": 2,
     "cp2-recurrent": 2,
     "tp2-cp2": 4,
+    "pp2-cp2": 4,
     "cp4-gather": 4,
     "transformer-engine": 2,
     "pp1": 1,
@@ -410,7 +415,8 @@ SUITES = {
             few_cases()[1:3],
         )
     ],
-    "cp2": lambda: context_suite(1),
+    "cp2": context_suite,
+    "pp2-cp2": context_pipeline_suite,
     "cp2-gather": gathered_context_suite,
     "cp2-mtp": context_prediction_suite,
     "cp2-moe": lambda: [
