@@ -96,7 +96,8 @@ def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
         yield Candidate(setup)
         return
     for family in question.families:
-        # What W keeps is nearly all that recomputation saves; grouped products of experts cannot be split.
+        # What W keeps is nearly all that recomputation saves; the W of grouped products
+        # of experts has no costs here.
         if family == "auto" or (family == "zb-h1" and (setup.recompute == "full" or setup.model.experts)):
             continue
         # With one chunk a rank it is GPipe.
