@@ -102,8 +102,8 @@ BAD = [
     (MOCK + "--use-checkpoint-args", "--use-checkpoint-args needs --load or --pretrained-checkpoint"),
     (MOCK + "--wandb-project x", "--wandb-project needs --wandb-exp-name"),
     # what is unsupported, whatever else Megatron would find
-    (MOCK + SPLIT + "--qk-clip", "--qk-clip needs attention logits"),
-    (MOCK + SPLIT + "--log-max-attention-logit", "--log-max-attention-logit needs attention logits"),
+    (MOCK + SPLIT + "--qk-clip", "--qk-clip needs the largest logit of each head"),
+    (MOCK + SPLIT + "--log-max-attention-logit", "--log-max-attention-logit needs the largest logit of each head"),
     (MOCK + SPLIT + "--use-megatron-fsdp", "--use-megatron-fsdp is not tested"),
     (MOCK + SPLIT + "--use-torch-fsdp2", "--use-torch-fsdp2 is not tested"),
     (MOCK + SPLIT + "--hybrid-context-parallel", "--hybrid-context-parallel follows"),

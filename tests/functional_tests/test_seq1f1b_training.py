@@ -139,7 +139,7 @@ def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
     job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--qk-clip"], timeout=60)
     assert job.code not in (0, None)
     assert job.log.count("error: ") == 1
-    assert "error: --qk-clip needs attention logits, which the kernels for segments do not keep; drop it." in job.log
+    assert "error: --qk-clip needs the largest logit of each head, which takes another product" in job.log
 
 
 def test_attention_dropout_and_recomputation_that_repeats_it(launch):

@@ -59,8 +59,10 @@ def test_a_parameter_stands_with_its_value_another_value_or_alone():
         (
             {"sequence_splits": 4},
             {"qk_clip": True},
-            "--qk-clip needs attention logits, which the kernels for segments do not keep; drop it",
-            "qk_clip needs attention logits, which the kernels for segments do not keep; drop it",
+            "--qk-clip needs the largest logit of each head, which takes another product of all queries and keys; "
+            "drop it",
+            "qk_clip needs the largest logit of each head, which takes another product of all queries and keys; "
+            "drop it",
         ),
     ],
     ids=["segments", "profile", "unsupported"],

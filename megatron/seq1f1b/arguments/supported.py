@@ -463,7 +463,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "drop --fp8-format",
         ),
         Unsupported(
-            "--fp8-dot-product-attention, --fp8-multi-head-attention",
+            "fp8_dot_product_attention or fp8_multi_head_attention",
             lambda settings: bool(
                 settings.get("fp8_dot_product_attention") or settings.get("fp8_multi_head_attention")
             ),

@@ -53,7 +53,7 @@ SETTINGS = {
         "context_parallel_size": 2,
         "cp_comm_type": ["a2a"],
     },
-    "--fp8-dot-product-attention, --fp8-multi-head-attention": {"fp8_multi_head_attention": True},
+    "fp8_dot_product_attention or fp8_multi_head_attention": {"fp8_multi_head_attention": True},
     "--fp4-format": {"fp4": "e2m1"},
     "--attention-backend fused without Transformer Engine 2.20 or later": {
         "attention_backend": argparse.Namespace(name="fused"),
