@@ -87,11 +87,6 @@ def _has_layers(symbol: str) -> Condition:
     return lambda settings: symbol in (settings.get("hybrid_layer_pattern") or "")
 
 
-def _in_a_v(other: Condition) -> Condition:
-    in_a_v = _is("v", "pipeline_placement")
-    return lambda settings: in_a_v(settings) and other(settings)
-
-
 def _context_parallel_by(settings: Mapping[str, Any]) -> set[str]:
     kinds = settings.get("cp_comm_type") or ()
     return {kinds} if isinstance(kinds, str) else set(kinds)
@@ -515,13 +510,13 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
     Scope.V_CHUNKS: (
         Unsupported(
             "--pipeline-model-parallel-layout with multi-token prediction before the loss",
-            _in_a_v(_predicts_before_the_loss),
+            _predicts_before_the_loss,
             "keeps a second embedding on a rank of its own",
             "lay them out on one stage, or use --pipeline-placement looped",
         ),
         Unsupported(
             "--ckpt-format torch",
-            _in_a_v(_is("torch", "ckpt_format")),
+            _is("torch", "ckpt_format"),
             "keeps chunks by the rank that holds them",
             "use --ckpt-format torch_dist",
         ),
