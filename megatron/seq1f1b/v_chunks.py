@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 
 from .patches import Patch, PatchTable, Scope, patched
 from .runtime.tied_embeddings import tied_embeddings
@@ -78,9 +77,7 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
     Megatron ties those of two ranks, by an all-reduce.
     """
-    weights = tied_embeddings(
-        *(get_attr_wrapped_model(chunks[end], "pre_process", return_model_obj=True) for end in (0, -1))
-    )
+    weights = tied_embeddings(chunks)
     if weights:
         embedding, copy_of_it = weights
         copy_of_it.data.copy_(embedding.data)

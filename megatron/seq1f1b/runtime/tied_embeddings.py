@@ -6,11 +6,12 @@ import torch
 from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 
 
-def tied_embeddings(first: torch.nn.Module, last: torch.nn.Module) -> list[torch.Tensor]:
+def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """The weights of the embedding in the first and in the last chunk of a rank; none if the last has no such weights.
 
     They are those of an output layer that is tied to the embedding, or multi-token prediction's copy.
     """
+    first, last = _bare(chunks[0]), _bare(chunks[-1])
     if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):
         return []
     if not (first.share_embeddings_and_output_weights or getattr(last, "mtp_process", False)):
@@ -20,7 +21,7 @@ def tied_embeddings(first: torch.nn.Module, last: torch.nn.Module) -> list[torch
 
 def add_up_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     """Give both weights the sum of their gradients; Megatron sums over two ranks, at the end of a step, too."""
-    weights = tied_embeddings(_bare(chunks[0]), _bare(chunks[-1]))
+    weights = tied_embeddings(chunks)
     if not weights:
         return
     embedding, output = (getattr(weight, _get_main_grad_attr(weight)) for weight in weights)
