@@ -202,12 +202,11 @@ class PipelineExecutor:
         source = placement.rank_of(placement.num_stages - 1)
         if source == placement.num_ranks - 1:
             return reports
-        sent = [tree_map(_to_cpu, reports)]
+        sent = [tree_map(partial(_moved, "cpu"), reports)]
         dist.broadcast_object_list(sent, dist.get_process_group_ranks(pipeline)[source], group=pipeline)
         if pipeline.rank() != placement.num_ranks - 1:
             return reports
-        device = torch.device(torch.cuda.current_device())
-        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, sent[0])
+        return tree_map(partial(_moved, torch.device(torch.cuda.current_device())), sent[0])
 
     def _prediction_heads(self, step: Step, shape: Shape) -> PredictionHeads | None:
         """For the ranks with the layers of multi-token prediction, and with its loss, where sequences are cut."""
@@ -252,8 +251,8 @@ class PipelineExecutor:
             self._agreed.add(plan)
 
 
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+def _moved(device: torch.device | str, leaf: Any) -> Any:
+    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:
