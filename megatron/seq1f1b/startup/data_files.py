@@ -3,9 +3,10 @@
 import os
 import struct
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 # Megatron's index: a magic word, the version, the type of the tokens, the number of sequences, that of documents.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -38,26 +39,23 @@ def check_data(flag: str, prefix: str) -> None:
                 raise ValueError(f"{flag} {prefix}: {index} has version {version}, token type {token}; {_MAKE}")
             if num_sequences == 0:
                 raise ValueError(f"{flag} {prefix}: {index} holds no documents; {_MAKE}")
-            # Lengths (4 bytes), positions (8 bytes), and where documents start (8 bytes).
-            lengths, positions = _HEADER.size, _HEADER.size + 4 * num_sequences
-            if size < positions + 8 * num_sequences + 8 * num_documents:
+            needed = _HEADER.size + (4 + 8) * num_sequences + 8 * num_documents
+            if size < needed:
                 raise ValueError(
                     f"{flag} {prefix}: {index} has {size} bytes, but its {num_sequences} sequences and "
-                    f"{num_documents} documents take {positions + 8 * num_sequences + 8 * num_documents}; {_MAKE}"
+                    f"{num_documents} documents take {needed}; {_MAKE}"
                 )
-            last_length, last_position = (
-                _read(file, lengths, "<i", num_sequences),
-                _read(file, positions, "<q", num_sequences),
-            )
-            width = np.dtype(_TOKENS[token]).itemsize
-            if not _is_consistent(index, num_sequences, num_documents, width):
-                raise ValueError(
-                    f"{flag} {prefix}: {index} holds lengths, positions or documents that do not follow one another; "
-                    f"{_MAKE}"
-                )
+        lengths = np.memmap(index, "<i4", "r", _HEADER.size, (num_sequences,))
+        positions = np.memmap(index, "<i8", "r", _HEADER.size + 4 * num_sequences, (num_sequences,))
+        documents = np.memmap(index, "<i8", "r", _HEADER.size + (4 + 8) * num_sequences, (num_documents,))
     except OSError as error:
         raise ValueError(f"{flag} {prefix}: {index} cannot be read ({error.strerror})") from None
-    expected = last_position + last_length * width
+    width = np.dtype(_TOKENS[token]).itemsize
+    if not _is_consistent(lengths, positions, documents, width):
+        raise ValueError(
+            f"{flag} {prefix}: {index} holds lengths, positions or documents that do not follow one another; {_MAKE}"
+        )
+    expected = int(positions[-1]) + int(lengths[-1]) * width
     if data.stat().st_size != expected:
         raise ValueError(
             f"{flag} {prefix}: {data} has {data.stat().st_size} bytes, but its index stands for {expected}; {_MAKE}"
@@ -78,32 +76,21 @@ def check_token_ids(flag: str, prefix: str, vocabulary_size: int) -> None:
         )
 
 
-def _is_consistent(index: Path, num_sequences: int, num_documents: int, width: int) -> bool:
+def _is_consistent(lengths: NDArray[Any], positions: NDArray[Any], documents: NDArray[Any], width: int) -> bool:
     """Whether sequences of tokens of `width` bytes follow one another, and documents begin at sequences.
 
     Looks at evenly spaced pieces of an index with billions of sequences.
     """
-    start = _HEADER.size
-    lengths = np.memmap(index, "<i4", "r", start, (num_sequences,))
-    positions = np.memmap(index, "<i8", "r", start + 4 * num_sequences, (num_sequences,))
-    documents = np.memmap(index, "<i8", "r", start + 12 * num_sequences, (num_documents,))
-    for piece in _pieces(num_sequences):
+    for piece in _pieces(len(lengths)):
         ends = positions[piece] + width * lengths[piece].astype(np.int64)
         if lengths[piece].min() < 0 or (positions[piece][1:] != ends[:-1]).any():
             return False
-    if positions[0] != 0 or num_documents and (documents[0] < 0 or documents[-1] != num_sequences):
+    if positions[0] != 0 or len(documents) and (documents[0] < 0 or documents[-1] != len(lengths)):
         return False
-    return all((np.diff(documents[piece]) >= 0).all() for piece in _pieces(num_documents))
+    return all((np.diff(documents[piece]) >= 0).all() for piece in _pieces(len(documents)))
 
 
 def _pieces(size: int) -> list[slice]:
     """Evenly spaced pieces of so many numbers, that overlap where there are few."""
     starts = sorted({size * piece // _PIECES for piece in range(_PIECES)})
     return [slice(start, start + _PIECE) for start in starts]
-
-
-def _read(file: BinaryIO, start: int, form: str, count: int) -> int:
-    """The last of `count` numbers that start at a position of the file."""
-    size = struct.calcsize(form)
-    file.seek(start + (count - 1) * size)
-    return struct.unpack(form, file.read(size))[0]
