@@ -26,7 +26,7 @@ install()
 from functools import partial
 
 import torch
-from megatron.core import mpu, parallel_state
+from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import (
     BlendedMegatronDatasetBuilder,
 )
@@ -162,7 +162,7 @@ def embedding_ranks(ranks):
     """Of the ranks of a pipeline those with the embedding, a copy of it, or the output layer tied to it."""
     args = get_args()
     if (rank := predicting_rank(args)) is None:
-        return parallel_state.default_embedding_ranks(ranks)
+        return mpu.default_embedding_ranks(ranks)
     tied = () if args.untie_embeddings_and_output_weights else (ranks[-1],)
     return sorted({ranks[0], ranks[rank], *tied})
 

@@ -25,7 +25,6 @@ class LatentCache:
     """
 
     def __init__(self, sequence_length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
-        self._length = sequence_length
         self._project_up = project_up
         self._size = size  # d
         self.latents = Prefix(sequence_length)
