@@ -8,7 +8,7 @@ import re
 import pytest
 
 from functional_tests.equality.suites import groups, representatives
-from functional_tests.launch import ROOT, torchrun
+from functional_tests.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
 
 WORKER = ROOT / "tests" / "functional_tests" / "equality" / "worker.py"
 # Made by scripts/setup.sh, away from other packages.
@@ -36,6 +36,38 @@ def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_s
     folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
     job = torchrun(WORKER.parents[1] / "transformer_engine_worker.py", 1, timeout=200, env=folders)
     assert "equal\n" in job.check().log
+
+
+TWO_STAGES = (
+    *TINY_GPT,
+    "--mock-data",
+    "--transformer-impl",
+    "transformer_engine",
+    "--pipeline-model-parallel-size",
+    "2",
+)
+
+
+def training(*flags: str) -> Job:
+    """pretrain_gpt.py on two stages of its layers."""
+    if not (PACKAGES / "transformer_engine").is_dir():
+        pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
+    return torchrun(PRETRAIN, 2, [*TWO_STAGES, *flags], timeout=200, env={"PYTHONPATH": f"{ROOT}:{PACKAGES}"})
+
+
+def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do():
+    """Its own attention runs on GPUs only; ours takes its place without segments, too."""
+    whole = training("--train-iters", "3").check().losses()
+    assert len(whole) == 3
+    segments = training("--train-iters", "3", "--sequence-splits", "4").check().losses()
+    assert segments == pytest.approx(whole, abs=1e-5)
+
+
+def test_attention_that_has_no_kernel_ends_all_ranks_with_a_sentence():
+    """Masked documents, which ours keeps apart under our schedules only."""
+    job = training("--reset-attention-mask")
+    assert job.code != 0
+    assert job.log.count("error: Transformer Engine's attention does not run on a CPU; add --sequence-splits") == 1
 
 
 @pytest.mark.parametrize(

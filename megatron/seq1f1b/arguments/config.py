@@ -61,13 +61,16 @@ class PipelineConfig:
 
     @property
     def wants_segment_attention(self) -> bool:
-        """Whether a script should build local layers with our attention, also for Megatron's own schedules.
+        """Whether a script should build the layers with our attention, also for Megatron's own schedules.
 
         Its kernels are several times faster than Megatron's unfused attention, which `--attention-backend local` keeps.
+        Transformer Engine's attention has no kernels for a CPU.
         """
         settings = self.run.settings
-        is_local = settings["transformer_impl"] == "local" and settings["attention_backend"].name != "local"
-        return is_local and segments_are_possible(settings) and not packs_documents(settings)
+        is_theirs = settings["transformer_impl"] != "local" and self.partition.throughput is not CPU_CORE
+        if is_theirs or settings["attention_backend"].name == "local":
+            return False
+        return segments_are_possible(settings) and not packs_documents(settings)
 
 
 def pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming = Naming.FLAGS) -> PipelineConfig:

@@ -1,5 +1,6 @@
 """A model cut over ranks by a layout, with the same parameters in every layout."""
 
+import re
 import zlib
 from functools import cache
 
@@ -131,6 +132,8 @@ LOCAL_NAMES = {
     for linear, norm in (("self_attention.linear_qkv", "input_layernorm"), ("mlp.linear_fc1", "pre_mlp_layernorm"))
     for kind in ("weight", "bias")
 }
+# Of Transformer Engine's grouped products, which have a weight for each expert in one layer.
+GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 def named(chunks):
@@ -142,6 +145,7 @@ def named(chunks):
                 _, _, local, rest = name.split(".", 3)
                 if rest.startswith("mlp.experts.local_experts."):
                     rest = _of_all_experts(rest, chunk.decoder.layers[int(local)].mlp.local_expert_indices)
+                rest = GROUPED.sub(r"mlp.experts.local_experts.\2.\1.weight", rest)
                 rest = LOCAL_NAMES.get(rest, rest)
                 name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
             if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:

@@ -98,6 +98,8 @@ class Model:
             deallocate_pipeline_outputs=True,
             gradient_accumulation_fusion=self.transformer_engine == "fused",
             masked_softmax_fusion=False,
+            # Megatron's local layers have no product that is grouped.
+            moe_grouped_gemm=self.transformer_engine is not None and "num_moe_experts" in given,
             calculate_per_token_loss=self.per_token_loss,
             **recompute,
             **given,

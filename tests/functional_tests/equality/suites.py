@@ -348,6 +348,7 @@ RANKS = {
     "pp2-cp2": 4,
     "cp4-gather": 4,
     "transformer-engine": 2,
+    "transformer-engine-moe": 2,
     "pp1": 1,
     "pp2": 2,
     "pp4": 4,
@@ -398,6 +399,13 @@ def transformer_engine_suite():
     yield Model(transformer_engine="fused", dtype=torch.float32), Layout(tensor=2, sequence_parallel=True), cases[:4]
 
 
+def transformer_engine_experts_suite():
+    """Experts by its grouped products, with their weight gradients apart, too."""
+    cases = few_cases(("zb-h1",))[1:4] + few_cases()[2:3]
+    for kind in ("unfused", "fused"):
+        yield replace(mixture(**SHARED), transformer_engine=kind), Layout(pipeline=2), cases
+
+
 SUITES = {
     "pp2-mtp": prediction_suite,
     "pp2-v-mtp": lambda: [
@@ -443,6 +451,7 @@ SUITES = {
         )
     ],
     "transformer-engine": transformer_engine_suite,
+    "transformer-engine-moe": transformer_engine_experts_suite,
     "pp1": lambda: pipeline_suite(1),
     "pp2": lambda: pipeline_suite(2),
     "pp4": lambda: pipeline_suite(4),

@@ -278,12 +278,14 @@ def test_every_refusal_names_its_flag_and_a_way_out():
         assert not row.way_out.endswith(".")
 
 
-def test_local_layers_get_segment_attention_unless_it_was_declined():
+def test_layers_get_segment_attention_where_they_have_none_as_fast_unless_it_was_declined():
     backend = argparse.Namespace(name="auto")
     assert wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend))
     local = argparse.Namespace(name="local")
     assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=local))
-    assert not wants_segment_attention(parsed(transformer_impl="transformer_engine", attention_backend=backend))
+    theirs = {"transformer_impl": "transformer_engine", "attention_backend": backend}
+    assert not wants_segment_attention(parsed("--device", "cuda", **theirs))
+    assert wants_segment_attention(parsed("--device", "cpu", **theirs))  # theirs has no kernels there
     impossible = parsed(transformer_impl="local", attention_backend=backend, qk_clip=True)
     assert not wants_segment_attention(impossible)
 

@@ -39,6 +39,11 @@ REDIRECTS = PatchTable(
             layers.prepare_forward,
             "refuses CPU tensors",
         ),
+        Patch(
+            f"{PACKAGE}.pytorch.DotProductAttention.forward",
+            layers.attend,
+            "refuses CPU tensors by an assertion, without a way out",
+        ),
         *(
             Patch(f"{PACKAGE}.pytorch.module.{name}.get_dummy_wgrad", layers.placeholder, "makes it on a GPU")
             for name in ("base", "linear", "layernorm_linear", "grouped_linear")

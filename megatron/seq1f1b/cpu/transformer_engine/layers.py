@@ -38,6 +38,14 @@ def prepare_forward(
     return inp if allow_non_contiguous else inp.contiguous()
 
 
+def attend(*args: Any, **kwargs: Any) -> None:
+    """Attention, whose CUDA kernels have no stand-in."""
+    raise ValueError(
+        "Transformer Engine's attention does not run on a CPU; add --sequence-splits, for attention that does, or use "
+        "--transformer-impl local"
+    )
+
+
 def placeholder(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
     """What a layer returns as the gradient of a weight whose `main_grad` it has written."""
     return torch.zeros(shape, dtype=dtype)
