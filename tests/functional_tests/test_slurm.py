@@ -1,5 +1,5 @@
 """The sbatch file on a Slurm of two nodes. What Slurm and the launcher do is seen with ranks that only count; the
-exhaustive test trains."""
+exhaustive tests train."""
 
 import re
 import sys
@@ -94,12 +94,19 @@ def starts_now(slurm: Cluster, job: str) -> bool:
     return slurm.ask("squeue", "-h", "-t", "R", "-j", job) != ""
 
 
-@pytest.mark.exhaustive
 def test_before_the_time_limit_ranks_save_and_the_job_ends_well(slurm):
-    # Slurm sends the signal up to a minute early.
-    job, log, saved = start(slurm, "limited", "--time=3", "--signal=TERM@60")
-    assert slurm.outcome(job, 240) == "COMPLETED 0:0", log.read_text()
+    job, log, saved = start(slurm, "limited", "--time=29", "--signal=TERM@60")
+    run_until_iteration(slurm, log, 2)
+    shorten(slurm, job)
+    assert slurm.outcome(job, 120) == "COMPLETED 0:0", log.read_text()
     assert ended_well(log, saved)
+
+
+def shorten(slurm: Cluster, job: str) -> None:
+    """Set a time limit one to two minutes from now. Slurm sends its signal up to a minute early, so very soon."""
+    # DD-HH:MM:SS, the left parts only if they are needed.
+    parts = [int(part) for part in re.split("[-:]", slurm.ask("squeue", "-h", "-o", "%M", "-j", job))]
+    slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={parts[-2] + 2}")
 
 
 def test_away_from_the_repository_one_sentence_says_what_to_do(slurm, tmp_path):
@@ -118,6 +125,40 @@ def test_two_nodes_train_as_one(slurm):
         settings = {"GPUS_PER_NODE": str(2 // nodes), "PYTHON": sys.executable}
         job = slurm.submit(SBATCH, log, "--train-iters", "4", options=[f"--nodes={nodes}"], **settings)
         assert slurm.outcome(job, 900) == "COMPLETED 0:0", log.read_text()[-3000:]
-        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", log.read_text())])
+        losses.append(training_losses(log))
         assert len(losses[-1]) == 4 and "[after training is done]" in log.read_text()
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+def test_a_training_that_reached_its_time_limit_goes_on_when_requeued(slurm):
+    """With the losses of one that nothing disturbed, and without a traceback."""
+    log, saved = slurm.folder / "cut.log", slurm.folder / "cut"
+    settings = {"GPUS_PER_NODE": "1", "PYTHON": sys.executable, "CHECKPOINT_PATH": str(saved)}
+    long = ("--train-iters", "100000")
+    job = slurm.submit(SBATCH, log, *long, options=["--nodes=2", "--time=29", "--signal=TERM@60"], **settings)
+    slurm.wait_for("three iterations", lambda: len(training_losses(log)) >= 3, 600)
+    shorten(slurm, job)
+    assert slurm.outcome(job, 300) == "COMPLETED 0:0", log.read_text()[-3000:]
+    stopped = len(training_losses(log))
+    assert "exiting program after receiving SIGTERM" in log.read_text()
+
+    slurm.ask("scontrol", "requeue", job)
+    slurm.wait_for("a new start", lambda: starts_now(slurm, job))
+    slurm.wait_for("four more iterations", lambda: len(training_losses(log)) >= stopped + 4, 600)
+    slurm.ask("scancel", "--signal=TERM", job)
+    assert slurm.outcome(job, 200) == "COMPLETED 0:0", log.read_text()[-3000:]
+    losses = training_losses(log)
+    assert "Traceback" not in log.read_text() and "srun: error" not in log.read_text()
+
+    whole = slurm.folder / "whole.log"
+    settings["CHECKPOINT_PATH"] = ""
+    until = ("--exit-interval", str(len(losses)))
+    job = slurm.submit(SBATCH, whole, *long, *until, options=["--nodes=2"], **settings)
+    assert slurm.outcome(job, 900) == "COMPLETED 0:0", whole.read_text()[-3000:]
+    assert losses == pytest.approx(training_losses(whole), abs=1e-5)
+
+
+def training_losses(log: Path) -> list[float]:
+    return [float(loss) for loss in re.findall(r"\blm loss: (\S+)", text(log))]
