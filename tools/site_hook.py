@@ -1,9 +1,11 @@
-"""A hook of MkDocs that adds the playground's Python: the schedules of this package and, where it was fetched,
-Pyodide."""
+"""A hook of MkDocs that adds CONTRIBUTING.md as a page, and the playground's Python: the schedules of this package and,
+where it was fetched, Pyodide."""
 
 import shutil
 import zipfile
 from pathlib import Path
+
+from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron" / "seq1f1b"
@@ -11,6 +13,12 @@ PACKAGE = ROOT / "megatron" / "seq1f1b"
 SOURCES = ("errors.py", "schedule/**/*.py", "report/colours.py", "report/playground.py")
 PYODIDE = ROOT / "build" / "pyodide"  # scripts/site.sh puts it there
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
+
+
+def on_files(files, config, **_):
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "contributing.md", content=text))
+    return files
 
 
 def on_post_build(config, **_) -> None:

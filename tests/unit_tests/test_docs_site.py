@@ -29,7 +29,8 @@ FIGURES = re.findall(
 
 def test_the_site_has_every_page_once():
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(named) == [page.name for page in PAGES]
+    # A hook adds CONTRIBUTING.md.
+    assert sorted(named) == sorted(["contributing.md", *(page.name for page in PAGES)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -52,6 +53,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert all((site / page.stem).is_dir() or page.stem == "index" for page in PAGES)
+    assert 'href="../schedules/"' in (site / "contributing" / "index.html").read_text()
 
 
 def test_the_decision_table_has_figures():
