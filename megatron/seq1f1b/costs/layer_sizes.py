@@ -46,18 +46,28 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
 
 
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Keys and values that are kept for the segment, with the copies that some software makes of the prefix."""
-    if setup.recompute == "full" and len(setup.segments) == 1:
-        return 0.0
-    tokens = end if setup.software.concatenates_prefix and len(setup.segments) > 1 else end - start
+    """Keys and values that the forward of the segment [start, end) makes, which are kept for its backward.
+
+    The first segment of a micro-batch, which goes backward last, has the buffer for all of them. Some software makes
+    copies of the prefix instead.
+    """
+    if len(setup.segments) == 1:
+        tokens = 0 if setup.recompute == "full" else end - start
+    elif setup.software.concatenates_prefix:
+        tokens = end
+    else:
+        tokens = setup.sequence_length if start == 0 else 0
     return BYTES * _keys_values_of(setup, layer, tokens)
 
 
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
-    """Gradients that later segments leave for the keys and values of earlier ones, at most; of one micro-batch."""
+    """Gradients that later segments leave for the keys and values of earlier ones, in a buffer from the first backward
+    of a micro-batch to its last."""
     if len(setup.segments) == 1:
         return 0.0
-    model, tokens = setup.model, setup.sequence_length
+    # Some software adds those of the last segment to it.
+    model, own = setup.model, 0 if setup.software.concatenates_prefix else setup.segments[-1]
+    tokens = setup.sequence_length - own
     if model.window is not None and layer in model.window_layers:
         tokens = min(tokens, model.window)
     return (BYTES if setup.software.concatenates_prefix else 4) * _keys_values_of(setup, layer, tokens)

@@ -6,7 +6,7 @@ What layers keep is in layer_sizes; gradients and states follow Megatron's mixed
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ..schedule import Kind, Schedule
+from ..schedule import Action, Kind, Schedule
 from ..schedule.costs import Table
 from .kernels import BYTES
 from .layer_sizes import (
@@ -93,20 +93,8 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
     """The memory of a rank when its activations are at their peak."""
     placement = setup.placement
     stages = placement.stages_of(rank)
-    activation, _ = activation_tables(setup)
-    held: dict[tuple[int, int, int], int] = {}
-    now = peak = 0.0
-    at_peak: list[tuple[int, int]] = []
-    for kind, stage, microbatch, segment in schedule.ranks[rank]:
-        if kind is Kind.F:
-            held[stage, microbatch, segment] = 1
-            now += activation[stage][segment]
-            if now > peak:
-                peak, at_peak = now, [(stage, segment) for stage, _, segment in held]
-        elif kind in (Kind.B, Kind.W):
-            del held[stage, microbatch, segment]
-            now -= activation[stage][segment]
-    logits = activations = keys_values = states = 0.0
+    at_peak, keys_values = _at_peak(setup, schedule.ranks[rank], stages)
+    logits = activations = states = 0.0
     of_unit = {unit: stage_kept(setup, *unit) for unit in set(at_peak)}
     for stage, segment in at_peak:
         kept = of_unit[stage, segment]
@@ -122,10 +110,7 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
         working += _layer_without_recomputation(setup, stages, longest)
     if placement.num_stages - 1 in stages:
         logits += (_LOGIT_BYTES - _LOGIT_BYTES_KEPT) * _logits(setup, longest)
-    # What goes back between the segments of one micro-batch: gradients of keys and values, and one of a state a layer.
-    keys_values += max(
-        sum(layer_keys_values_gradients(setup, layer) for layer in setup.layers_of(stage)) for stage in stages
-    )
+    # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(
             sum(count * layer_state(setup, layer) for layer, count in layers_alike(setup, stage)) for stage in stages
@@ -147,6 +132,35 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
         messages=messages,
         reserved=((_RESERVED_UNEQUAL if unequal else _RESERVED_EQUAL) - 1) * dynamic,
     )
+
+
+def _at_peak(
+    setup: TrainingSetup, actions: Iterable[Action], stages: Iterable[int]
+) -> tuple[list[tuple[int, int]], float]:
+    """Of the moment at which a rank holds most between forwards and backwards: stage and segment of every unit in
+    flight, and the bytes of the gradients of keys and values that later segments left."""
+    activation, _ = activation_tables(setup)
+    gradients = {
+        stage: sum(layer_keys_values_gradients(setup, layer) for layer in setup.layers_of(stage)) for stage in stages
+    }
+    last = len(setup.segments) - 1
+    held: dict[tuple[int, int, int], None] = {}
+    units: list[tuple[int, int]] = []
+    now = most = left = left_then = 0.0
+    for kind, stage, microbatch, segment in actions:
+        if kind is Kind.F:
+            held[stage, microbatch, segment] = None
+            now += activation[stage][segment]
+        elif kind is not Kind.W and segment == last:
+            left += gradients[stage]
+        if now + left > most:
+            most, left_then, units = now + left, left, [(stage, segment) for stage, _, segment in held]
+        if kind in (Kind.B, Kind.W):
+            del held[stage, microbatch, segment]
+            now -= activation[stage][segment]
+        if kind in (Kind.B, Kind.I) and segment == 0:
+            left -= gradients[stage]
+    return units, left_then
 
 
 def _layer_without_recomputation(setup: TrainingSetup, stages: Iterable[int], length: int) -> float:

@@ -41,7 +41,11 @@ def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list
                 while waiting and len(running) < num_at_once:
                     rank = waiting.pop(0)
                     here, there = context.Pipe(duplex=False)
-                    process = context.Process(target=_child, args=(run_stage, args, rank, there), daemon=True)
+                    # A child that held the ends of its parent would not notice that the parent was killed.
+                    inherited = (here, *running)
+                    process = context.Process(
+                        target=_child, args=(run_stage, args, rank, there, inherited), daemon=True
+                    )
                     process.start()
                     there.close()
                     running[here] = rank, process
@@ -69,8 +73,12 @@ def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list
     return [reports[rank] for rank in ranks]
 
 
-def _child(run_stage: Callable, args: Namespace, rank: int, parent: Connection) -> None:
-    """What the process of one stage does; it sends its progress and its result to `parent`."""
+def _child(
+    run_stage: Callable, args: Namespace, rank: int, parent: Connection, inherited: Sequence[Connection]
+) -> None:
+    """What the process of one stage does: it sends its progress and its result to `parent`."""
+    for connection in inherited:
+        connection.close()
     log = os.memfd_create("log")
     sys.stdout.flush()
     os.dup2(log, 1)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ..schedule import Kind, parse_action
+
 
 class Category(StrEnum):
     """What a storage holds."""
@@ -33,8 +35,21 @@ class Moment:
 
 
 def at(moment: str) -> str:
-    """When something happens, by the name of the moment."""
-    return moment if moment.startswith("after ") else f"at {moment}"
+    """When something happens, in words: `2F3.1` is in the forward of stage 2 for segment 1 of micro-batch 3."""
+    if moment in _OTHER_MOMENTS:
+        return _OTHER_MOMENTS[moment]
+    kind, stage, microbatch, segment = parse_action(moment.removeprefix("after "))
+    when = "after" if moment.startswith("after ") else "in"
+    return f"{when} the {_NAMES[kind]} of stage {stage} for segment {segment} of micro-batch {microbatch}"
+
+
+_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+_OTHER_MOMENTS = {
+    "build": "while the model is built",
+    "first optimizer step": "in the first step of the optimizer",
+    "step begins": "before the first forward",
+    "optimizer step": "in the step of the optimizer",
+}
 
 
 class Ledger:

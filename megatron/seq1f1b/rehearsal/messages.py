@@ -51,11 +51,11 @@ def _mismatch(channel: tuple[int, int, str], sent: Sequence[Message], received: 
     between = f"from rank {source} to rank {destination} ({name})"
     for number, (one, other) in enumerate(zip(sent, received, strict=False)):
         if one.form != other.form:
-            return f"message {number} {between} leaves as {one}, but is received as {other}"
+            return f"message {number} {between} is sent as {one}, but received as {other}"
     if len(sent) != len(received):
         more, index = (sent, len(received)) if len(sent) > len(received) else (received, len(sent))
         return (
-            f"{between} {len(sent)} messages leave, but {len(received)} are received; the first without a partner is "
+            f"{len(sent)} messages are sent {between}, but {len(received)} received; the first without a partner is "
             f"{more[index]}"
         )
     return None

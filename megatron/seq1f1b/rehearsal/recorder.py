@@ -28,7 +28,7 @@ class StepRecorder:
         self._counter = counter
         self._progress = progress
         self._chunks: list[torch.nn.Module] = []
-        self._moment = "the start"
+        self._moment = "step begins"
         self._action: Action | None = None
         self.stages: set[int] = set()
         self._with_logits: set[int] = set()  # stages

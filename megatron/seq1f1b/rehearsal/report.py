@@ -84,14 +84,14 @@ class RehearsalReport:
     def _lack_of_memory(self) -> str:
         limit = f"the {self.device_memory / GIB:g} GiB of --device-memory"
         fullest = self.fullest
-        most = f"{in_words(fullest.needed)} {at(fullest.fullest.name)}"
+        most = f"{in_words(fullest.needed)}, {at(fullest.fullest.name)}"
         numbers = [number for number, stage in enumerate(self.stages) if stage in self.too_full]
         if len(numbers) == 1:
-            return f"pipeline rank {numbers[0]} needs {most}, more than {limit}"
+            return f"pipeline rank {numbers[0]} needs more than {limit}: {most}"
         names = ", ".join(map(str, numbers[:-1]))
         return (
-            f"pipeline ranks {names} and {numbers[-1]} need more than {limit}, rank {self.stages.index(fullest)} most: "
-            f"{most}"
+            f"pipeline ranks {names} and {numbers[-1]} need more than {limit}, rank {self.stages.index(fullest)} "
+            f"most: {most}"
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class _Stage:
             step, ledger = signature.bind(*args, **kwargs), self._counter.ledger
             optimizer = step.arguments["optimizer"]
             run = step.arguments["forward_backward_func"]
-            step.arguments["forward_backward_func"] = self._watched(run, self._recorder)
+            step.arguments["forward_backward_func"] = self._then_optimizer(self._watched(run, self._recorder))
             with self._counter:
                 # Adam makes its moments in its first step, so a step as all later ones comes after it.
                 ledger.begin("first optimizer step")
@@ -142,6 +142,15 @@ class _Stage:
                 ledger.default = Category.ACTIVATIONS
                 train_step(*step.args, **step.kwargs)
             raise _Ended
+
+        return counted
+
+    def _then_optimizer(self, forward_backward: Callable) -> Callable:
+        def counted(**kwargs: Any) -> Any:
+            reports = forward_backward(**kwargs)
+            self._counter.ledger.begin("optimizer step")
+            self._counter.ledger.default = Category.TEMPORARY
+            return reports
 
         return counted
 

@@ -31,14 +31,15 @@ def _lines(report: RehearsalReport) -> Iterator[str]:
     number, free = report.stages.index(fullest), report.device_memory - fullest.needed
     if free >= 0:
         yield (
-            f"Memory: fits. Pipeline rank {number} is the fullest: {in_words(fullest.needed)} of "
-            f"{report.device_memory / GIB:g} GiB {at(fullest.fullest.name)}, {in_words(free)} free."
+            f"Memory: fits. Pipeline rank {number} needs most: {in_words(fullest.needed)} of "
+            f"{report.device_memory / GIB:g} GiB, {at(fullest.fullest.name)}; {in_words(free)} stay free."
         )
     else:
-        names = ", ".join(str(report.stages.index(stage)) for stage in report.too_full)
+        numbers = [str(report.stages.index(stage)) for stage in report.too_full]
         yield (
-            f"Memory: does not fit. Over {report.device_memory / GIB:g} GiB: pipeline rank {names}; the fullest is "
-            f"{number} with {in_words(fullest.needed)} {at(fullest.fullest.name)}, {_largest(fullest)}."
+            f"Memory: does not fit. Over {report.device_memory / GIB:g} GiB: pipeline rank{'s' * (len(numbers) > 1)} "
+            f"{', '.join(numbers)}. Rank {number} needs most: {in_words(fullest.needed)}, "
+            f"{at(fullest.fullest.name)}, {_largest(fullest)}."
         )
         yield "`seq1f1b plan` looks for a configuration that fits."
     yield ""

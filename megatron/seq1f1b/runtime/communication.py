@@ -206,11 +206,17 @@ def groups_per_communicator(
                 timeout=timeout,
                 backend=dist.get_backend(group),
                 pg_options=_options(group),
-                group_desc=f"pipeline messages {communicator}",
+                group_desc=_description(*communicator),
             )
             if list(ranks) == own:
                 groups[communicator] = made
     return groups
+
+
+def _description(payload: Kind, goes_up: bool, parity: int) -> str:
+    """The messages of a communicator in words."""
+    what = "activations" if payload is Kind.F else "gradients"
+    return f"{what} from {'odd' if parity else 'even'} to {'higher' if goes_up else 'lower'} pipeline ranks"
 
 
 def _options(group: dist.ProcessGroup) -> Any:

@@ -68,8 +68,10 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     of_stage = 2 * layer_state(setup, 0)
     tables, _ = activation_tables(setup)
     without, _ = activation_tables(hybrid("--*---*-", placement=Placement(2)))
-    assert [a - b for a, b in zip(tables[0], tables[0][-1:] * 4, strict=True)] == [of_stage] * 3 + [0]
-    assert len({round(each) for each in without[0]}) == 1
+    keys_values = layer_keys_values(setup, 2, 0, LENGTH // 4)
+    first, *others, last = (each - tables[0][-1] for each in tables[0])
+    assert [first - keys_values, *others, last] == [of_stage] * 3 + [0]
+    assert len({round(each) for each in (without[0][0] - keys_values, *without[0][1:])}) == 1
     # In flight are 5 units and 4, most bytes where none is the last segment of its micro-batch. One more state is the
     # gradient that goes back to the segment before.
     states = [rank_memory(setup, schedule, rank).states for rank in (0, 1)]
@@ -83,11 +85,23 @@ def test_recurrent_layers_take_less_than_attention_where_segments_are_long():
     assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4
 
 
+def test_keys_and_values_have_one_buffer_a_micro_batch_and_their_gradients_another():
+    setup = replace(PLAIN, placement=Placement(2), layers_per_stage=(), num_microbatches=3)
+    schedule = build("1f1b", setup.shape)
+    of_layer = layer_keys_values(setup, 0, 0, LENGTH // 4)
+    assert of_layer == 2 * 2 * 2 * GPT.head_dim * LENGTH  # two KV heads a rank, in 16 bit
+    assert layer_keys_values(setup, 0, LENGTH // 4, LENGTH // 2) == 0
+    # Two micro-batches are in flight, one of them between its first backward and its last. Gradients have 32 bit, those
+    # of the last segment no place in the buffer.
+    for rank in (0, 1):
+        assert rank_memory(setup, schedule, rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
+
+
 def test_within_a_window_gradients_of_keys_and_values_are_those_of_the_window():
     window = replace(GPT, window=1024, window_layers=(0, 2))
     setup = replace(PLAIN, model=window)
     sizes = [layer_keys_values_gradients(setup, layer) for layer in range(4)]
-    assert sizes[0] == sizes[2] == sizes[1] * 1024 / LENGTH and sizes[1] == sizes[3]
+    assert sizes[0] == sizes[2] == sizes[1] * 1024 / (LENGTH - LENGTH // 4) and sizes[1] == sizes[3]
     full, within = (rank_memory(each, build("1f1b", each.shape), 0) for each in (PLAIN, setup))
     assert full.keys_values - within.keys_values == pytest.approx(2 * (sizes[1] - sizes[0]))
 

@@ -1,6 +1,6 @@
 """Births and deaths add up to what was there at each moment."""
 
-from megatron.seq1f1b.rehearsal.ledger import Category, Ledger
+from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, at
 
 
 def moments_of(ledger):
@@ -63,3 +63,9 @@ def test_the_highest_of_several_peaks_counts():
     moments = moments_of(ledger)
     assert moments["F"].peak_bytes == 9 and moments["F"].end == 4
     assert moments["B"].peak_bytes == 4 and moments["B"].end == 0
+
+
+def test_moments_in_words():
+    assert at("2F3.1") == "in the forward of stage 2 for segment 1 of micro-batch 3"
+    assert at("after 2W3.1") == "after the weight gradient of stage 2 for segment 1 of micro-batch 3"
+    assert at("optimizer step") == "in the step of the optimizer"

@@ -15,8 +15,8 @@ def test_ends_that_agree():
 def test_another_order_is_found():
     short = message(shape=(2, 1, 8))
     (sentence,) = mismatches({0: Traffic([message(), short], []), 1: Traffic([], [short, message()])})
-    assert "message 0 from rank 0 to rank 1 (forward) leaves as bfloat16 [4, 1, 8] at 0F0.0" in sentence
-    assert "is received as bfloat16 [2, 1, 8]" in sentence
+    assert "message 0 from rank 0 to rank 1 (forward) is sent as bfloat16 [4, 1, 8] " in sentence
+    assert "in the forward of stage 0 for segment 0 of micro-batch 0, but received as bfloat16 [2, 1, 8] " in sentence
 
 
 def test_another_type_is_found():
@@ -27,11 +27,11 @@ def test_another_type_is_found():
 def test_a_message_that_nobody_receives_is_found():
     (sentence,) = mismatches({0: Traffic([message(), message(moment="0F1.0")], []), 1: Traffic([], [message()])})
     assert sentence == (
-        "from rank 0 to rank 1 (forward) 2 messages leave, but 1 are received; the first without a partner is bfloat16 "
-        "[4, 1, 8] at 0F1.0"
+        "2 messages are sent from rank 0 to rank 1 (forward), but 1 received; the first without a partner is bfloat16 "
+        "[4, 1, 8] in the forward of stage 0 for segment 0 of micro-batch 1"
     )
 
 
 def test_a_receive_that_nobody_serves_is_found():
     (sentence,) = mismatches({1: Traffic([], [message()])})
-    assert "0 messages leave, but 1 are received" in sentence
+    assert sentence.startswith("0 messages are sent from rank 0 to rank 1 (forward), but 1 received; ")
