@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from ..model import Segment
 
@@ -47,6 +47,8 @@ class SegmentIterator:
             # Megatron cuts a batch in place for context-parallel ranks.
             self.latest = tree_map(lambda leaf: leaf, batch)
             return batch
+        if segment.is_first:
+            require_sequences(batch, segment)
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
 
     def read_ahead(self, num_microbatches: int) -> list[Any]:
@@ -62,6 +64,27 @@ class SegmentIterator:
                     if is_mask(leaf, self._segment.sequence_length):
                         self._check(leaf, f"the attention mask in the batch of micro-batch {self._read}")
             self._read += 1
+
+
+def require_sequences(batch: Any, segment: Segment) -> None:
+    """Raise ValueError for a batch with integers [x, y] as many as tokens of a sequence, in which nothing would be cut.
+
+    Activations may be laid out otherwise, for a program that cuts them itself.
+    """
+    length = segment.sequence_length
+    leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
+    if any(length in leaf.shape[1:] for _, leaf in leaves):
+        return
+    tokens = [
+        f"{name} {list(leaf.shape)}"
+        for name, leaf in leaves
+        if leaf.dim() == 2 and leaf.numel() >= length and leaf.dtype in (torch.int32, torch.int64)
+    ]
+    if tokens:
+        raise ValueError(
+            f"no tensor of micro-batch {segment.microbatch} has sequences of {length} tokens to cut: "
+            f"{', '.join(tokens)}; yield tensors [sequences, {length}, ...], or drop --sequence-splits"
+        )
 
 
 def is_mask(leaf: Any, length: int) -> bool:

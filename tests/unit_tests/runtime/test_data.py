@@ -1,5 +1,6 @@
 """One segment of a batch at a time."""
 
+import pytest
 import torch
 
 from megatron.seq1f1b.model import Segment
@@ -26,6 +27,20 @@ def test_segments_of_a_batch_make_up_the_batch():
     assert all(part["tokens"].is_contiguous() for part in parts)
     assert parts[1]["attention_mask"].shape == (2, 1, 3, 3)
     assert parts[0]["name"] == "batch 0" and torch.equal(parts[1]["per sequence"], torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("shape", [(2, 9), (8, 2)], ids=["tokens and labels in one", "sequences in columns"])
+def test_a_batch_that_cannot_be_cut_is_refused_by_the_names_of_its_tensors(shape):
+    text = torch.zeros(shape, dtype=torch.long)
+    batches = SegmentIterator(iter([{"text": text, "noise": torch.zeros(8, 2), "per sequence": torch.tensor([1, 2])}]))
+    with pytest.raises(ValueError, match=r"sequences of 8 tokens to cut: \['text'\] \[\d, \d\]; yield") as refusal:
+        next(batches.at(segment(0, 0)))
+    assert "per sequence" not in str(refusal.value) and "noise" not in str(refusal.value)
+
+
+def test_activations_may_be_laid_out_otherwise():
+    whole = torch.zeros(8, 2, 4)
+    assert next(SegmentIterator(iter([whole])).at(segment(0, 0))).shape == (8, 2, 4)
 
 
 def test_batches_are_read_once_and_in_order_whatever_is_asked_first():
