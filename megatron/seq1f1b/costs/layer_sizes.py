@@ -21,10 +21,11 @@ def are_known(model: ModelShape) -> bool:
 
 def layers_alike(setup: TrainingSetup, stage: int) -> list[tuple[int, int]]:
     """The kinds of layers of a stage: the number of one of them in the model, and how many there are."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[tuple[str, bool], tuple[int, int]] = {}
     for layer in setup.layers_of(stage):
-        one, count = found.get(setup.model.blocks(layer), (layer, 0))
-        found[setup.model.blocks(layer)] = one, count + 1
+        kind = setup.model.blocks(layer), _has_window(setup.model, layer)
+        one, count = found.get(kind, (layer, 0))
+        found[kind] = one, count + 1
     return list(found.values())
 
 
@@ -48,13 +49,15 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """Keys and values that the forward of the segment [start, end) makes, which are kept for its backward.
 
-    The first segment of a micro-batch, which goes backward last, has the buffer for all of them. Some software makes
-    copies of the prefix instead.
+    The first segment of a micro-batch, which goes backward last, has the buffer for all of them; within a window each
+    has its own, of which a window stays if they are computed again. Some software makes copies of the prefix instead.
     """
     if len(setup.segments) == 1:
         tokens = 0 if setup.recompute == "full" else end - start
     elif setup.software.concatenates_prefix:
         tokens = end
+    elif _has_window(setup.model, layer):
+        tokens = _seen_later(setup.model, layer, end - start) if setup.recompute == "full" else end - start
     else:
         tokens = setup.sequence_length if start == 0 else 0
     return BYTES * _keys_values_of(setup, layer, tokens)
@@ -66,10 +69,8 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     if len(setup.segments) == 1:
         return 0.0
     # Some software adds those of the last segment to it.
-    model, own = setup.model, 0 if setup.software.concatenates_prefix else setup.segments[-1]
-    tokens = setup.sequence_length - own
-    if model.window is not None and layer in model.window_layers:
-        tokens = min(tokens, model.window)
+    own = 0 if setup.software.concatenates_prefix else setup.segments[-1]
+    tokens = _seen_later(setup.model, layer, setup.sequence_length - own)
     return (BYTES if setup.software.concatenates_prefix else 4) * _keys_values_of(setup, layer, tokens)
 
 
@@ -88,6 +89,15 @@ def layer_state(setup: TrainingSetup, layer: int) -> float:
     else:
         return 0.0
     return setup.micro_batch_size * (state + columns) / (setup.tensor_parallel * setup.context_parallel)
+
+
+def _seen_later(model: ModelShape, layer: int, tokens: int) -> int:
+    """How many of a number of tokens those after them see."""
+    return tokens if model.window is None or not _has_window(model, layer) else min(tokens, model.window)
+
+
+def _has_window(model: ModelShape, layer: int) -> bool:
+    return model.window is not None and layer in model.window_layers
 
 
 def _keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:

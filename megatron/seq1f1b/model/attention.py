@@ -18,12 +18,14 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .documents import from_token
 from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, QueryRuns, Saved, WithSink, keep_documents_apart
 from .kv_cache import KVCache
 from .latent_cache import LatentCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
+from .window_cache import WindowCache
 
 
 class SegmentAttention(torch.nn.Module):
@@ -33,8 +35,9 @@ class SegmentAttention(torch.nn.Module):
     is never expanded. With an `exchange` the n tokens are those of this context-parallel rank, which attends with its
     share of the heads, and of the queries where ranks have the same heads. Saved for the backward are query, output and
     log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element; keys and values live in the KVCache of the
-    micro-batch. A query sees at most `window` keys before its own; a `sink` [h] is a term in the denominator of the
-    softmax of each head, a parameter if it is learned, under the name that Megatron's layers have for it.
+    micro-batch, with a sliding window in its WindowCache. A query sees at most `window` keys before its own; a `sink`
+    [h] is a term in the denominator of the softmax of each head, a parameter if it is learned, under the name that
+    Megatron's layers have for it.
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class SegmentAttention(torch.nn.Module):
                 f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
                 "flattens packed batches; use --micro-batch-size 1"
             )
-            kernel = keep_documents_apart(kernel, segment.documents)
+            # A window leaves out the first keys.
+            first_key = 0 if rule.window is None else max(0, segment.start - rule.window)
+            kernel = keep_documents_apart(kernel, from_token(first_key, segment.documents))
         if query.shape[0] < key.shape[0]:
             kernel = QueryRuns.of(kernel, self.exchange.own_queries(key.shape[0]), key.shape[0])
         if segment is None or segment.is_whole_sequence:
@@ -116,17 +121,21 @@ class SegmentAttention(torch.nn.Module):
         assert key.shape[0] == segment.length, (
             f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
-        # Documents are found by their positions in the whole sequence.
-        window = rule.window if segment.documents is None else None
-        cache = self.context.cache(self, lambda: KVCache(segment.sequence_length, key, value, window))
+        cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
         with self._random_numbers(rule):
             if isinstance(cache, LatentCache):
                 output = cache.attend(query, key, value, sink, kernel, segment)
             else:
                 output = _OneSegment.apply(query, key, value, sink, kernel, self, segment, cache)
+        self._forget_hidden(cache, segment)
+        return output
+
+    def _forget_hidden(self, cache: KVCache | WindowCache | LatentCache, segment: Segment) -> None:
+        """After the forward of `segment`, what neither a backward nor a later segment needs."""
         if segment.is_last and not self.context.keeps_for_backward:
             self.context.release(self, segment.microbatch)
-        return output
+        elif isinstance(cache, WindowCache) and not torch.is_grad_enabled():
+            cache.trim(keeps_earlier=self.context.keeps_for_backward)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -144,6 +153,10 @@ class SegmentAttention(torch.nn.Module):
     def _random_numbers(self, rule: AttentionRule) -> AbstractContextManager:
         """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
         return get_cuda_rng_tracker().fork() if rule.dropout and self.has_own_random_state else nullcontext()
+
+
+def _new_cache(window: int | None, sequence_length: int, key: Tensor, value: Tensor) -> KVCache | WindowCache:
+    return KVCache(sequence_length, key, value) if window is None else WindowCache(window)
 
 
 class _WholeSequence(torch.autograd.Function):
@@ -180,10 +193,10 @@ class _OneSegment(torch.autograd.Function):
         kernel: Kernel,
         layer: SegmentAttention,
         segment: Segment,
-        cache: KVCache,
+        cache: KVCache | WindowCache,
     ) -> Tensor:
         seen = cache.write(segment.start, segment.end, key, value)
-        output, statistics = kernel.forward(query, *seen)
+        output, statistics = kernel.forward(query, *seen.joined())
         ctx.save_for_backward(query, output, *statistics)
         ctx.kernel, ctx.layer, ctx.segment, ctx.cache, ctx.seen = kernel, layer, segment, cache, seen
         return output
@@ -193,7 +206,7 @@ class _OneSegment(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         query, output, *statistics = ctx.saved_tensors
         layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
-        saved = Saved(query, *ctx.seen, output, tuple(statistics))
+        saved = Saved(query, *ctx.seen.joined(), output, tuple(statistics))
         grads = ctx.kernel.backward(grad_output, saved)
         grad_key, grad_value = cache.exchange_gradients(
             segment.start, segment.end, (grads.key, grads.value), grads.prefix

@@ -28,3 +28,10 @@ def pieces(starts: Sequence[int], start: int, end: int) -> list[Piece]:
     last = bisect_right(starts, end - 1)
     bounds = [starts[first], *starts[first + 1 : last], end]
     return [Piece(first_key, max(first_key, start), stop) for first_key, stop in pairwise(bounds)]
+
+
+def from_token(first: int, documents: Documents) -> Documents:
+    """The documents of sequences without the tokens before `first`; one that has begun by then begins at 0."""
+    if first == 0:
+        return documents
+    return tuple((0, *(start - first for start in starts if start > first)) for starts in documents)

@@ -46,8 +46,7 @@ class References:
             sequence_parallel=layout.sequence_parallel,
             expert_tensor=layout.expert_tensor,
         )
-        # Megatron's recurrent layers on a CPU go on from one document to the next.
-        form = "apart" if model.has_recurrent_layers else "mask"
+        form = "apart" if model.confuses_documents else "mask"
         cases = [replace(case, packed=case.packed and form) for case in cases]
         model = replace(model, transformer_engine=None, keeps_latents=False)
         chunks = None

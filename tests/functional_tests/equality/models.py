@@ -65,6 +65,11 @@ class Model:
         return not {"G", "M"}.isdisjoint(self.pattern or "")
 
     @property
+    def confuses_documents(self) -> bool:
+        """Whether Megatron's own layers on a CPU go on from one document to the next."""
+        return self.has_recurrent_layers or "window_size" in dict(self.config)
+
+    @property
     def auxiliary(self) -> tuple[str, ...]:
         """The losses of its experts."""
         config = dict(self.config)

@@ -221,8 +221,13 @@ def windows_suite():
     recomputed = replace(Model(kv_heads=2), recompute="selective").with_config(**window)
     yield recomputed, layout, few_cases(("zb-h1",))[1:3]
     yield Model().with_config(softmax_type="off-by-one"), layout, cases[1:3]
-    # Not with a window, by which Megatron's own attention would see across documents.
     yield Model().with_config(softmax_type="learnable"), layout, [replace(cases[2], packed="tokens")]
+    # In every layer, and longer than some segments.
+    every = Model(kv_heads=1).with_config(window_size=(20, 0))
+    yield replace(every, recompute="full"), replace(layout, chunks=2), cases[2:4] + few_cases(("zb-h1",))[3:4]
+    yield every, replace(layout, chunks=2, style="v"), few_cases(("auto",))[2:4]
+    packed = [replace(case, packed=form) for case, form in zip(cases[2:4], ("tokens", "mask"), strict=True)]
+    yield replace(every, per_token_loss=True).with_config(softmax_type="learnable"), layout, packed
 
 
 def hybrid_suite():

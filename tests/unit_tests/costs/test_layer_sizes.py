@@ -12,7 +12,7 @@ from megatron.seq1f1b.costs.layer_sizes import (
     layer_keys_values_gradients,
     layer_state,
 )
-from megatron.seq1f1b.costs.memory import activation_tables, rank_memory
+from megatron.seq1f1b.costs.memory import activation_tables, rank_memory, stage_kept
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup, parameters_of
 from megatron.seq1f1b.schedule import Placement, build
 
@@ -97,13 +97,25 @@ def test_keys_and_values_have_one_buffer_a_micro_batch_and_their_gradients_anoth
         assert rank_memory(setup, schedule, rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
 
 
-def test_within_a_window_gradients_of_keys_and_values_are_those_of_the_window():
+def test_within_a_window_kept_are_the_units_in_flight_and_gradients_of_a_window():
     window = replace(GPT, window=1024, window_layers=(0, 2))
     setup = replace(PLAIN, model=window)
     sizes = [layer_keys_values_gradients(setup, layer) for layer in range(4)]
     assert sizes[0] == sizes[2] == sizes[1] * 1024 / (LENGTH - LENGTH // 4) and sizes[1] == sizes[3]
     full, within = (rank_memory(each, build("1f1b", each.shape), 0) for each in (PLAIN, setup))
-    assert full.keys_values - within.keys_values == pytest.approx(2 * (sizes[1] - sizes[0]))
+    # Four units are in flight, as many as a micro-batch has, of two micro-batches.
+    buffer = layer_keys_values(PLAIN, 0, 0, LENGTH // 4)
+    assert full.keys_values - within.keys_values == pytest.approx(2 * (sizes[1] - sizes[0]) + 2 * buffer)
+
+
+def test_of_segments_that_are_computed_again_a_window_is_kept():
+    plain = replace(PLAIN, model=replace(GPT, window=1024, window_layers=(0, 2)))
+    again = replace(plain, recompute="full")
+    sizes = [[layer_keys_values(setup, layer, 0, LENGTH // 4) for layer in range(4)] for setup in (plain, again)]
+    assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
+    assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
+    # Layers of both kinds count, though they have the same blocks.
+    assert stage_kept(again, 0, 0)[1] == sum(sizes[1])
 
 
 def test_known_are_the_layers_that_formulas_cover():

@@ -66,7 +66,7 @@ def by_segments(kernel_of, query, key, value, grad, bounds, accumulator=None):
     cache = KVCache(len(query), key, value)
     runs = []
     for start, end in bounds:
-        seen = cache.write(start, end, key[start:end].detach(), value[start:end].detach())
+        seen = cache.write(start, end, key[start:end].detach(), value[start:end].detach()).joined()
         runs.append((*kernel.forward(query[start:end], *seen), seen))
         assert runs[-1][0].is_contiguous()
     grads = []

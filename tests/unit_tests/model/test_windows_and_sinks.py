@@ -1,5 +1,6 @@
 """Sliding windows and softmax sinks cut into segments against one softmax over the whole sequence."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ def run_segments(layer, tensors, grad, lengths, documents):
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
-@pytest.mark.parametrize("window", [None, 0, 50])
+@pytest.mark.parametrize("window", [None, 0, 7, 50])
 @pytest.mark.parametrize("lengths", CUTS, ids=str)
 def test_segments_equal_one_softmax(lengths, window, sink, documents, backend):
     torch.manual_seed(len(lengths))
@@ -95,15 +96,45 @@ def test_off_by_one_adds_one_to_the_denominator():
     assert torch.allclose(layer(score, score, value), weight.expand(1, 1, SIZE), rtol=1e-12)
 
 
-def test_gradients_between_segments_take_the_bytes_of_a_window():
-    query, key, value = (torch.randn(LENGTH, 1, 2, SIZE) for _ in range(3))
-    layer = attention(16, None, "flash")
-    layer.context = context = SegmentContext()
+WINDOW, OF_TOKEN = 16, 2 * 2 * SIZE * 4  # bytes of keys and values in fp32
+
+
+def kept_tokens(context):
+    """Tokens whose keys and values layers keep, by the bytes of their storages."""
+    tensors = [x for cache in context.kept() for rows in cache._rows.values() for x in rows]
+    return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()) / OF_TOKEN
+
+
+def windowed(ends, documents=None):
+    """A layer with a window, and the segments and inputs that it runs on."""
+    layer = attention(WINDOW, None, "flash")
+    layer.context = SegmentContext()
+    query, key, value = (torch.randn(LENGTH, 1, 2, SIZE, requires_grad=True) for _ in range(3))
+    segments = [Segment(0, i, start, end, LENGTH, documents) for i, (start, end) in enumerate(pairwise([0, *ends]))]
+    return layer, [(segment, [x[segment.start : segment.end] for x in (query, key, value)]) for segment in segments]
+
+
+@pytest.mark.parametrize("documents", [None, ((0, 20, 97),)], ids=["whole", "documents"])
+def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
+    layer, parts = windowed([50, 60, 80, LENGTH], documents)
     outputs = []
-    for i, (start, end) in enumerate([(0, 100), (100, 150)]):
-        with context.running(Segment(0, i, start, end, LENGTH), keeps_for_backward=True):
-            part = [x[start:end].detach().requires_grad_() for x in (query, key, value)]
-            outputs.append(layer(*part))
-    outputs[1].backward(torch.ones_like(outputs[1]))
-    (cache,) = context._caches.values()
-    assert [x.untyped_storage().nbytes() for x in cache._gradients] == [16 * 2 * SIZE * 4] * 2
+    for segment, inputs in parts:
+        with layer.context.running(segment, keeps_for_backward=True):
+            outputs.append(layer(*inputs))
+        assert kept_tokens(layer.context) == segment.end
+    for segment, _ in reversed(parts):
+        outputs.pop().sum().backward()
+        assert kept_tokens(layer.context) == segment.start
+        for cache in layer.context.kept():
+            assert [x.untyped_storage().nbytes() for x in cache._gradients] == [WINDOW * OF_TOKEN / 2] * 2
+    layer.context.assert_empty()
+
+
+def test_evaluation_keeps_one_window():
+    layer, parts = windowed([10, 50, 60, 80, LENGTH])
+    kept = []
+    for segment, inputs in parts:
+        with layer.context.running(segment, keeps_for_backward=False), torch.no_grad():
+            layer(*inputs)
+        kept.append(kept_tokens(layer.context))
+    assert kept == [10, WINDOW, WINDOW, WINDOW, 0]
