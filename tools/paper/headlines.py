@@ -14,9 +14,6 @@ from megatron.seq1f1b.simulator import predict
 from . import megatron_tables, seq1f1b_tables, terapipe_tables
 from .row import read
 
-# Slices of a sequence of 2048 tokens that are tried for TeraPipe.
-_SLICES = (1, 2, 4, 8, 16, 32)
-
 
 def thirty_billion_at_64k() -> Iterator[str]:
     """Which methods hold 30B at 65536 tokens on 64 A100 without recomputation."""
@@ -41,7 +38,8 @@ def terapipe_175b() -> Iterator[str]:
         if setting["model"] != "GPT3-175B":
             continue
         seconds = {
-            count: predict(terapipe_tables.setup_of(setting, even(2048, count)), machine).seconds for count in _SLICES
+            count: predict(terapipe_tables.setup_of(setting, even(2048, count)), machine).seconds
+            for count in terapipe_tables.SLICES
         }
         best = min(seconds, key=seconds.__getitem__)
         shape = f"PP {setting['pipeline_parallel']}, TP {setting['op_parallel']}"

@@ -1,9 +1,8 @@
 """What a training step computes, and on how many ranks: with a machine, all that its time and memory follow from."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..errors import ParameterError
 from ..schedule import Placement, Shape
@@ -206,7 +205,8 @@ def _parameters_of_block(model: ModelShape, symbol: str) -> float:
     raise ParameterError("{pattern.name} has a layer {0} whose size is not known", symbol)
 
 
-def _parameters_of_all(model: ModelShape, layers: Iterable[int]) -> float:
+@lru_cache(maxsize=4096)
+def _parameters_of_all(model: ModelShape, layers: range) -> float:
     counts = Counter(model.blocks(layer) for layer in layers)
     return sum(count * parameters_of(model, blocks) for blocks, count in counts.items())
 

@@ -1,18 +1,20 @@
 """The best configurations: ranked by throughput among those that fit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from math import inf
 
 from ..costs import action_costs
 from ..costs.memory import GIB, rank_memory
+from ..costs.training_setup import TrainingSetup
 from ..schedule import Schedule, build
 from ..simulator import Prediction, predict, shortest
-from .bounds import least_bytes, least_seconds
+from .bounds import least_bytes, least_seconds, least_seconds_of_all
 from .question import Candidate, Question
-from .space import candidates, stage_costs
+from .space import scheduled, setups, stage_costs
 
-Progress = Callable[[int, int], None]  # takes the number of candidates done, and of all
+Progress = Callable[[int, int], None]  # takes the number of set-ups done, and of all
 
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 _MOST_ACTIONS_OF_AUTO = 30_000
@@ -42,12 +44,10 @@ class Search:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         limit = question.memory_limit * GIB
-        fitting = [each for each in candidates(question) if least_bytes(each.setup) <= limit]
-        self._bounded: list[tuple[float, Candidate]] = []
-        for done, each in enumerate(fitting):
-            progress(done, 2 * len(fitting))
-            self._bounded.append((least_seconds(each.setup, question.machine), each))
-        self._bounded.sort(key=lambda entry: entry[0])
+        fitting = [setup for setup in setups(question) if least_bytes(setup) <= limit]
+        self._setups = [(least_seconds_of_all(setup, question.machine), setup) for setup in fitting]
+        self._setups.sort(key=lambda entry: entry[0])
+        self._candidates: dict[TrainingSetup, list[tuple[float, Candidate]]] = {}
 
     def best(
         self, count: int = 5, memory_gib: float | None = None, accept: Callable[[Candidate], bool] = lambda _: True
@@ -68,11 +68,9 @@ class Search:
                 kept.sort(key=lambda each: each.prediction.seconds)
                 del kept[count:]
 
-        total = len(self._bounded)
-        for done, (bound, candidate) in enumerate(self._bounded):
+        for bound, candidate in self._by_bound():
             if len(kept) == count and bound >= kept[-1].prediction.seconds:
                 break
-            self.progress(total + done, 2 * total)
             if accept(candidate):
                 consider(candidate)
         if "auto" in self.question.families:
@@ -80,8 +78,32 @@ class Search:
                 automatic = replace(winner.candidate, setup=replace(winner.candidate.setup, family="auto"))
                 if _auto_is_possible(automatic) and accept(automatic):
                     consider(automatic)
-        self.progress(2 * total, 2 * total)
+        self.progress(len(self._setups), len(self._setups))
         return kept
+
+    def _by_bound(self) -> Iterator[tuple[float, Candidate]]:
+        """All candidates, by ascending lower bounds; no set-up is scheduled before its own bound comes up."""
+        waiting: list[tuple[float, int, TrainingSetup | Candidate]] = [
+            (bound, number, setup) for number, (bound, setup) in enumerate(self._setups)
+        ]
+        number, done = len(waiting), 0  # numbers decide between equal bounds
+        while waiting:
+            bound, _, first = heappop(waiting)
+            if isinstance(first, Candidate):
+                yield bound, first
+                continue
+            self.progress(done, len(self._setups))
+            done += 1
+            for entry in self._scheduled(first):
+                heappush(waiting, (entry[0], number, entry[1]))
+                number += 1
+
+    def _scheduled(self, setup: TrainingSetup) -> list[tuple[float, Candidate]]:
+        """The candidates of a set-up with their bounds."""
+        if setup not in self._candidates:
+            found = scheduled(self.question, setup)
+            self._candidates[setup] = [(least_seconds(each.setup, self.question.machine), each) for each in found]
+        return self._candidates[setup]
 
     def _if_it_fits(self, candidate: Candidate, limit: float, slowest: float) -> Plan | None:
         """The plan; None if it does not fit or takes longer than `slowest` seconds."""

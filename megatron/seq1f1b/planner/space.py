@@ -14,7 +14,13 @@ from .question import Candidate, Question
 
 
 def candidates(question: Question) -> Iterator[Candidate]:
-    """All candidates, whether they fit or not.
+    """All candidates, whether they fit or not."""
+    for setup in setups(question):
+        yield from scheduled(question, setup)
+
+
+def setups(question: Question) -> Iterator[TrainingSetup]:
+    """What `scheduled` makes candidates of: all that does not depend on the schedule, on whole sequences.
 
     Tensor- and context-parallel sizes are powers of two and stay within a node; expert-parallel ones may leave it.
     Layers are spread evenly, or with fewer on the stages of the embedding and of the head.
@@ -42,7 +48,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
                     )
                     for expert in expert_sizes(question.model, tensor * context * data):
                         for recompute in question.recomputes:
-                            yield from _scheduled(question, replace(setup, expert_parallel=expert, recompute=recompute))
+                            yield replace(setup, expert_parallel=expert, recompute=recompute)
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
@@ -91,7 +97,8 @@ def spreads(model: ModelShape, pipeline: int, chunks: int) -> list[tuple[int, ..
     return found
 
 
-def _scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
+def scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
+    """The set-up under every schedule, with every way to cut its sequences."""
     if setup.pipeline_parallel == 1:
         yield Candidate(setup)
         return

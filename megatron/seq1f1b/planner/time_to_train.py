@@ -13,7 +13,7 @@ from ..simulator import predict_long
 from .bounds import least_bytes, least_seconds
 from .critical_batch import BatchLaw
 from .question import Candidate, Question
-from .space import candidates
+from .space import scheduled, setups
 
 # Shares of the largest batch that are tried: a smaller one needs fewer tokens.
 SHARES = (1.0, 0.5, 0.25)
@@ -100,7 +100,8 @@ def _soonest(
     batch = _divisible(share * largest / question.sequence_length)
     asked = replace(question, num_devices=devices, global_batch_size=batch)
     limit = asked.memory_limit * GIB
-    fitting = [each for each in candidates(asked) if accept(each) and least_bytes(each.setup) <= limit]
+    lean_enough = (setup for setup in setups(asked) if least_bytes(setup) <= limit)
+    fitting = [each for setup in lean_enough for each in scheduled(asked, setup) if accept(each)]
     bounded = sorted(((least_seconds(each.setup, asked.machine), each) for each in fitting), key=lambda pair: pair[0])
     needed = tokens * law.overhead(batch * question.sequence_length / largest)
     best: Training | None = None

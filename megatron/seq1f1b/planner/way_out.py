@@ -7,7 +7,7 @@ from ..errors import ParameterError
 from .bounds import least_bytes
 from .question import Question
 from .search import plan
-from .space import candidates, layouts
+from .space import setups
 
 _DOUBLINGS = 12
 
@@ -15,7 +15,7 @@ _DOUBLINGS = 12
 def way_out(question: Question) -> ParameterError:
     """The error for a question without a plan."""
     model = question.model
-    if not any(True for _ in layouts(question)) or not any(True for _ in candidates(question)):
+    if not any(True for _ in setups(question)):
         return ParameterError(
             "no layout of {0} devices divides a batch of {1} sequences, {2} layers and {3} heads; "
             f"{{global_batch_size:{_next_batch(question)}}} can be divided",
@@ -24,7 +24,7 @@ def way_out(question: Question) -> ParameterError:
             model.num_layers,
             model.num_kv_heads or model.num_heads,
         )
-    least = min(least_bytes(each.setup) for each in candidates(question)) / GIB
+    least = min(map(least_bytes, setups(question))) / GIB
     why = (
         f"the leanest takes at least {least:.0f} GiB, for weights, gradients, optimizer state and one micro-batch"
         if least > question.memory_limit

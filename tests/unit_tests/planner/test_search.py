@@ -4,7 +4,8 @@ import pytest
 
 from megatron.seq1f1b.arguments.naming import Naming
 from megatron.seq1f1b.planner import Search, breakdown, candidates, plan, predict_candidate, way_out
-from megatron.seq1f1b.planner.bounds import least_bytes, least_seconds
+from megatron.seq1f1b.planner.bounds import least_bytes, least_seconds, least_seconds_of_all
+from megatron.seq1f1b.planner.space import scheduled, setups
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planner.question import small
 
@@ -36,6 +37,13 @@ def test_bounds_are_bounds(everything):
         setup = each.candidate.setup
         assert least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
         assert least_bytes(setup) <= each.memory_gib * 2**30 * (1 + 1e-9)
+
+
+def test_no_candidate_of_a_set_up_is_below_its_bound():
+    for setup in setups(small()):
+        least = least_seconds_of_all(setup, small().machine)
+        for each in scheduled(small(), setup):
+            assert least <= least_seconds(each.setup, small().machine) * (1 + 1e-9)
 
 
 def test_a_search_answers_for_less_memory_as_a_new_one_would():
