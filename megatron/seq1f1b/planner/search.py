@@ -44,8 +44,8 @@ class Search:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         limit = question.memory_limit * GIB
-        fitting = [setup for setup in setups(question) if least_bytes(setup) <= limit]
-        self._setups = [(least_seconds_of_all(setup, question.machine), setup) for setup in fitting]
+        self._bytes = {setup: least for setup in setups(question) if (least := least_bytes(setup)) <= limit}
+        self._setups = [(least_seconds_of_all(setup, question.machine), setup) for setup in self._bytes]
         self._setups.sort(key=lambda entry: entry[0])
         self._candidates: dict[TrainingSetup, list[tuple[float, Candidate]]] = {}
 
@@ -68,7 +68,7 @@ class Search:
                 kept.sort(key=lambda each: each.prediction.seconds)
                 del kept[count:]
 
-        for bound, candidate in self._by_bound():
+        for bound, candidate in self._by_bound(limit):
             if len(kept) == count and bound >= kept[-1].prediction.seconds:
                 break
             if accept(candidate):
@@ -81,12 +81,15 @@ class Search:
         self.progress(len(self._setups), len(self._setups))
         return kept
 
-    def _by_bound(self) -> Iterator[tuple[float, Candidate]]:
-        """All candidates, by ascending lower bounds; no set-up is scheduled before its own bound comes up."""
+    def _by_bound(self, limit: float) -> Iterator[tuple[float, Candidate]]:
+        """Candidates by ascending lower bounds, without those of set-ups that need more than `limit` bytes.
+
+        No set-up is scheduled before its own bound comes up.
+        """
         waiting: list[tuple[float, int, TrainingSetup | Candidate]] = [
-            (bound, number, setup) for number, (bound, setup) in enumerate(self._setups)
+            (bound, number, setup) for number, (bound, setup) in enumerate(self._setups) if self._bytes[setup] <= limit
         ]
-        number, done = len(waiting), 0  # numbers decide between equal bounds
+        number, done = len(self._setups), 0  # numbers decide between equal bounds
         while waiting:
             bound, _, first = heappop(waiting)
             if isinstance(first, Candidate):

@@ -35,25 +35,34 @@ def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, 
         )  # fmt: skip
     best = frontier([point for points in groups.values() for point in points])
     axes.step([each.memory for each in best], [each.throughput for each in best], where="post", color="black", lw=1)
-    for point in _apart(best):
+    # Above and to the left of a point of the frontier there is neither a line nor a point.
+    for point in _apart(best, 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0])):
         axes.annotate(
-            point.name, (point.memory, point.throughput), xytext=(4, 4), textcoords="offset points", fontsize=7
+            point.name,
+            (point.memory, point.throughput),
+            xytext=(-3, 3),
+            textcoords="offset points",
+            fontsize=7,
+            ha="right",
         )
     axes.axvline(limit, color="#b03030", lw=1, ls="--")
-    axes.annotate("a device holds", (limit, axes.get_ylim()[0]), rotation=90, fontsize=7, ha="right", color="#b03030")
+    axes.annotate(
+        "a device holds ", (limit, 0.02), xycoords=axes.get_xaxis_transform(), rotation=90, fontsize=7, ha="right",
+        va="bottom", color="#b03030",
+    )  # fmt: skip
+    axes.set_xlim(left=0)
     axes.set_xlabel("memory of the fullest device, GiB")
     axes.set_ylabel("tokens/s of all devices")
-    axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.legend(fontsize=7, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=160)
 
 
-def _apart(points: Sequence[Point]) -> list[Point]:
-    """Points whose names do not overlap: at least two percent faster than the one before."""
+def _apart(points: Sequence[Point], gap: float) -> list[Point]:
+    """The fastest point, and slower ones that are at least `gap` apart, so that their names do not overlap."""
     found: list[Point] = []
-    for point in points:
-        if not found or point.throughput > 1.02 * found[-1].throughput:
+    for point in reversed(points):
+        if not found or point.throughput <= found[-1].throughput - gap:
             found.append(point)
     return found
