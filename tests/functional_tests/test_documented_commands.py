@@ -34,7 +34,7 @@ ELSEWHERE = {
 }
 BENCHMARK = "torchrun --nproc-per-node 2 tools/benchmark.py "
 # Of other projects, or with parts for the reader to fill in.
-NOT_OURS = (r"pip install .*", r"pre-commit install", r"torchrun \.\.\. .*")
+NOT_OURS = (r"pip install .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
 # At these sizes a documented benchmark takes seconds.
 SHRUNK = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 
