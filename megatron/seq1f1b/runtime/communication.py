@@ -59,7 +59,8 @@ class Communicator:
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
         # Only waiting shows that a gloo send has left, so a thread waits beside the compute.
         self._waiter = _Waiter() if self._is_gloo else None
-        self._watch = Watch(timeout) if dist.get_backend(group) == "nccl" else None
+        on_start = partial(torch.cuda.set_device, device)  # else the thread would take memory on the first GPU
+        self._watch = Watch(timeout, on_start) if dist.get_backend(group) == "nccl" else None
         self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor, Action | None]]] = {}
         self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
         self._connect(channels)
@@ -229,10 +230,11 @@ def _options(group: dist.ProcessGroup) -> Any:
         return None
     own = group._get_backend(torch.device("cuda")).options.config
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = MAX_CTAS
     for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name"):
-        setattr(options.config, name, getattr(own, name))
-    if own.max_ctas == _NCCL_UNDEFINED:
-        options.config.max_ctas = MAX_CTAS
+        value = getattr(own, name)
+        if value not in (None, _NCCL_UNDEFINED):  # the setters crash where a name is None
+            setattr(options.config, name, value)
     return options
 
 

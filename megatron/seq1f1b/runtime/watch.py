@@ -32,13 +32,14 @@ class _Wait(NamedTuple):
 class Watch:
     """Logs a message, once, that did not come in most of `timeout`.
 
-    A daemon thread looks at marks behind the receives, so that neither the host waits nor a message is held.
+    A daemon thread looks at marks behind the receives, so that neither the host waits nor a message is held. It calls
+    `on_start` first.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, on_start: Callable[[], None] = lambda: None) -> None:
         self._waits: deque[_Wait] = deque()
         ended = threading.Event()
-        arguments = self._waits, _SHARE * timeout.total_seconds(), timeout, ended
+        arguments = on_start, self._waits, _SHARE * timeout.total_seconds(), timeout, ended
         threading.Thread(target=_look_now_and_then, args=arguments, name="receives", daemon=True).start()
         weakref.finalize(self, ended.set)
 
@@ -47,7 +48,10 @@ class Watch:
         self._waits.append(_Wait(mark, describe, time.monotonic()))
 
 
-def _look_now_and_then(waits: deque[_Wait], patience: float, timeout: timedelta, ended: threading.Event) -> None:
+def _look_now_and_then(
+    on_start: Callable[[], None], waits: deque[_Wait], patience: float, timeout: timedelta, ended: threading.Event
+) -> None:
+    on_start()
     reported = None
     while not ended.wait(patience / _LOOKS):
         while waits and waits[0].mark.query():

@@ -119,6 +119,10 @@ def test_groups_for_nccl_take_over_megatrons_options_for_the_pipeline(alone, mon
     monkeypatch.setattr(dist, "all_gather_object", lambda into, own: into.__setitem__(0, own))
     groups = groups_per_communicator(group, [FORWARD, BACKWARD], TIMEOUT)
     assert set(groups) == {FORWARD.communicator, BACKWARD.communicator} and len(made) == len(groups)
+    assert [given["group_desc"] for _, given in made] == [
+        "gradients from odd to lower pipeline ranks",
+        "activations from even to higher pipeline ranks",
+    ]
     for _, given in made:
         options = given["pg_options"]
         assert options.is_high_priority_stream and given["timeout"] == TIMEOUT
@@ -127,3 +131,20 @@ def test_groups_for_nccl_take_over_megatrons_options_for_the_pipeline(alone, mon
             2,
             "IB",
         )
+
+
+def test_options_of_nccl_itself_take_what_megatron_sets_and_leave_the_rest(monkeypatch):
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        pytest.skip("PyTorch has no NCCL")
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+
+    def made_from(own):
+        return communication._options(SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=own)))
+
+    unset, own = dist.ProcessGroupNCCL.Options(), dist.ProcessGroupNCCL.Options()
+    options = made_from(unset)
+    assert options.is_high_priority_stream and options.config.max_ctas == MAX_CTAS
+    assert (options.config.min_ctas, options.config.net_name) == (unset.config.min_ctas, unset.config.net_name)
+    own.config.max_ctas, own.config.min_ctas, own.config.net_name = 16, 2, "IB"
+    config = made_from(own).config
+    assert (config.max_ctas, config.min_ctas, config.net_name) == (16, 2, "IB")

@@ -72,6 +72,7 @@ def nccl(alone, monkeypatch):
     monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
     monkeypatch.setattr(communication, "groups_per_communicator", lambda *_: {BACKWARD.communicator: None})
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(Communicator, "_connect", lambda *_: None)
     return partial(Communicator, dist.group.WORLD, [BACKWARD], torch.float32, torch.device("cpu"), SECOND)
 
@@ -84,3 +85,14 @@ def test_on_nccl_the_host_does_not_wait_and_the_stage_and_the_action_are_named(n
     wait_for(lambda: caplog.messages)
     named = "the gradient of micro-batch 5, segment 1 from stage 3 to 2 (pipeline rank 1 to 0; 2RECV_B5.1) has not come"
     assert caplog.messages[0].startswith(named)
+
+
+def test_the_thread_stays_on_the_gpu_of_its_rank(nccl, monkeypatch):
+    """CUDA would give a thread the first GPU, and take half a gigabyte there."""
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    communicator = nccl()
+    wait_for(lambda: chosen)
+    assert chosen == [("receives", communicator._device)]
