@@ -538,11 +538,20 @@ def test_the_fastest_flash_attention_for_the_gpu_is_activated(
     activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(flash_version, "is_installed", lambda each: each in installed)
-    monkeypatch.setattr(flash_version, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     assert flash_version.activate_flash_attention(version) == used
     assert activated == ([f"FA{used}"] if used > 2 else [])
     assert caplog.messages[0].endswith(f"FlashAttention-{used}")
     assert len(caplog.messages) == (2 if hint else 1) and (hint or "") in caplog.messages[-1]
+
+
+def test_a_pytorch_that_cannot_switch_keeps_its_own_version(monkeypatch, caplog):
+    """Such as 2.6, the oldest that this package takes."""
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_version, "is_installed", lambda version: True)
+    assert flash_version.activate_flash_attention(None) == 2 == flash_version.best_version(None)
+    assert "instead of 3: install a PyTorch that can switch to it" in caplog.messages[-1]
 
 
 def test_a_process_whose_model_has_dropout_keeps_the_built_in_version(monkeypatch, caplog):

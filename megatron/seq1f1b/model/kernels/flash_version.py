@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-from torch.nn.attention import activate_flash_attention_impl
+import torch.nn.attention
 
 from ...ranks import is_rank_0, warn_on_rank_0
 
@@ -37,6 +37,8 @@ def best_version(version: int | None) -> int:
 
 
 def _usable(version: int | None) -> list[int]:
+    if not _can_switch():
+        return []
     major, _ = torch.cuda.get_device_capability()
     return [each for each in _candidates(version) if major in _VERSIONS[each].majors and is_installed(each)]
 
@@ -55,7 +57,7 @@ def activate_flash_attention(version: int | None) -> int:
     major, _ = torch.cuda.get_device_capability()
     candidates, usable = _candidates(version), _usable(version)
     if usable:
-        activate_flash_attention_impl(_VERSIONS[usable[0]].implementation)
+        torch.nn.attention.activate_flash_attention_impl(_VERSIONS[usable[0]].implementation)
     used = usable[0] if usable else 2
     if is_rank_0():
         _log.info("attention of segments runs on FlashAttention-%d", used)
@@ -63,9 +65,15 @@ def activate_flash_attention(version: int | None) -> int:
         better = _VERSIONS[candidates[0]]
         why = "it is made for other GPUs"
         if major in better.majors:
-            why = f"install {better.package}, or take Transformer Engine's by --attention-backend fused"
+            missing = better.package if _can_switch() else "a PyTorch that can switch to it, such as 2.13"
+            why = f"install {missing}, or take Transformer Engine's by --attention-backend fused"
         warn_on_rank_0(_log, f"attention runs on FlashAttention-{used} instead of {candidates[0]}: {why}")
     return used
+
+
+def _can_switch() -> bool:
+    """Whether PyTorch's operators run on versions other than the built-in one; those of 2.6 do not."""
+    return hasattr(torch.nn.attention, "activate_flash_attention_impl")
 
 
 def is_installed(version: int) -> bool:
