@@ -3,6 +3,7 @@
 import argparse
 import logging
 from itertools import accumulate
+from math import ceil
 
 from ..costs import CPU_CORE, layer_flops
 from ..costs.machine import Machine
@@ -38,17 +39,20 @@ def _warn_of_slow_kernels(shortest: int) -> None:
 def _warn_of_waiting_gpus(lengths: tuple[int, ...], seconds: list[float], machine: Machine) -> None:
     """`seconds` holds the forward time of a layer for each segment; the host takes equally long for all of them.
 
-    Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's.
+    Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's. How
+    long a segment has to be follows from the shortest one, nearly in proportion.
     """
     host = machine.host.layer_forward
     shortest = min(range(len(seconds)), key=seconds.__getitem__)
     if seconds[shortest] < host:
         most = int(sum(seconds) / host)
+        enough = ceil(lengths[shortest] * host / seconds[shortest])
         way_out = f"--sequence-splits {most} keeps GPUs busy" if most > 1 else "whole sequences keep GPUs busier"
         warn_on_rank_0(
             _log,
             f"the segment of {lengths[shortest]} tokens takes a GPU about {1e3 * seconds[shortest]:.2g} ms a layer, "
-            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits; {way_out}.",
+            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits, as with all "
+            f"segments of less than about {enough} tokens; {way_out}.",
         )
 
 
