@@ -40,8 +40,8 @@ def calls(work) -> int:
     return counts["call"] + counts["c_call"]
 
 
-# Measured 63.9, and 82.2 where weight gradients are apart.
-@pytest.mark.parametrize("family, most", [("1f1b", 66), ("breadth-first", 66), ("zb-h1", 85), ("auto", 85)])
+# Measured 96.2, and 130.4 where weight gradients are apart, of which the meter of every training run takes a third.
+@pytest.mark.parametrize("family, most", [("1f1b", 98), ("breadth-first", 98), ("zb-h1", 133), ("auto", 133)])
 def test_a_unit_takes_few_calls(benchmark, family, most):
     shape = benchmark.Shape(benchmark.Placement(benchmark.RANKS), 8, 8)
     step = benchmark.step_of(benchmark.Nothing(), 8, 8)
