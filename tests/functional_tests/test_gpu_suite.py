@@ -53,7 +53,7 @@ class Logs:
             for run in steps
         ]
 
-    def process(self, command: list[str], deadline: float) -> tuple[None, str]:
+    def process(self, command: list[str], budget: object) -> tuple[None, str]:
         return None, self._logs.pop(0)
 
 
@@ -68,8 +68,56 @@ class Logs:
 )
 def test_a_training_is_judged_by_losses_and_by_the_first_gradients(ours, passed):
     own = [(5.0, 2.0), (4.9, 1.5), (4.8, 1.4)]
-    found = gpu_suite().trained_alike(Logs(own, ours), 0.0, [], {"4 segments": []})
+    found = gpu_suite().trained_alike(Logs(own, ours), None, [], {"4 segments": []})
     assert [check["passed"] for check in found["checks"]] == passed
+
+
+# Finds something, and then compiles for longer than the section lasts, or only sleeps.
+SLEEPER = """
+import json, pathlib, sys, time
+path = pathlib.Path(sys.argv[sys.argv.index("--output") + 1])
+path.write_text(json.dumps({"checks": [{"name": "early", "passed": True, "found": ""}], "figures": []}))
+print("  · compiling kernels" if "--compiles" in sys.argv else "", flush=True)
+time.sleep(8)
+print("  · kernels are compiled", flush=True)
+"""
+
+
+@pytest.mark.parametrize("flags, verdicts", [([], ["ok", "not run"]), (["--compiles"], ["ok"])])
+def test_what_runs_out_of_time_is_no_failure_and_compiling_is_not_on_it(tmp_path, monkeypatch, flags, verdicts):
+    module = gpu_suite()
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    suite = module.Suite("cpu", True)
+    found = suite.script("sleeper", module.Budget(4), *flags)["checks"]
+    assert [module.verdict(check) for check in found] == verdicts
+    assert not any(check["passed"] is False for check in found)
+    assert suite.process(["false"], module.Budget(-1)) == (module.OUT_OF_TIME, "")
+
+
+class Starts(Logs):
+    """Stands in for a suite; keeps the commands."""
+
+    def __init__(self, folder, number: int) -> None:
+        super().__init__(*[[(5.0, 2.0), (4.9, 1.5)]] * number)
+        self.folder, self.commands = folder, []
+
+    def process(self, command: list[str], budget: object) -> tuple[None, str]:
+        self.commands.append(" ".join(command))
+        return super().process(command, budget)
+
+
+def test_ranks_that_hold_other_layers_start_from_the_weights_of_one(tmp_path):
+    """Megatron draws weights by the layout of the ranks."""
+    suite = Starts(tmp_path, 3)
+    found = gpu_suite().trained_alike(suite, None, ["--own"], {"PP 4": ["--ours"]}, ranks=8)
+    saves, *others = suite.commands
+    assert (
+        "--nproc-per-node=1 " in saves and f"--own --save {tmp_path}/weights --save-interval 1 --train-iters 1" in saves
+    )
+    assert ["--own" in other for other in others] == [True, False] and "--nproc-per-node=8 " in others[1]
+    assert all(f"--load {tmp_path}/weights --finetune" in other for other in others)
+    assert [check["passed"] for check in found["checks"]] == [True, True]
 
 
 def gpu_suite():

@@ -6,7 +6,7 @@ from math import sqrt
 import torch
 from common import Report, attend, attention_layer, parse
 
-from megatron.seq1f1b.model.kernels import KernelChoice
+from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
 
 # What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
 CASES = [
@@ -84,7 +84,8 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     torch.manual_seed(0)
     tensors = random(case, length, device)
     _, _, value, grad = tensors
-    torch.nn.attention.restore_flash_attention_impl()  # versions 3 and 4 have none
+    if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() is not None:
+        torch.nn.attention.restore_flash_attention_impl()  # versions 3 and 4 have none
     layer = attention_layer(KernelChoice(flash_attention_version=version, has_dropout=True), case[4], dropout=0.2)
     lengths = [length // 4] * 4
 
@@ -125,11 +126,19 @@ def main() -> None:
         if not is_installed(version):
             report.figure(package=PACKAGES[version], installed=False)
             continue
+        if args.device == "cuda" and version is None:
+            report.figure(kernel=KernelChoice().name(AttentionRule(1.0), True, torch.bfloat16, 128, 128))
         for case in CASES:
-            compare(report, version, case, length, args.device)
-        documents(report, version, length, args.device)
+            with report.attempt(f"{PACKAGES[version]}, {case[0]}"):
+                with report.compiling():
+                    layer = attention_layer(KernelChoice(flash_attention_version=version), case[4])
+                    attend(layer, [64, 64], *random(case, 128, args.device))
+                compare(report, version, case, length, args.device)
+        with report.attempt(f"{PACKAGES[version]}, packed documents"):
+            documents(report, version, length, args.device)
         if version != 4:
-            dropout(report, version, 32 if args.tiny else 512, args.device)
+            with report.attempt(f"{PACKAGES[version]}, dropout"):
+                dropout(report, version, 32 if args.tiny else 512, args.device)
 
 
 if __name__ == "__main__":

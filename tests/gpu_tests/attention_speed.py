@@ -71,14 +71,20 @@ def compare(report: Report, args, length: int, heads: int, groups: int) -> None:
     for name, attention in baselines(heads, groups, size, args.device).items():
         passes[name] = lambda attention=attention: of_the_whole(attention, tensors, args.device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
-    # In turn, so that a clock that changes changes for all; the first round warms up.
-    for _ in range(1 + args.repeats):
+
+    def time_all() -> None:
+        """In turn, so that a clock that changes changes for all."""
         for name in list(times):
             try:
                 times[name].append(passes[name]())
             except (RuntimeError, AssertionError) as error:  # a kernel that does not take this shape
                 report.figure(length=length, heads=heads, attention=name, unavailable=str(error).splitlines()[0])
                 del times[name]
+
+    with report.compiling():
+        time_all()
+    for _ in range(args.repeats):
+        time_all()
     flops = 4 * heads * size * length * (length + 1) / 2  # of the two products of the forward; causal
     medians = {name: [median(x) for x in zip(*found[1:], strict=True)] for name, found in times.items()}
     wholes = [name for name in medians if name == str(length) or not name.isdigit()]

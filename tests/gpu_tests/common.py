@@ -5,8 +5,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,8 @@ from megatron.seq1f1b.model.segment import Segment, SegmentContext  # noqa: E402
 
 # Before the lines that the suite shows while a section runs.
 MARK = "  · "
+# Lines between which the time of a section stands still.
+COMPILING, COMPILED = "compiling kernels", "kernels are compiled"
 
 
 def parse(**extra: Any) -> argparse.Namespace:
@@ -59,9 +63,27 @@ class Report:
         print(MARK + ", ".join(f"{name} {_text(value)}" for name, value in values.items()), flush=True)
         self._write()
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Around the first call of kernels that may be compiled for it, which is not on the section's time."""
+        print(f"{MARK}{COMPILING}", flush=True)
+        yield
+        print(f"{MARK}{COMPILED}", flush=True)
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """A check `name` that fails if the body raises; the checks after it are made."""
+        try:
+            yield
+        except Exception as error:
+            first_line, *_ = str(error).splitlines() or [""]
+            self.check(name, False, f"{type(error).__name__}: {first_line}")
+
     def _write(self) -> None:
         content = {name: value for name, value in asdict(self).items() if name != "path"}
-        self.path.write_text(json.dumps(content, indent=1))
+        unfinished = self.path.with_suffix(".unfinished")  # the time may be up in the middle of it
+        unfinished.write_text(json.dumps(content, indent=1))
+        unfinished.replace(self.path)
 
 
 def verdict(passed: bool | None) -> str:
@@ -86,15 +108,26 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def start_megatron(backend: str = "gloo", chunks: int = 1) -> None:
+def patience(device: str) -> timedelta:
+    """How long ranks wait for each other: less than a section takes, so that one that hangs fails."""
+    return timedelta(seconds=30 if device == "cuda" else 120)
+
+
+def start_megatron(device: str, backend: str = "gloo", chunks: int = 1) -> None:
     """Megatron's groups: of this process alone, or of the ranks that torchrun started, as one pipeline."""
+    timeout = patience(device)
     if not dist.is_initialized():
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     virtual = chunks if chunks > 1 else None
-    parallel_state.initialize_model_parallel(1, dist.get_world_size(), virtual_pipeline_model_parallel_size=virtual)
+    parallel_state.initialize_model_parallel(
+        1,
+        dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=virtual,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
+    )
     model_parallel_cuda_manual_seed(1)
 
 

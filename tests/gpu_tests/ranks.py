@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from common import Report, parse, start_megatron
+from common import Report, parse, patience, start_megatron
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -150,7 +150,7 @@ def main() -> None:
     report = Report(args.output)
     for variant in args.variants.split(","):
         schedule, chunks, recomputes = VARIANTS[variant]
-        start_megatron(args.backend, chunks)
+        start_megatron(args.device, args.backend, chunks)
         losses = losses_of_all_dtypes(args, schedule, chunks, recomputes)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             report.figure(variant=variant, **losses)
@@ -166,7 +166,8 @@ def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> 
         model = build(args, length, dtype, chunks, recomputes)
         run = forward_backward_no_pipelining
         if args.segments:
-            run = PipelineExecutor(Named(schedule), args.segments, lambda length: even(length, args.segments, 1))
+            cut, timeout = (lambda length: even(length, args.segments, 1)), patience(args.device)
+            run = PipelineExecutor(Named(schedule), args.segments, cut, timeout=timeout)
         losses[str(dtype).removeprefix("torch.")] = losses_of(run, model, length, args)
     return losses
 

@@ -1,7 +1,8 @@
 """The checks that need a GPU, in eight minutes at most: run by scripts/gpu_test.sh.
 
-Every section is a process of its own with a time limit; what it found until then counts. Writes one JSON with all
-checks and figures, and prints a table of the checks. Without a GPU it names the sections, skips them, and succeeds.
+Every section has processes of its own and a time limit. What it found until then counts, and the rest is not run, which
+is no failure; ranks that hang fail before. Writes one JSON with all checks and figures, and prints a table of the
+checks. Without a GPU it names the sections, skips them, and succeeds.
 With `--device cpu --tiny` all of its code runs on a CPU at sizes that measure nothing.
 """
 
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -23,12 +25,37 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
-# The lines of a section, among all that Megatron prints.
+NOT_RUN = "not run: "
+OUT_OF_TIME = f"{NOT_RUN}time"
+# The lines of a section, among all that Megatron prints; see common.py.
 MARKED = re.compile("  · ")
+COMPILING, COMPILED = "  · compiling kernels", "  · kernels are compiled"
+MOST_COMPILING = 300.0
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
 # Of norms of gradients in bf16. A unit whose gradients are lost or counted twice changes them by more.
 NORM_TOLERANCE = 3e-2
+
+
+class Budget:
+    """The time of a section. It stands still while kernels are compiled, for as long as `MOST_COMPILING` seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+        self._stopped: float | None = None
+
+    def stop(self) -> None:
+        self._stopped = time.monotonic()
+
+    def go_on(self) -> None:
+        if self._stopped is not None:
+            self._end += time.monotonic() - self._stopped
+            self._stopped = None
+
+    @property
+    def is_used_up(self) -> bool:
+        now = time.monotonic()
+        return now > self._end if self._stopped is None else now - self._stopped > MOST_COMPILING
 
 
 @dataclass(frozen=True)
@@ -37,7 +64,7 @@ class Section:
 
     title: str
     seconds: int
-    run: Callable[["Suite", float], dict]
+    run: Callable[["Suite", Budget], dict]
     gpus: int = 1
     module: str = "torch"
 
@@ -59,32 +86,34 @@ class Suite:
     """Starts the processes of the sections."""
 
     def __init__(self, device: str, tiny: bool) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="gpu_test_"))
+        self.folder = Path(tempfile.mkdtemp(prefix="gpu_test_"))
         self.device = device
         self._flags = ["--device", device, *(["--tiny"] if tiny else [])]
         self.tiny = tiny
 
-    def script(self, name: str, deadline: float, *flags: str, ranks: int = 0, queues: int = 1) -> dict:
+    def script(self, name: str, budget: Budget, *flags: str, ranks: int = 0, queues: int = 1) -> dict:
         """What one of the scripts beside this one found; under torchrun where `ranks` are asked for.
 
         `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by the streams of a process.
         """
-        output = self._folder / f"{name}{''.join(flags)}{ranks}-{queues}.json"
+        output = self.folder / f"{name}{''.join(flags)}{ranks}-{queues}.json"
         start = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
         problem, _ = self.process(
-            [*start, str(HERE / f"{name}.py"), *self._flags, "--output", str(output), *flags], deadline, queues
+            [*start, str(HERE / f"{name}.py"), *self._flags, "--output", str(output), *flags], budget, queues
         )
         found = json.loads(output.read_text()) if output.exists() else {"checks": [], "figures": []}
         if problem:
-            found["checks"].append({"name": " ".join([f"{name}.py", *flags]), "passed": False, "found": problem})
+            found["checks"].append(ended(" ".join([f"{name}.py", *flags]), problem))
         return found
 
-    def process(self, command: list[str], deadline: float, queues: int = 1) -> tuple[str | None, str]:
+    def process(self, command: list[str], budget: Budget, queues: int = 1) -> tuple[str | None, str]:
         """Why it did not end well, or None; and what it printed, which is shown meanwhile."""
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "PYTHONWARNINGS": "ignore"}
-        log = self._folder / "log"
+        if budget.is_used_up:
+            return OUT_OF_TIME, ""
+        log = self.folder / "log"
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
@@ -95,21 +124,36 @@ class Suite:
             text = log.read_text(errors="replace")
             *whole, rest = text[shown:].split("\n")
             for line in filter(MARKED.match, whole):
-                print(line, flush=True)
+                if line == COMPILING:
+                    budget.stop()
+                elif line == COMPILED:
+                    budget.go_on()
+                else:
+                    print(line, flush=True)
             shown = len(text) - len(rest)
             if code == 0:
                 break
             if code is not None:
                 problem = f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:]
-            elif time.monotonic() > deadline:
-                problem = "its time was up"
+            elif budget.is_used_up:
+                problem = OUT_OF_TIME
             else:
                 time.sleep(0.2)
+        budget.go_on()
         if process.poll() is None:
             _end(process)
         if problem:
             print(f"  {problem}", flush=True)
         return problem, log.read_text(errors="replace")
+
+
+def ended(name: str, problem: str) -> dict:
+    """The check of a process that did not end well."""
+    return {"name": name, "passed": None if problem == OUT_OF_TIME else False, "found": problem}
+
+
+def verdict(check: dict) -> str:
+    return "not run" if check["found"].startswith(NOT_RUN) else VERDICTS[check["passed"]]
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -122,22 +166,22 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def pipeline_ranks(suite: Suite, deadline: float) -> dict:
+def pipeline_ranks(suite: Suite, budget: Budget) -> dict:
     """Four ranks on one GPU, over gloo, against Megatron's own run on one rank."""
-    own = suite.script("ranks", deadline, "--segments", "0")
+    own = suite.script("ranks", budget, "--segments", "0")
     variants = ("--segments", "4", "--variants", "1f1b,zb-h1,recompute")
-    return same_losses(own, suite.script("ranks", deadline, *variants, ranks=4), "4 pipeline ranks on one GPU")
+    return same_losses(own, suite.script("ranks", budget, *variants, ranks=4), "4 pipeline ranks on one GPU")
 
 
-def ranks_over_nccl(suite: Suite, deadline: float) -> dict:
+def ranks_over_nccl(suite: Suite, budget: Budget) -> dict:
     """A GPU for each rank, one hardware queue and many, chunks, messages of 16 MB in fp32 and 8 MB in bf16."""
     sizes = ("--hidden", "64" if suite.tiny else "2048")
-    own = suite.script("ranks", deadline, "--segments", "0", *sizes)
+    own = suite.script("ranks", budget, "--segments", "0", *sizes)
     result: dict = {"checks": [], "figures": []}
     for queues in (1, 32):
         variants = ("--segments", "2", "--backend", "gloo" if suite.tiny else "nccl", *sizes)
         variants += ("--variants", "1f1b,chunks,zb-h1-chunks")
-        found = suite.script("ranks", deadline, *variants, ranks=2, queues=queues)
+        found = suite.script("ranks", budget, *variants, ranks=2, queues=queues)
         found = same_losses(own, found, f"2 ranks over NCCL, CUDA_DEVICE_MAX_CONNECTIONS={queues}")
         result = {name: [*result[name], *found[name]] for name in result}
     return result
@@ -177,28 +221,34 @@ OWN = ("--attention-backend", "local")
 SEGMENTS = ("--sequence-splits", "4")
 
 
-def training(suite: Suite, deadline: float) -> dict:
+def training(suite: Suite, budget: Budget) -> dict:
     """On one GPU: 4 segments against Megatron's own schedule and attention."""
-    return trained_alike(suite, deadline, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS]})
+    return trained_alike(suite, budget, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS]})
 
 
-def training_with_transformer_engine(suite: Suite, deadline: float) -> dict:
+def training_with_transformer_engine(suite: Suite, budget: Budget) -> dict:
     """Its layers add weight gradients to `main_grad` themselves, and keep them back where the backward is split."""
     flags = ["--transformer-impl", "transformer_engine"]
     ours = {"4 segments": [*flags, *SEGMENTS], "zb-h1": [*flags, *SEGMENTS, "--pipeline-schedule", "zb-h1"]}
-    return trained_alike(suite, deadline, flags, ours)
+    return trained_alike(suite, budget, flags, ours)
 
 
-def training_on_eight(suite: Suite, deadline: float) -> dict:
-    """Tensor and sequence parallelism in a pipeline of four, gradients reduced and parameters gathered meanwhile."""
-    sizes = ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "4"]
-    sizes += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-    zero_bubble = [*LOCAL, *sizes, *SEGMENTS, "--pipeline-schedule", "zb-h1"]
-    ours = {"4 segments": [*LOCAL, *sizes, *SEGMENTS], "zb-h1": zero_bubble}
-    return trained_alike(suite, deadline, [*LOCAL, *OWN], ours, ranks=8)
+def training_on_eight(suite: Suite, budget: Budget) -> dict:
+    """Tensor and sequence parallelism in a pipeline of four; in two of two stages, gradients are reduced and parameters
+    gathered meanwhile.
+    """
+    common = [*LOCAL, *SEGMENTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    common += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    deep = [*common, "--pipeline-model-parallel-size", "4"]
+    ours = {
+        "PP 4": deep,
+        "PP 4, zb-h1": [*deep, "--pipeline-schedule", "zb-h1"],
+        "PP 2, DP 2": [*common, "--pipeline-model-parallel-size", "2"],
+    }
+    return trained_alike(suite, budget, [*LOCAL, *OWN], ours, ranks=8)
 
 
-def trained_alike(suite: Suite, deadline: float, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
+def trained_alike(suite: Suite, budget: Budget, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
     """pretrain_gpt.py in bf16: losses of each of `ours` on `ranks` beside those of `own` on one, and norms of gradients
     in the first two steps, which differ where the first of a run is special."""
     length = "64" if suite.tiny else "2048"
@@ -214,20 +264,28 @@ def trained_alike(suite: Suite, deadline: float, own: list[str], ours: dict[str,
 
     def train(processes: int, more: list[str]) -> tuple[str | None, list[float], list[float]]:
         start = [*TORCHRUN, f"--nproc-per-node={processes}", str(ROOT / "pretrain_gpt.py")]
-        problem, log = suite.process([*start, *flags, *more], deadline)
+        problem, log = suite.process([*start, *flags, *more], budget)
         losses, norms = (re.findall(rf"\b{name}: (\S+) \|", log) for name in ("lm loss", "grad norm"))
         return problem, list(map(float, losses)), list(map(float, norms[:2]))
 
-    problem, losses, norms = train(1, own)
+    problem = None
+    if ranks > 1:  # random weights depend on how layers lie on ranks
+        weights = ["--save", str(suite.folder / "weights")]
+        problem, *_ = train(1, [*own, *weights, "--save-interval", "1", "--train-iters", "1"])
+        flags += ["--load", weights[1], "--finetune", "--distributed-timeout-minutes", "1"]
+    losses: list[float] = []
+    norms: list[float] = []
+    if not problem:
+        problem, losses, norms = train(1, own)
     if problem:
-        return {"checks": [{"name": "Megatron's own schedule", "passed": False, "found": problem}], "figures": []}
+        return {"checks": [ended("Megatron's own schedule", problem)], "figures": []}
     checks, figures = [], [{"own": losses, "norms": norms}]
     for name, more in ours.items():
         problem, our_losses, our_norms = train(ranks, more)
         figures.append({name: our_losses, "norms": our_norms})
         title = f"pretrain_gpt.py in bf16, {name}"
         if problem:
-            checks.append({"name": title, "passed": False, "found": problem})
+            checks.append(ended(title, problem))
             continue
         tolerance = LOSS_TOLERANCE["bfloat16"]
         checks.append(agree(f"{title}: losses of Megatron's own schedule and attention", our_losses, losses, tolerance))
@@ -239,7 +297,7 @@ SECTIONS = (
     Section(
         "attention by segments is as exact as attention of the whole, with dropout too",
         65,
-        lambda suite, deadline: suite.script("attention_errors", deadline),
+        lambda suite, budget: suite.script("attention_errors", budget),
     ),
     Section(
         "four pipeline ranks on one GPU (over gloo, since NCCL refuses to share one) train as one rank does",
@@ -256,21 +314,21 @@ SECTIONS = (
     Section(
         "two ranks over NCCL train as one rank does, with one hardware queue and with many", 90, ranks_over_nccl, 2
     ),
-    Section("eight GPUs train as one does: TP 2, PP 4, overlap", 120, training_on_eight, 8),
+    Section("eight GPUs train as one does: TP 2, PP 4, overlap", 180, training_on_eight, 8),
     Section(
         "speed of attention by segments",
         75,
-        lambda suite, deadline: suite.script("attention_speed", deadline),
+        lambda suite, budget: suite.script("attention_speed", budget),
     ),
     Section(
         "time and memory of a stage of the 2.7b model, and what the host needs for it",
         85,
-        lambda suite, deadline: suite.script("stage", deadline, "--part", "time"),
+        lambda suite, budget: suite.script("stage", budget, "--part", "time"),
     ),
     Section(
         "longest sequence that fits a stage of the 2.7b model",
         65,
-        lambda suite, deadline: suite.script("stage", deadline, "--part", "room"),
+        lambda suite, budget: suite.script("stage", budget, "--part", "room"),
     ),
 )
 
@@ -279,7 +337,7 @@ def table(results: list[dict]) -> str:
     lines = []
     for result in results:
         lines.append(f"{result['title']} ({result['seconds']:.0f} s)")
-        lines += [f"  {VERDICTS[check['passed']]:12}{check['name']}: {check['found']}" for check in result["checks"]]
+        lines += [f"  {verdict(check):12}{check['name']}: {check['found']}" for check in result["checks"]]
     return "\n".join(lines)
 
 
@@ -288,7 +346,7 @@ def page(device: str, torch_version: str, results: list[dict]) -> str:
     lines = [f"# {device}, PyTorch {torch_version}", ""]
     for result in results:
         lines += [f"## {result['title']} ({result['seconds']:.0f} s)", "", "| | check | found |", "|---|---|---|"]
-        lines += [f"| {VERDICTS[check['passed']]} | {check['name']} | {check['found']} |" for check in result["checks"]]
+        lines += [f"| {verdict(check)} | {check['name']} | {check['found']} |" for check in result["checks"]]
         figures = [json.dumps(figure) for figure in result["figures"]]
         lines += ["", "<details><summary>figures</summary>", "", "```", *figures, "```", "", "</details>", ""]
     return "\n".join(lines)
@@ -314,20 +372,23 @@ def main() -> None:
     suite, results = Suite(args.device, args.tiny), []
     for section in sections:
         missing = section.missing(2 if args.tiny else gpus)  # on a CPU two ranks are as good as two GPUs
+        start = time.monotonic()
         if missing:
             print(f"skipped, since it {missing}: {section.title}", flush=True)
-            continue
-        limit = section.seconds * (4 if args.tiny else 1)  # a CPU that tests share
-        print(f"{section.title}, at most {limit} s", flush=True)
-        start = time.monotonic()
-        found = section.run(suite, start + limit)
+            found = {"checks": [{"name": section.title, "passed": None, "found": NOT_RUN + missing}], "figures": []}
+        else:
+            limit = section.seconds * (12 if args.tiny else 1)  # a CPU that tests share
+            print(f"{section.title}, at most {limit} s", flush=True)
+            found = section.run(suite, Budget(limit))
         if not found["checks"]:
             found["checks"].append({"name": section.title, "passed": False, "found": "it found nothing"})
         results.append({"title": section.title, "seconds": time.monotonic() - start, **found})
         args.output.write_text(json.dumps({"device": name, "torch": torch.__version__, "sections": results}, indent=1))
         args.output.with_suffix(".md").write_text(page(name, torch.__version__, results))
-    print(f"\n{table(results)}\n\nWritten to {args.output}, and for an issue to {args.output.with_suffix('.md')}.")
-    raise SystemExit(any(check["passed"] is False for result in results for check in result["checks"]))
+    verdicts = Counter(verdict(check) for result in results for check in result["checks"])
+    print(f"\n{table(results)}\n\n{', '.join(f'{number} {each}' for each, number in verdicts.items())}.")
+    print(f"Written to {args.output}, and for an issue to {args.output.with_suffix('.md')}.")
+    raise SystemExit(verdicts["FAILED"] > 0)
 
 
 if __name__ == "__main__":
