@@ -14,6 +14,12 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -81,6 +87,7 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
                     pre_mlp_layernorm=norm, mlp=experts.mlp, mlp_bda=get_bias_dropout_add
                 ),
             ),
+            mtp_block_spec=_prediction_block(norm),
         ),
     )
 
@@ -115,4 +122,15 @@ def _mamba_layer(norm: Any) -> ModuleSpec:
             mamba_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
         ),
+    )
+
+
+def _prediction_block(norm: Any) -> ModuleSpec:
+    """What multi-token prediction has around the layers behind a / of the pattern."""
+    around = MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, eh_proj=_LINEAR.column_parallel_linear(), mtp_model_layer=None, layer_norm=norm
+    )
+    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=around)
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
     )

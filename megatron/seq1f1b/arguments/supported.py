@@ -97,8 +97,8 @@ def _sends_keys_around(settings: Mapping[str, Any]) -> bool:
     return (settings.get("context_parallel_size") or 1) > 1 and not (kinds and kinds <= {"a2a", "all_gather"})
 
 
-def _scales_by_the_largest(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("fp8")) and settings.get("fp8_recipe") not in BLOCKS
+def _in_8_bits_by(recipe: str) -> Condition:
+    return lambda settings: bool(settings.get("fp8")) and (settings.get("fp8_recipe") or "delayed") == recipe
 
 
 def _groups_tokens_anew(settings: Mapping[str, Any]) -> bool:
@@ -111,10 +111,6 @@ def _predicts_before_the_loss(settings: Mapping[str, Any]) -> bool:
         return True
     layout = settings.get("pipeline_model_parallel_layout")
     return isinstance(layout, str) and "m" in layout.rpartition("|")[0]
-
-
-def _predicts_within_documents(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("mtp_num_layers")) and packs_documents(settings)
 
 
 def _heads_are_no_multiple(settings: Mapping[str, Any]) -> bool:
@@ -184,6 +180,7 @@ _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _NO_LOGITS = "needs the largest logit of each head, which takes another product of all queries and keys"
+_BY_BLOCKS = "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens"
 
 
 def _equality(cases: str) -> str:
@@ -247,7 +244,7 @@ SUPPORTED: tuple[Supported, ...] = (
         "keys and values are kept as they come out of the up-projection; where segments are long, their latents",
     ),
     Supported(
-        "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`",
+        "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`, `/`",
         _equality("'hybrid or recurrent or delta-net or mamba'"),
         "recurrent layers pass their state from segment to segment; packed documents reset it",
         is_in_readme=True,
@@ -274,7 +271,8 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "`--mtp-num-layers`",
         _equality("mtp"),
-        "the last tokens of a segment predict from, and predict, those of the next",
+        "the last tokens of a segment predict from, and predict, those of the next, within documents of --sft and "
+        "--dataloader-inter-document-masking",
         is_in_readme=True,
     ),
     Supported(
@@ -399,24 +397,12 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "runs one layer several times on the same segment, whose keys would take one another's place",
             "drop it",
         ),
-        Unsupported(
-            "--mtp-num-layers with packed documents",
-            _predicts_within_documents,
-            "predicts tokens of the next document",
-            "drop one of them",
-        ),
         Unsupported("--experimental-attention-variant", _given("experimental_attention_variant"), _NOT_YET, _WHOLE),
         Unsupported(
             "--hybrid-layer-pattern with D (sparse attention)",
             _has_layers("D"),
             "chooses among the keys of whole sequences",
             "use * for attention",
-        ),
-        Unsupported(
-            "--hybrid-layer-pattern with / (layers of multi-token prediction)",
-            _has_layers("/"),
-            _NOT_YET,
-            "leave out what follows the /",
         ),
         Unsupported(
             "--recompute-modules gdn_norm_out",
@@ -446,10 +432,19 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         Unsupported("--qk-clip", _given("qk_clip"), _NO_LOGITS, "drop it"),
         Unsupported("--log-max-attention-logit", _given("log_max_attention_logit"), _NO_LOGITS, "drop it"),
         Unsupported(
-            "--fp8-format with another --fp8-recipe than mxfp8 and blockwise",
-            _scales_by_the_largest,
-            "scales by the largest value of a micro-batch, of which a segment sees a part",
-            "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens",
+            "--fp8-recipe delayed",
+            _in_8_bits_by("delayed"),
+            "scales by the largest values of earlier micro-batches, of which segments leave those of their parts",
+            _BY_BLOCKS,
+        ),
+        Unsupported(
+            "--fp8-recipe tensorwise",
+            _in_8_bits_by("tensorwise"),
+            "scales a tensor by its largest value, and a segment has a part of the tensor",
+            _BY_BLOCKS,
+        ),
+        Unsupported(
+            "--fp8-recipe custom", _in_8_bits_by("custom"), "may scale tokens together that segments part", _BY_BLOCKS
         ),
         Unsupported(
             "--fp8-format with --context-parallel-size above 1 or --num-experts",

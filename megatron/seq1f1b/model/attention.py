@@ -102,19 +102,7 @@ class SegmentAttention(torch.nn.Module):
         if attention_mask is not None and segment is not None and segment.documents is None:
             self.context.check_mask(attention_mask)
         rule = self.training_rule if self.training else self.evaluation_rule
-        kernel = self.kernels.kernel(rule, query, value)
-        if sink is not None:
-            kernel = WithSink(kernel, sink)
-        if segment is not None and segment.documents is not None:
-            assert query.shape[1] == len(segment.documents), (
-                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
-                "flattens packed batches; use --micro-batch-size 1"
-            )
-            # A window leaves out the first keys.
-            first_key = 0 if rule.window is None else max(0, segment.start - rule.window)
-            kernel = keep_documents_apart(kernel, from_token(first_key, segment.documents))
-        if query.shape[0] < key.shape[0]:
-            kernel = QueryRuns.of(kernel, self.exchange.own_queries(key.shape[0]), key.shape[0])
+        kernel = self._kernel(rule, query, key, value, sink, segment)
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(rule):
                 return _WholeSequence.apply(query, key, value, sink, kernel)
@@ -129,6 +117,31 @@ class SegmentAttention(torch.nn.Module):
                 output = _OneSegment.apply(query, key, value, sink, kernel, self, segment, cache)
         self._forget_hidden(cache, segment)
         return output
+
+    def _kernel(
+        self,
+        rule: AttentionRule,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        segment: Segment | None,
+    ) -> Kernel:
+        """For these queries of the segment, within its documents."""
+        kernel = self.kernels.kernel(rule, query, value)
+        if sink is not None:
+            kernel = WithSink(kernel, sink)
+        if segment is not None and segment.documents is not None:
+            assert query.shape[1] == len(segment.documents), (
+                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
+                "flattens packed batches; use --micro-batch-size 1"
+            )
+            # A window leaves out the first keys.
+            first_key = 0 if rule.window is None else max(0, segment.start - rule.window)
+            kernel = keep_documents_apart(kernel, from_token(first_key, segment.documents))
+        if query.shape[0] < key.shape[0]:
+            kernel = QueryRuns.of(kernel, self.exchange.own_queries(key.shape[0]), key.shape[0])
+        return kernel
 
     def _forget_hidden(self, cache: KVCache | WindowCache | LatentCache, segment: Segment) -> None:
         """After the forward of `segment`, what neither a backward nor a later segment needs."""

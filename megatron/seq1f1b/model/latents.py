@@ -73,7 +73,7 @@ def _with_prefix(linear: torch.nn.Module, forward: Callable[..., Any], latent: T
     if segment is None or segment.is_whole_sequence or context.splits_backwards:
         return forward(latent)
     cache = context.find(attention)
-    if cache is None and segment.is_first and _share(layer.config, segment.length) <= LARGEST_SHARE:
+    if cache is None and segment.is_first and share_of_projection(layer.config, segment.length) <= LARGEST_SHARE:
         make = partial(LatentCache, segment.sequence_length, forward, layer.config.qk_head_dim)
         cache = context.cache(attention, make)
     if not isinstance(cache, LatentCache):
@@ -81,7 +81,7 @@ def _with_prefix(linear: torch.nn.Module, forward: Callable[..., Any], latent: T
     return cache.project(_Join.apply(latent, cache, attention, segment), segment)
 
 
-def _share(config: Any, length: int) -> float:
+def share_of_projection(config: Any, length: int) -> float:
     """Of projecting a token of the prefix up again, forward and three times backward, in attending to it, forward and
     two and a half times backward, by the `length` queries of a segment; by FLOPs."""
     sizes = config.qk_head_dim + config.v_head_dim

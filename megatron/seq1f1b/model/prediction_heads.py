@@ -22,6 +22,7 @@ class Ahead(Protocol):
 
     entries: dict[str, Tensor]
     counts: Tensor
+    ends_document: Tensor | None
 
 
 class PredictionHeads:
@@ -66,8 +67,11 @@ class PredictionHeads:
         ahead = self._now()
         following = ahead.entries[name][..., shift - 1 : shift].to(tensor.dtype)
         runs = tensor.chunk(len(following), dim=1)
-        shifted = [part for run, next_token in zip(runs, following, strict=True) for part in (run[:, 1:], next_token)]
-        return torch.cat(shifted, dim=1), ahead.counts[shift].to(tensor.dtype)
+        parts = [part for run, next_token in zip(runs, following, strict=True) for part in (run[:, 1:], next_token)]
+        shifted = torch.cat(parts, dim=1)
+        if ahead.ends_document is not None:
+            shifted = shifted.masked_fill_(ahead.ends_document, 0)
+        return shifted, ahead.counts[shift].to(tensor.dtype)
 
     def _embeddings(self, upstream: Callable) -> Callable:
         @wraps(upstream)

@@ -209,10 +209,12 @@ class PipelineExecutor:
         return tree_map(partial(_moved, torch.device(torch.cuda.current_device())), sent[0])
 
     def _prediction_heads(self, step: Step, shape: Shape) -> PredictionHeads | None:
-        """For the ranks with the layers of multi-token prediction, and with its loss, where sequences are cut."""
+        """For the ranks with the layers of multi-token prediction, and with its loss, where sequences are cut or
+        documents kept apart."""
         call, placement = step.call, shape.placement
         predicting = prediction_stage(call.config, placement)
-        if predicting is None or shape.num_segments == call.groups.cp.size() == 1:
+        is_packed = self._segmentation.packing is not None
+        if predicting is None or shape.num_segments == call.groups.cp.size() == 1 and not is_packed:
             return None
         stages = {predicting, placement.num_stages - 1}
         batches = [step.batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == step.rank]

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..model import Segment
+from ..model import Documents, Segment
 from .data import SegmentIterator
 
 _ENTRIES = ("tokens", "position_ids", "labels", "loss_mask")
@@ -21,11 +22,13 @@ class LookAhead:
     """What follows each of the r runs of tokens that a rank has of a segment of b sequences: `entries[name]`
     [r, b, depth], zeros beyond the end of the sequence.
 
-    `counts[d]` is the sum of the loss mask of the whole micro-batch after it has been shifted by d tokens.
+    `counts[d]` is the sum of the loss mask of the whole micro-batch after it has been shifted by d tokens. Where
+    predictions stay within documents, `ends_document` [b, n] are the tokens of the runs that another document follows.
     """
 
     entries: dict[str, Tensor]
     counts: Tensor
+    ends_document: Tensor | None = None
 
 
 def look_ahead(
@@ -40,28 +43,45 @@ def look_ahead(
     """For a stage of whose tensor-parallel ranks the first has the `batches`; called on all of them.
 
     A context-parallel rank has two runs of tokens, see model/head_exchange.py. One small message tells the others.
-    Raises ValueError if a batch is no dict with tokens, position_ids and labels.
+    As Megatron does, predictions stay within documents in batches of its packed format, which have `cu_seqlens`, and
+    with an attention mask alone go on from one to the next. Raises ValueError if a batch is no dict with tokens,
+    position_ids and labels.
     """
-    ends = _ends(segment, context)
-    shape = len(_ENTRIES), len(ends), num_sequences, depth
-    packed = torch.empty(prod(shape) + depth + 1, dtype=torch.float64, device=device)
+    runs = _runs(segment, context)
+    shape = len(_ENTRIES), len(runs), num_sequences, depth
+    packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=device)
     if tensor.rank() == 0:
-        packed.copy_(_packed(batches.latest, ends, shape), non_blocking=True)
+        packed.copy_(_packed(batches.latest, segment.documents, [end for _, end in runs], shape), non_blocking=True)
     if tensor.size() > 1:
         dist.broadcast(packed, dist.get_global_rank(tensor, 0), group=tensor)
-    entries, counts = packed.split((packed.numel() - depth - 1, depth + 1))
-    return LookAhead(dict(zip(_ENTRIES, entries.view(shape), strict=True)), counts)
+    entries, counts, stays_within = packed.split((packed.numel() - depth - 2, depth + 1, 1))
+    ends_document = None
+    if segment.documents is not None:
+        ends_document = _ends_of_documents(segment.documents, runs).to(device, non_blocking=True) & (stays_within > 0)
+    return LookAhead(dict(zip(_ENTRIES, entries.view(shape), strict=True)), counts, ends_document)
 
 
-def _ends(segment: Segment, context: dist.ProcessGroup) -> list[int]:
-    """Where in the sequence the runs of tokens of this rank end."""
+def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]:
+    """Where in the sequence the runs of tokens of this rank start and end."""
     if context.size() == 1:
-        return [segment.end]
+        return [(segment.start, segment.end)]
     part = segment.length // (2 * context.size())
-    return [segment.start + (context.rank() + 1) * part, segment.end - context.rank() * part]
+    first, last = segment.start + context.rank() * part, segment.end - context.rank() * part
+    return [(first, first + part), (last - part, last)]
 
 
-def _packed(batch: Any, ends: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+def _ends_of_documents(documents: Documents, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Which tokens of the runs are the last of a document that another one follows: booleans [b, n]."""
+    of_runs = []
+    for start, end in runs:
+        is_last = torch.zeros(len(documents), end - start, dtype=torch.bool)
+        for row, starts in zip(is_last, documents, strict=True):
+            row[[following - 1 - start for following in starts if start < following <= end]] = True
+        of_runs.append(is_last)
+    return torch.cat(of_runs, dim=1)
+
+
+def _packed(batch: Any, documents: Documents | None, ends: Sequence[int], shape: tuple[int, ...]) -> Tensor:
     """All that there is to tell, as numbers that fp64 holds exactly."""
     entries = dict(batch) if isinstance(batch, dict) else {}
     missing = [name for name in _ENTRIES[:3] if entries.get(name) is None]
@@ -72,10 +92,24 @@ def _packed(batch: Any, ends: Sequence[int], shape: tuple[int, ...]) -> Tensor:
         )
     if entries.get("loss_mask") is None:
         entries["loss_mask"] = torch.ones_like(entries["labels"])
+    stays_within = documents is not None and any("cu_seqlens" in name for name in entries)
+    bounds = documents if stays_within else ((0,),) * shape[2]
     ahead = torch.zeros(shape, dtype=torch.float64)
     for of_entry, name in zip(ahead, _ENTRIES, strict=True):
         for found, end in zip(of_entry, ends, strict=True):
-            part = entries[name][:, end : end + shape[-1]]
-            found[:, : part.shape[1]] = part
-    counts = torch.stack([entries["loss_mask"][:, shift:].sum(dtype=torch.float64) for shift in range(shape[-1] + 1)])
-    return torch.cat((ahead.flatten(), counts.cpu()))
+            for row, tokens, starts in zip(found, entries[name], bounds, strict=True):
+                following = next((start for start in starts if start >= end), len(tokens))
+                part = tokens[end : min(end + shape[-1], following)]
+                row[: len(part)] = part
+    counts = _counts(entries["loss_mask"].double().cpu(), bounds, shape[-1])
+    return torch.cat((ahead.flatten(), counts, torch.tensor([float(stays_within)])))
+
+
+def _counts(loss_mask: Tensor, documents: Documents, depth: int) -> Tensor:
+    """The sum of the loss mask [b, s] after each shift within documents, from none to `depth`."""
+    counts = loss_mask.new_zeros(depth + 1)
+    for row, starts in zip(loss_mask, documents, strict=True):
+        for start, end in pairwise((*starts, len(row))):
+            for shift in range(depth + 1):
+                counts[shift] += row[min(start + shift, end) : end].sum()
+    return counts

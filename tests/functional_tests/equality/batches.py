@@ -44,17 +44,19 @@ def apart(batch: dict, microbatch: int):
 
 def packed(tokens: torch.Tensor, form: str) -> dict:
     """Entries of a batch with several documents, each ended by a token below END: positions within them, and a mask or
-    cumulative lengths."""
+    cumulative lengths; for "rolls" a mask, and cumulative lengths for multi-token prediction alone."""
     tokens = torch.where(tokens < END, 0, tokens)
     starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0), value=True)
     documents = starts.cumsum(dim=1)
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     entries = {"tokens": tokens, "position_ids": positions - torch.where(starts, positions, 0).cummax(dim=1).values}
-    if form == "mask":
+    if form in ("mask", "rolls"):
         sees = (documents[:, :, None] == documents[:, None, :]).tril()
         entries["attention_mask"] = ~sees[:, None]
+    bounds = torch.where(starts, positions, SEQUENCE).sort(dim=1).values
+    bounds = torch.nn.functional.pad(bounds, (0, 1), value=SEQUENCE).int()
+    if form == "rolls":
+        entries["rolled_within"] = bounds
     elif form == "cu_seqlens":
-        bounds = torch.where(starts, positions, SEQUENCE).sort(dim=1).values
-        entries["cu_seqlens"] = torch.nn.functional.pad(bounds, (0, 1), value=SEQUENCE).int()
-        entries["max_seqlen"] = entries["cu_seqlens"].diff(dim=1).max(dim=1).values
+        entries |= {"cu_seqlens": bounds, "max_seqlen": bounds.diff(dim=1).max(dim=1).values}
     return entries

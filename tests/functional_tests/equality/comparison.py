@@ -46,8 +46,7 @@ class References:
             sequence_parallel=layout.sequence_parallel,
             expert_tensor=layout.expert_tensor,
         )
-        form = "apart" if model.confuses_documents else "mask"
-        cases = [replace(case, packed=case.packed and form) for case in cases]
+        cases = [replace(case, packed=case.packed and _form(model, case.packed)) for case in cases]
         model = replace(model, transformer_engine=None, keeps_latents=False)
         chunks = None
         found = []
@@ -64,6 +63,14 @@ class References:
                 )
             found.append(self._found[key])
         return found
+
+
+def _form(model: Model, form: str) -> str:
+    """In which form Megatron's own layers on a CPU are given documents that our segments get in another."""
+    if model.confuses_documents:
+        return "apart"
+    # Only in the packed format do predictions stay within documents.
+    return "rolls" if form == "cu_seqlens" and dict(model.config).get("mtp_num_layers") else "mask"
 
 
 @dataclass(frozen=True)

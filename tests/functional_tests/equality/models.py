@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
 # Letters in place of the symbols of layers, which do not suit ids of tests.
-PLAIN = str.maketrans({"*": "A", "-": "F"})
+PLAIN = str.maketrans({"*": "A", "-": "F", "/": "-"})
 
 
 def options(**values: Any) -> tuple[tuple[str, Any], ...]:
@@ -162,12 +162,13 @@ class Model:
 
         stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
         per_stage = self.layers // stages
+        decoder, *heads = self.pattern.split("/")
         model = HybridModel(
             config,
             local_hybrid_spec(config),
             VOCABULARY,
             SEQUENCE,
-            hybrid_layer_pattern="|".join(map("".join, batched(self.pattern, per_stage))),
+            hybrid_layer_pattern="/".join(["|".join(map("".join, batched(decoder, per_stage))), *heads]),
             pre_process=is_first,
             post_process=is_last,
             share_embeddings_and_output_weights=self.tied,
@@ -257,7 +258,10 @@ def balanced(*kinds: str, **values: Any) -> Model:
 
 
 def hybrid(pattern: str, **values: Any) -> Model:
-    """Layers by Megatron's symbols: * attention, - MLP, E experts, G gated delta net, M Mamba-2."""
+    """Layers by Megatron's symbols: * attention, - MLP, E experts, G gated delta net, M Mamba-2; behind each / those
+    that predict one more token."""
+    decoder, *heads = pattern.split("/")
+    prediction = {"mtp_num_layers": len(heads), "mtp_loss_scaling_factor": 0.7} if heads else {}
     experts = dict(mixture().config) if "E" in pattern else {}
     recurrent = {
         "linear_num_key_heads": 4,
@@ -269,4 +273,4 @@ def hybrid(pattern: str, **values: Any) -> Model:
         "mamba_head_dim": 8,
         "activation_func": torch.nn.functional.silu,
     }
-    return Model(layers=len(pattern), pattern=pattern).with_config(**(experts | recurrent | values))
+    return Model(layers=len(decoder), pattern=pattern).with_config(**(experts | recurrent | prediction | values))

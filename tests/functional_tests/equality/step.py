@@ -11,6 +11,7 @@ from functional_tests.equality.cases import Case
 from functional_tests.equality.experts import set_biases
 from functional_tests.equality.layout import named
 from functional_tests.equality.models import SEQUENCE
+from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
 
 
 def forward_step(data_iterator, model):
@@ -24,7 +25,8 @@ def forward_step(data_iterator, model):
         bounds, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"].max())
         packing["packed_seq_params"] = PackedSeqParams("thd", bounds, bounds, None, None, longest, longest)
     inputs = (batch.get(name) for name in ("tokens", "position_ids", "attention_mask"))
-    output = model(*inputs, labels=batch.get("labels"), loss_mask=batch.get("loss_mask"), **packing)
+    with patched(rolls_within(batch.get("rolled_within"))):
+        output = model(*inputs, labels=batch.get("labels"), loss_mask=batch.get("loss_mask"), **packing)
 
     def loss_func(losses):
         mask = batch["loss_mask"].double()
@@ -32,6 +34,26 @@ def forward_step(data_iterator, model):
         return loss, count, {"lm loss": torch.stack([loss.detach(), count.double()])}
 
     return output, loss_func
+
+
+def rolls_within(bounds: torch.Tensor | None) -> PatchTable:
+    """Makes multi-token prediction shift within documents, which Megatron does for one sequence in the packed format,
+    while its attention is given a mask, which is all that it takes on a CPU."""
+    if bounds is None:
+        return PatchTable(Scope.STEP, ())
+
+    def rolled(upstream):
+        def roll_rows(tensor, **options):
+            rows = []
+            for row, ends in zip(tensor.split(1), bounds, strict=True):
+                options["packed_seq_params"] = PackedSeqParams("thd", ends, ends)
+                rows.append(upstream(row, **options)[0])
+            return torch.cat(rows), sum(row.sum() for row in rows)
+
+        return roll_rows
+
+    name = "megatron.core.transformer.multi_token_prediction.roll_tensor"
+    return PatchTable(Scope.STEP, (Patch(name, rolled, "rolls across documents without the format", wraps=True),))
 
 
 def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False, groups=None):

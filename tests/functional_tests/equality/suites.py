@@ -261,6 +261,14 @@ def recurrent_pipeline_suite():
     yield hybrid("GE*M-G*-"), replace(layout, chunks=2), cases[1:] + split[2:4] + few_cases(("breadth-first",))[2:3]
 
 
+def hybrid_prediction_suite():
+    """Layers behind a / of the pattern, on the last stage."""
+    layout, cases = Layout(pipeline=2), few_cases()
+    yield hybrid("G*-M/*-/*-"), layout, cases[:4] + few_cases(("zb-h1",))[2:3]
+    yield replace(hybrid("G*-M/GM"), recompute="full"), replace(layout, chunks=2), cases[1:2]
+    yield replace(hybrid("*-*-/*-"), per_token_loss=True), replace(layout, chunks=2, style="v"), cases[2:3]
+
+
 def recurrent_tensor_suite():
     for sequence_parallel in (False, True):
         yield hybrid("G*M-"), Layout(tensor=2, sequence_parallel=sequence_parallel), few_cases(("zb-h1",))[1:3]
@@ -322,6 +330,9 @@ def prediction_suite():
     yield model, layout, cases + few_cases(("zb-h1",))[1:3]
     yield replace(model, per_token_loss=True), layout, cases[1:3]
     yield replace(model, recompute="full"), Layout(pipeline=2, chunks=2), cases[2:3]
+    packed = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (cases[0], *cases[2:4])]
+    yield model, layout, packed + [replace(few_cases(("zb-h1",))[2], packed="cu_seqlens")]
+    yield replace(model, per_token_loss=True), layout, packed[1:3]
 
 
 def laid_out_prediction_suite():
@@ -337,10 +348,12 @@ def context_prediction_suite():
     model = Model().with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
     yield model, layout, cases
     yield replace(model, per_token_loss=True), layout, cases[1:3]
+    yield model, layout, [replace(cases[2], packed="cu_seqlens")]
 
 
 RANKS = {
     "pp2-mtp": 2,
+    "pp2-hybrid-mtp": 2,
     "pp2-v-mtp": 2,
     "pp3-mtp": 3,
     "tp2-mtp": 2,
@@ -413,6 +426,7 @@ def transformer_engine_experts_suite():
 
 SUITES = {
     "pp2-mtp": prediction_suite,
+    "pp2-hybrid-mtp": hybrid_prediction_suite,
     "pp2-v-mtp": lambda: [
         (
             Model().with_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.7),

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[3]
 # What turns each unsupported feature on, by the row's feature, where the setting is not `name=True` of a flag `--name`.
 SETTINGS = {
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
-    "--mtp-num-layers with packed documents": {"mtp_num_layers": 1, "sft": True},
     "--context-parallel-size above 1 with another --cp-comm-type than a2a and all_gather": {
         "context_parallel_size": 2,
         "cp_comm_type": ["p2p"],
@@ -36,7 +35,6 @@ SETTINGS = {
     "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
     "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
     "--hybrid-layer-pattern with D (sparse attention)": {"hybrid_layer_pattern": "*D"},
-    "--hybrid-layer-pattern with / (layers of multi-token prediction)": {"hybrid_layer_pattern": "*-/*-"},
     "--recompute-modules gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
     "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
     "--window-size with tokens after the query": {"window_size": (128, 1)},
@@ -46,7 +44,9 @@ SETTINGS = {
         "reset_attention_mask": True,
     },
     "variable_seq_lengths of a program's configuration": {"variable_seq_lengths": True},
-    "--fp8-format with another --fp8-recipe than mxfp8 and blockwise": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "--fp8-recipe delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
+    "--fp8-recipe tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "--fp8-recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
     "--fp8-format with --context-parallel-size above 1 or --num-experts": {
         "fp8": "hybrid",
         "fp8_recipe": "mxfp8",

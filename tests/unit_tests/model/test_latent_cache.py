@@ -8,7 +8,7 @@ import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, keep_documents_apart
 from megatron.seq1f1b.model.latent_cache import LatentCache
-from megatron.seq1f1b.model.latents import LARGEST_SHARE, _Join, _share
+from megatron.seq1f1b.model.latents import LARGEST_SHARE, _Join, share_of_projection
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 LENGTH, BATCH, HEADS, RANK, SIZE, ROTARY, VALUE = 90, 2, 3, 6, 8, 4, 5
@@ -120,5 +120,5 @@ def test_latents_are_kept_where_projecting_again_takes_an_eighth_of_attention_at
     deepseek = SimpleNamespace(kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     # FLOPs for each token of the prefix and head: up and thrice backward; and for each query, two and a half back.
     again, attended = 4 * 2 * 512 * 256, 3.5 * 2 * (192 + 128)
-    assert _share(deepseek, 4096) == again / (attended * 4096)
-    assert _share(deepseek, 4096) < LARGEST_SHARE < _share(deepseek, 2048)
+    assert share_of_projection(deepseek, 4096) == again / (attended * 4096)
+    assert share_of_projection(deepseek, 4096) < LARGEST_SHARE < share_of_projection(deepseek, 2048)

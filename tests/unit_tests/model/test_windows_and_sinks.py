@@ -1,10 +1,12 @@
 """Sliding windows and softmax sinks cut into segments against one softmax over the whole sequence."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.kernels import KernelChoice
@@ -127,6 +129,22 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
         assert kept_tokens(layer.context) == segment.start
         for cache in layer.context.kept():
             assert [x.untyped_storage().nbytes() for x in cache._gradients] == [WINDOW * OF_TOKEN / 2] * 2
+    layer.context.assert_empty()
+
+
+def test_segments_that_are_computed_again_keep_a_window_each():
+    layer, parts = windowed([50, 60, 80, LENGTH])
+    outputs = []
+
+    def run(segment, *inputs):
+        with layer.context.running(segment, keeps_for_backward=True):
+            return layer(*inputs)
+
+    for segment, inputs in parts:
+        outputs.append(checkpoint(partial(run, segment), *inputs, use_reentrant=True))
+    assert kept_tokens(layer.context) == 16 + 10 + 16 + 16
+    for output in reversed(outputs):
+        output.sum().backward()
     layer.context.assert_empty()
 
 
