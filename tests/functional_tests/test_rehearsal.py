@@ -18,9 +18,11 @@ MODEL = (
     *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 255, "--num-workers", 0),
 )
 TWO_STAGES = ("--pipeline-model-parallel-size", 2)
+EVEN = "--sequence-splits 4 --sequence-split-strategy even"
+CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
 LAYOUTS = {
     "seq1f1b": "--sequence-splits 4 --use-distributed-optimizer --bf16",
-    "megatron-interleaved": "--num-layers-per-virtual-pipeline-stage 1",
+    "megatron-interleaved": CHUNKS,
 }
 TOLERANCE = 0.01
 FUNCTIONAL_TESTS = ROOT / "tests" / "functional_tests"
@@ -73,6 +75,47 @@ def test_experts_and_packed_documents(launch, dispatcher):
     assert "EP 2" in job.log and "Memory: fits. " in job.log
     assert "the router: each of the 4 experts gets the same number of tokens." in job.log
     assert "the documents: each sequence holds documents of 204, 153, 102 and 53 tokens." in job.log
+
+
+@pytest.mark.parametrize(
+    ("comm_type", "flags"),
+    [
+        ("a2a", f"{CHUNKS} --pipeline-placement v"),
+        ("all_gather", "--mtp-num-layers 1"),
+    ],
+    ids=["v", "prediction-heads"],
+)
+def test_context_parallelism(launch, comm_type, flags):
+    parallel = (*TWO_STAGES, "--context-parallel-size", 2, "--cp-comm-type", comm_type)
+    job = rehearse(launch, 4, "--device", "cuda", "--bf16", *parallel, "--sequence-splits", 2, *flags.split()).check()
+    assert "(TP 1 × PP 2 × CP 2 × DP 1)" in job.log and "Memory: fits. " in job.log
+
+
+def test_hybrid_models(launch):
+    layers = ("--hybrid-layer-pattern", "G-|*M", "--swiglu", "--disable-bias-linear")
+    delta_net = ("--linear-num-key-heads", 4, "--linear-num-value-heads", 8, "--linear-key-head-dim", 16)
+    mamba = ("--mamba-num-heads", 8, "--mamba-head-dim", 16, "--mamba-num-groups", 2, "--mamba-state-dim", 16)
+    flags = (*MODEL[2:], *layers, *delta_net, "--linear-value-head-dim", 16, *mamba, *TWO_STAGES)
+    device = ("--device", "cuda", "--bf16", "--dry-run")
+    script = ROOT / "pretrain_hybrid.py"
+    job = launch(1, [*flags, *device, "--sequence-splits", 2], env={"WORLD_SIZE": "2"}, timeout=400, script=script)
+    assert "Memory: fits. " in job.check().log
+    assert "the kernels of recurrent layers by plain PyTorch, which keeps more for the backward." in job.log
+
+
+def test_ends_that_disagree_fail(launch):
+    script = FUNCTIONAL_TESTS / "unmatched_messages_script.py"
+    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, *EVEN.split(), script=script)
+    assert job.code == 1
+    assert (
+        "error: message 1 from rank 0 to rank 1 (activations from even to higher pipeline ranks) is sent as "
+        "float32 [127, 1, 64] after the forward of stage 0 for segment 0 of micro-batch 0, but received as "
+        "float32 [128, 1, 64] before the first forward."
+    ) in job.log
+    assert (
+        "error: 16 messages are sent from rank 1 to rank 0 (gradients from odd to lower pipeline ranks), but 17 "
+        "received; the first without a partner is float32 [128, 1, 64] "
+    ) in job.log
 
 
 def test_what_is_unsupported_fails_with_its_sentence(launch):

@@ -133,7 +133,7 @@ def _sees_later_tokens(settings: Mapping[str, Any]) -> bool:
 
 def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
     is_asked_for = getattr(settings.get("attention_backend"), "name", None) == "fused"
-    if not is_asked_for or not _is_on_gpu(settings):
+    if not is_asked_for or not _is_on_gpu_here(settings):
         return False
     try:
         return tuple(map(int, version("transformer-engine").split(".")[:2])) < (2, 20)
@@ -144,12 +144,12 @@ def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
 def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
     modules = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
     module = modules.get(settings.get("flash_attention_version"))
-    return module is not None and _is_on_gpu(settings) and _is_missing(module)
+    return module is not None and _is_on_gpu_here(settings) and _is_missing(module)
 
 
 def _layers_lack_kernels(symbol: str, *modules: str) -> Condition:
     has_layers = _has_layers(symbol)
-    return lambda settings: has_layers(settings) and _is_on_gpu(settings) and any(map(_is_missing, modules))
+    return lambda settings: has_layers(settings) and _is_on_gpu_here(settings) and any(map(_is_missing, modules))
 
 
 def _is_missing(module: str) -> bool:
@@ -159,9 +159,10 @@ def _is_missing(module: str) -> bool:
         return True
 
 
-def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
-    """gloo serves GPUs, too."""
-    return settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
+def _is_on_gpu_here(settings: Mapping[str, Any]) -> bool:
+    """gloo serves GPUs, too. The packages of a rehearsed launch are on the cluster."""
+    is_on_gpu = settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
+    return is_on_gpu and not settings.get("dry_run")
 
 
 def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:

@@ -79,6 +79,8 @@ def show(done: int, total: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args, words = parse(argv)
+    if args.rehearse is not None and not args.rehearse.is_file():
+        raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
     launch = read_launch(words)
     asked = question(args, launch)
     given = as_given(launch, asked)
@@ -119,8 +121,7 @@ def draw(search: Search, path: Path) -> None:
 
 def rehearse(script: Path, flags: Sequence[str], asked: Question, is_preset: bool) -> int:
     """Run the training script with --dry-run; returns its exit code."""
-    if not script.is_file():
-        raise ValueError(f"--rehearse {script}: there is no such script; name your own")
+    sys.stdout.flush()
     words = shlex.split(" ".join(flags))
     if is_preset:
         words += [*_TRAINING.split(), "--vocab-size", str(asked.model.vocab_size)]

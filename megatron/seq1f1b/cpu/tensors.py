@@ -18,6 +18,8 @@ def made_on_cpu(factory):
     def create(*args, **kwargs):
         if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
             kwargs["device"] = "cpu"
+        if kwargs.get("out") is not None:  # which is where it is: without values in a rehearsal
+            kwargs.pop("device", None)
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 

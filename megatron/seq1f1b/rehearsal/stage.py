@@ -22,7 +22,7 @@ from .launch_facts import is_fused_on_gpu
 from .ledger import Category, Ledger
 from .recorder import StepRecorder
 from .report import StageReport
-from .without_values import run_without_values
+from .without_values import WithoutValues
 
 
 class _Ended(BaseException):
@@ -169,7 +169,7 @@ class _Stage:
 
 def _without_values(args: Namespace) -> Callable[[Any, tuple, dict], Any]:
     if not args.num_experts:
-        return run_without_values
+        return WithoutValues()
     return ExpertCounts(args.moe_router_topk, args.num_experts)
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.utils._pytree import tree_map_only
 
+from .result_forms import ResultForms
+
 _aten = torch.ops.aten
 _META = torch.device("meta")
 _MOST_INDICES = 2**12  # of a range that keeps its values: experts, not tokens
@@ -21,35 +23,40 @@ class NeedsValues(Exception):
     """Shapes of the launch follow from values of tensors."""
 
 
-def run_without_values(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operator; what it makes has no values, unless all its inputs have some.
+class WithoutValues:
+    """Runs an operator; what it makes has no values, unless all its inputs have some.
 
     A number that is read from a tensor without values is not a number, a truth value is False. So an optimizer finds
     no overflow and clips nothing. Whole numbers stay unknown, since sizes could follow from them.
     """
-    if function.namespace == "c10d":
-        return _communicated(function, args)
-    with_values = without = False
-    for argument in args:
-        for item in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(item, Tensor):
-                if item.is_meta:
-                    without = True
-                else:
-                    with_values = True
-    if with_values and not without:
-        return function(*args, **kwargs)
-    if with_values:
-        args = tree_map_only(Tensor, _shape_of, args)
-    if not without and function.overloadpacket is _aten.arange and _is_short(args):
-        return function(*args, **kwargs)
-    if function is _aten._local_scalar_dense.default:
-        return _unknown(args[0])
-    if function is _aten._to_copy.default and _only_moves(args[0], kwargs):
-        return _aten.alias.default(args[0])
-    if _takes_device(function) and (not without or kwargs.get("device") is not None):
-        kwargs = kwargs | {"device": _META, "pin_memory": None}
-    return function(*args, **kwargs)
+
+    def __init__(self) -> None:
+        self._results = ResultForms()
+
+    def __call__(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if function.namespace == "c10d":
+            return _communicated(function, args)
+        with_values = without = False
+        for argument in args:
+            for item in argument if isinstance(argument, (list, tuple)) else (argument,):
+                if isinstance(item, Tensor):
+                    if item.is_meta:
+                        without = True
+                    else:
+                        with_values = True
+        if with_values and not without:
+            return function(*args, **kwargs)
+        if with_values:
+            args = tree_map_only(Tensor, _shape_of, args)
+        if not without and function.overloadpacket is _aten.arange and _is_short(args):
+            return function(*args, **kwargs)
+        if function is _aten._local_scalar_dense.default:
+            return _unknown(args[0])
+        if function is _aten._to_copy.default and _only_moves(args[0], kwargs):
+            return _aten.alias.default(args[0])
+        if _takes_device(function) and (not without or kwargs.get("device") is not None):
+            kwargs = kwargs | {"device": _META, "pin_memory": None}
+        return self._results.run(function, args, kwargs)
 
 
 def _unknown(tensor: Tensor) -> Any:

@@ -6,7 +6,7 @@ import torch
 from megatron.seq1f1b.rehearsal.counter import StorageCounter
 from megatron.seq1f1b.rehearsal.ledger import Category, Ledger
 from megatron.seq1f1b.rehearsal.operators import workspace_bytes
-from megatron.seq1f1b.rehearsal.without_values import NeedsValues, run_without_values
+from megatron.seq1f1b.rehearsal.without_values import NeedsValues, WithoutValues
 
 
 def one_moment(counter):
@@ -55,14 +55,14 @@ def step_of_a_small_network():
 def test_tensors_without_values_count_as_real_ones():
     with counter_in_a_moment() as real:
         step_of_a_small_network()
-    with counter_in_a_moment(run=run_without_values) as without:
+    with counter_in_a_moment(run=WithoutValues()) as without:
         step_of_a_small_network()
     assert one_moment(without).peak == one_moment(real).peak
     assert sum(one_moment(real).peak.values()) > 4 * (64 * 128 + 128 * 8) * 2  # weights and their gradients
 
 
 def test_a_number_that_is_read_is_none_that_anything_follows_from():
-    with counter_in_a_moment(run=run_without_values):
+    with counter_in_a_moment(run=WithoutValues()):
         number = torch.ones(4).sum() + torch.ones(())
         assert not number.item() > 0 and not number.item() < 1
         assert not bool(number > 0)
@@ -72,7 +72,7 @@ def test_a_number_that_is_read_is_none_that_anything_follows_from():
 
 @pytest.mark.parametrize("kv_heads, expanded", [(4, 0), (2, 2 * 1 * 300 * 4 * 96 * 2)])
 def test_the_backward_of_flash_attention_has_a_workspace(kv_heads, expanded):
-    with counter_in_a_moment("cuda", run=run_without_values) as counter:
+    with counter_in_a_moment("cuda", run=WithoutValues()) as counter:
         query = torch.empty(1, 200, 4, 96, dtype=torch.bfloat16)
         key = torch.empty(1, 300, kv_heads, 96, dtype=torch.bfloat16)
         operator = torch.ops.aten._flash_attention_backward.default

@@ -38,6 +38,7 @@ def test_the_launch_itself_is_predicted_as_it_is(printed):
         ("--model 13b --gpus 4 --global-batch-size 4", "--seq-length is missing"),
         ("--model 13b --gpus 4 --seq-length 8192 --global-batch-size 4 --machine tpu", "--machine tpu"),
         ("--model gpt-1t --gpus 8 --seq-length 8192 --global-batch-size 8", "it would with --gpus "),
+        (f"{SMALL} --rehearse nothing.py", "--rehearse nothing.py: there is no such script; name your own"),
     ],
 )
 def test_a_mistake_is_one_sentence(capsys, words, sentence):
