@@ -27,18 +27,26 @@ def assert_trained(log: str) -> None:
     assert "[after training is done]" in log
 
 
-@pytest.fixture(scope="module")
-def torchrun_log() -> str:
+def launched(**settings: str) -> str:
     run = subprocess.run(
         ["bash", TORCHRUN, "--train-iters", str(ITERATIONS)],
-        cwd=ROOT, env=environment(PYTHON=sys.executable), capture_output=True, text=True, timeout=patient(240),
+        cwd=ROOT, env=environment(PYTHON=sys.executable, **settings), capture_output=True, text=True,
+        timeout=patient(240),
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
     return run.stdout
 
 
-def test_torchrun_launcher_trains(torchrun_log):
-    assert_trained(torchrun_log)
+def test_torchrun_launcher_trains():
+    assert_trained(launched())
+
+
+def test_a_hybrid_model_in_segments_has_the_losses_of_whole_sequences():
+    segments, whole = (
+        launched(MODEL="hybrid", SEQ_LENGTH="96", PIPELINE_SCHEDULE=schedule) for schedule in ("1f1b", "megatron")
+    )
+    assert_trained(segments)
+    assert losses(segments) == pytest.approx(losses(whole), abs=1e-5)
 
 
 # --------------------------------------------------------------------------------------------- errors
