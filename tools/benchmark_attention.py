@@ -3,9 +3,14 @@
 
     python tools/benchmark_attention.py                                    # attention alone
     python tools/benchmark_attention.py --part layer --sequence-splits 4   # a whole transformer layer
+    python tools/benchmark_attention.py --part latents --num-attention-heads 1   # multi-latent attention
 
 Forward and backward of all segments, and of the uncut sequence with the same kernel, in turn: a pair gives one ratio.
 The last line pools all lengths and numbers of segments; +- is the standard error. On a CPU, processor time counts.
+
+`latents` compares segments of multi-latent attention, with the head sizes of DeepSeek-V3: those that keep latents and
+project the prefix up again to those that keep keys and values. `by FLOPs` is the ratio that the rule for choosing
+between them starts from, of attention to the prefix alone.
 """
 
 import argparse
@@ -13,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import sqrt
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,8 +33,10 @@ if not torch.cuda.is_available():
 import torch.distributed as dist  # noqa: E402
 
 from benchmarking.device import use_own_gpu  # noqa: E402
+from benchmarking.latents import latent_model, latents_kept  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
 from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
+from megatron.seq1f1b.model.latents import share_of_projection  # noqa: E402
 from megatron.seq1f1b.partition import even  # noqa: E402
 
 # Prepares the inputs of the running segment; the result runs its forward.
@@ -37,7 +45,7 @@ Part = Callable[[Segment], Callable[[], torch.Tensor]]
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("attention", "layer"), default="attention")
+    parser.add_argument("--part", choices=("attention", "layer", "latents"), default="attention")
     parser.add_argument("--seq-length", type=int, nargs="+", default=[8192, 16384], metavar="S")
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[2, 4, 8], metavar="K", help="equal segments")
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -71,6 +79,16 @@ def whole_layer(layer: torch.nn.Module, rotary: torch.nn.Module, args: argparse.
     def part(segment: Segment) -> Callable[[], torch.Tensor]:
         hidden, positions = random(segment.length, 1, args.hidden_size), rotary(segment.length)
         return lambda: layer(hidden, attention_mask=None, rotary_pos_emb=positions)[0]
+
+    return part
+
+
+def latent_attention(layer: torch.nn.Module, args: argparse.Namespace) -> Part:
+    """Multi-latent attention with its projections."""
+
+    def part(segment: Segment) -> Callable[[], torch.Tensor]:
+        hidden = random(segment.length, 1, args.hidden_size)
+        return lambda: layer.self_attention(hidden, attention_mask=None)[0]
 
     return part
 
@@ -116,31 +134,42 @@ def main() -> None:
     )
     use_ranks(1)
     torch.set_num_threads(1)
-    args.num_layers, args.vocab_size = 1, 128
+    args.num_layers, args.vocab_size, args.context_parallel_size = 1, 128, 1
     lengths, args.seq_length = args.seq_length, max(args.seq_length)
-    model, context = build_model(args, 1), SegmentContext()
+    is_latent = args.part == "latents"
+    model, context = (latent_model(args) if is_latent else build_model(args, 1)), SegmentContext()
     attach(model, context)
-    gpt = model[0].module
+    gpt = getattr(model[0], "module", model[0])
     layer = gpt.decoder.layers[0]
-    part = attention(layer, args) if args.part == "attention" else whole_layer(layer, gpt.rotary_pos_emb, args)
+    part = {
+        "attention": lambda: attention(layer, args),
+        "layer": lambda: whole_layer(layer, gpt.rotary_pos_emb, args),
+        "latents": lambda: latent_attention(layer, args),
+    }[args.part]()
 
     means, variances = [], []
-    print(f"{'tokens':>8}{'segments':>10}{'whole s':>10}{'cut s':>10}{'ratio':>8}{'+-':>8}")
+    names = ("keys s", "latents s") if is_latent else ("whole s", "cut s")
+    print(f"{'tokens':>8}{'segments':>10}{names[0]:>10}{names[1]:>10}{'ratio':>8}{'+-':>8}", "by FLOPs" * is_latent)
     for length in lengths:
         for num_segments in args.sequence_splits:
-            cells = [segments_of(length, 1), segments_of(length, num_segments)]
+            cut = segments_of(length, num_segments)
+            cells = [cut, cut] if is_latent else [segments_of(length, 1), cut]
             pairs = []
             for repeat in range(args.repeats + 1):
                 order = (0, 1) if repeat % 2 else (1, 0)
-                seconds = {which: run(part, context, cells[which]) for which in order}
+                seconds = {}
+                for which in order:
+                    with latents_kept(which == 1) if is_latent else nullcontext():
+                        seconds[which] = run(part, context, cells[which])
                 pairs.append((seconds[0], seconds[1]))
-            wholes, cuts = zip(*pairs[1:], strict=True)  # the first pair warms up
-            ratios = [cut / whole for whole, cut in zip(wholes, cuts, strict=True)]
+            firsts, seconds_ = zip(*pairs[1:], strict=True)  # the first pair warms up
+            ratios = [second / first for first, second in zip(firsts, seconds_, strict=True)]
             means.append(statistics.mean(ratios))
             variances.append(statistics.variance(ratios) / len(ratios) if len(ratios) > 1 else 0.0)
+            by_flops = f"{1 + share_of_projection(layer.config, cut[0].length):9.3f}" if is_latent else ""
             print(
-                f"{length:8}{num_segments:10}{statistics.median(wholes):10.3f}{statistics.median(cuts):10.3f}"
-                f"{means[-1]:8.3f}{sqrt(variances[-1]):8.3f}",
+                f"{length:8}{num_segments:10}{statistics.median(firsts):10.3f}{statistics.median(seconds_):10.3f}"
+                f"{means[-1]:8.3f}{sqrt(variances[-1]):8.3f}{by_flops}",
                 flush=True,
             )
     print(f"\n{args.part}, pooled: {statistics.mean(means):.3f} +- {sqrt(sum(variances)) / len(means):.3f}")

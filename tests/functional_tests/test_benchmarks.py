@@ -47,7 +47,7 @@ def test_context_parallel_ranks_share_the_segments_of_a_pipeline(launch):
 
 
 def test_segments_against_whole_sequences(launch):
-    for part in ("attention", "layer"):
+    for part in ("attention", "layer", "latents"):
         flags = [*TINY, "--part", part, "--sequence-splits", "2", "4"]
         job = launch(1, flags, script=ROOT / "tools" / "benchmark_attention.py").check()
         assert f"{part}, pooled: " in job.log
