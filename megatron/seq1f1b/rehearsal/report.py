@@ -82,7 +82,7 @@ class RehearsalReport:
         return self.mismatches + ([self._lack_of_memory()] if self.too_full else [])
 
     def _lack_of_memory(self) -> str:
-        limit = f"the {self.device_memory / GIB:g} GiB of --device-memory"
+        limit = f"the {self.device_memory / GIB:.4g} GiB of --device-memory"
         fullest = self.fullest
         most = f"{in_words(fullest.needed)}, {at(fullest.fullest.name)}"
         numbers = [number for number, stage in enumerate(self.stages) if stage in self.too_full]

@@ -32,12 +32,12 @@ def _lines(report: RehearsalReport) -> Iterator[str]:
     if free >= 0:
         yield (
             f"Memory: fits. Pipeline rank {number} needs most: {in_words(fullest.needed)} of "
-            f"{report.device_memory / GIB:g} GiB, {at(fullest.fullest.name)}; {in_words(free)} stay free."
+            f"{report.device_memory / GIB:.4g} GiB, {at(fullest.fullest.name)}; {in_words(free)} stay free."
         )
     else:
         numbers = [str(report.stages.index(stage)) for stage in report.too_full]
         yield (
-            f"Memory: does not fit. Over {report.device_memory / GIB:g} GiB: pipeline rank{'s' * (len(numbers) > 1)} "
+            f"Memory: does not fit. Over {report.device_memory / GIB:.4g} GiB: pipeline rank{'s' * (len(numbers) > 1)} "
             f"{', '.join(numbers)}. Rank {number} needs most: {in_words(fullest.needed)}, "
             f"{at(fullest.fullest.name)}, {_largest(fullest)}."
         )
