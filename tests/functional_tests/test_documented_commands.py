@@ -78,11 +78,11 @@ def test_a_launcher_starts_the_ranks(text, tmp_path):
     command, settings = LAUNCHES[text]
     stand_in = tmp_path / "python"
     stand_in.write_text(
-        '#!/bin/bash\ncase "$*" in *pretrain_gpt.py*) echo "started: $*";; '
+        '#!/bin/bash\ncase "$*" in *pretrain_*.py*) echo "started: $*";; '
         f'*) exec {shlex.quote(sys.executable)} "$@";; esac\n'
     )
     stand_in.chmod(0o755)
-    for name in ("scripts", "megatron", "tools", "pretrain_gpt.py"):
+    for name in ("scripts", "megatron", "tools", "pretrain_gpt.py", "pretrain_hybrid.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.idx").touch()
@@ -98,7 +98,7 @@ def test_a_launcher_starts_the_ranks(text, tmp_path):
         timeout=patient(60),
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    (started,) = re.findall(r"started: .*pretrain_gpt\.py (.*)", run.stdout)
+    (started,) = re.findall(r"started: .*pretrain_(?:gpt|hybrid)\.py (.*)", run.stdout)
     assert settings.get("SEQ_LENGTH", "512") in started.split() or "MODEL_SIZE" in settings
     assert ("--dry-run" in started) == (settings.get("DRY_RUN") == "1")
 
