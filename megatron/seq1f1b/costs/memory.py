@@ -142,7 +142,8 @@ def _at_peak(
     flight, and the bytes of the gradients of keys and values that later segments left."""
     activation, _ = activation_tables(setup)
     gradients = {
-        stage: sum(layer_keys_values_gradients(setup, layer) for layer in setup.layers_of(stage)) for stage in stages
+        stage: sum(count * layer_keys_values_gradients(setup, layer) for layer, count in layers_alike(setup, stage))
+        for stage in stages
     }
     last = len(setup.segments) - 1
     held: dict[tuple[int, int, int], None] = {}
