@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..schedule import Kind, parse_action
+from ..report.colours import NAMES
+from ..schedule import parse_action
 
 
 class Category(StrEnum):
@@ -40,10 +41,9 @@ def at(moment: str) -> str:
         return _OTHER_MOMENTS[moment]
     kind, stage, microbatch, segment = parse_action(moment.removeprefix("after "))
     when = "after" if moment.startswith("after ") else "in"
-    return f"{when} the {_NAMES[kind]} of stage {stage} for segment {segment} of micro-batch {microbatch}"
+    return f"{when} the {NAMES[kind]} of stage {stage} for segment {segment} of micro-batch {microbatch}"
 
 
-_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 _OTHER_MOMENTS = {
     "build": "while the model is built",
     "first optimizer step": "in the first step of the optimizer",
