@@ -134,7 +134,7 @@ def main() -> None:
     )
     use_ranks(1)
     torch.set_num_threads(1)
-    args.num_layers, args.vocab_size, args.context_parallel_size = 1, 128, 1
+    args.num_layers, args.vocab_size = 1, 128
     lengths, args.seq_length = args.seq_length, max(args.seq_length)
     is_latent = args.part == "latents"
     model, context = (latent_model(args) if is_latent else build_model(args, 1)), SegmentContext()
