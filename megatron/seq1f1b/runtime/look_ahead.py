@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -109,7 +108,8 @@ def _counts(loss_mask: Tensor, documents: Documents, depth: int) -> Tensor:
     """The sum of the loss mask [b, s] after each shift within documents, from none to `depth`."""
     counts = loss_mask.new_zeros(depth + 1)
     for row, starts in zip(loss_mask, documents, strict=True):
-        for start, end in pairwise((*starts, len(row))):
-            for shift in range(depth + 1):
-                counts[shift] += row[min(start + shift, end) : end].sum()
+        sums = torch.nn.functional.pad(row.cumsum(dim=0), (1, 0))
+        first, end = torch.tensor((*starts, len(row))).unfold(0, 2, 1).unbind(dim=1)
+        for shift in range(depth + 1):
+            counts[shift] += (sums[end] - sums[torch.minimum(first + shift, end)]).sum()
     return counts
