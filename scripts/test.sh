@@ -19,4 +19,6 @@ echo "Linting ..."
 .venv/bin/ruff check .
 .venv/bin/mypy
 echo "Testing ..."
-.venv/bin/python -m pytest "$@"
+# Two tests at a time, of different files; one thread each, and one each of their ranks.
+export OMP_NUM_THREADS=1
+.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
