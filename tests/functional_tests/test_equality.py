@@ -5,7 +5,6 @@ of ranks run in one job; if it dies, the case that was running has failed and an
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,13 +52,11 @@ def verdicts(request, launch, tmp_path_factory) -> Verdicts:
     return Verdicts(launch, tmp_path_factory.mktemp("equality"), {item.callspec.params["case"] for item in items})
 
 
-def tiered() -> Iterator:
-    for name in CASES:
-        yield pytest.param(name, id=name, marks=() if name in FEW else pytest.mark.exhaustive)
+TIERED = [pytest.param(name, id=name, marks=() if name in FEW else pytest.mark.exhaustive) for name in CASES]
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", tiered())
+@pytest.mark.parametrize("case", TIERED)
 def test_a_step(verdicts, case):
     verdict = verdicts.of(case)
     assert verdict.startswith("equal, "), verdict
