@@ -9,6 +9,7 @@ import pytest
 
 from functional_tests.equality.suites import groups, representatives
 from functional_tests.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
+from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
 
 WORKER = ROOT / "tests" / "functional_tests" / "equality" / "worker.py"
 # Made by scripts/setup.sh, away from other packages.
@@ -55,12 +56,16 @@ def training(*flags: str) -> Job:
     return torchrun(PRETRAIN, 2, [*TWO_STAGES, *flags], timeout=200, env={"PYTHONPATH": f"{ROOT}:{PACKAGES}"})
 
 
-def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do():
+def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do(tmp_path):
     """Its own attention runs on GPUs only; ours takes its place without segments, too."""
     whole = training("--train-iters", "3").check().losses()
     assert len(whole) == 3
     segments = training("--train-iters", "3", "--sequence-splits", "4").check().losses()
     assert segments == pytest.approx(whole, abs=1e-5)
+    write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
+    flags = "--pipeline-schedule-file", str(tmp_path / "mine.csv"), "--sequence-splits", "2"
+    with_weight_gradients_apart = training("--train-iters", "3", *flags).check().losses()
+    assert with_weight_gradients_apart == pytest.approx(whole, abs=1e-5)
 
 
 def test_attention_that_has_no_kernel_ends_all_ranks_with_a_sentence():
