@@ -4,18 +4,20 @@ from collections.abc import Iterator
 
 from megatron.seq1f1b.costs.flops import authors_flops
 from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.memory import GIB
+from megatron.seq1f1b.costs.memory import GIB, rank_memory
 from megatron.seq1f1b.costs.model_shape import ModelShape
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.partition import uniform_comp
 from megatron.seq1f1b.planner.presets import gpt
-from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.schedule import Placement, build
 from megatron.seq1f1b.simulator import Prediction, predict
 
 from .row import Row, read
 
-_SOFTWARE = Software(overlaps_messages=False, concatenates_prefix=True)
+# Kernels of Megatron's code of 2023 are fused by nvFuser, which PyTorch 2.2 no longer has.
+_SOFTWARE = Software(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
 _SEGMENTS = 4
+_SEQUENCES_OF_THIRD_PARTY = 8  # in a step
 # Layers, hidden size, heads, tensor parallel, pipeline parallel (seq1f1b_model_configs.csv).
 MODELS = {
     "2.7B": (32, 2560, 32, 1, 8),
@@ -23,9 +25,10 @@ MODELS = {
     "13B": (40, 5120, 40, 8, 4),
     "30B": (64, 6144, 64, 8, 8),
 }
-# Chunks of each method. Their number is not published; the authors' exp.sh tries 2 and 4. Memory gives it away: Seq1F1B
-# holds 56 layers of a segment on rank 0 of 7B, Seq1F1B-I as many with 2 chunks and 44 with 4; it took 18 % less.
+# Chunks of each method. Those of Seq1F1B-I are not published; the authors' exp.sh tries 2 and 4. Its times are those of
+# four, its memory is that of two, which takes up to 15 % less time; see MISSES in paper_tables.py.
 _CHUNKS = {"1F1B": 1, "1F1B-I": 2, "Seq1F1B": 1, "Seq1F1B-I": 4}
+_CHUNKS_OF_MEMORY = 2
 METHODS = tuple(_CHUNKS)
 
 
@@ -38,6 +41,7 @@ def setup_of(
     method: str,
     segments: int = _SEGMENTS,
     data: int = 1,
+    chunks: int | None = None,
 ) -> TrainingSetup:
     cut = uniform_comp(length, segments, *authors_flops(model), tensor) if method.startswith("Seq") else (length,)
     return TrainingSetup(
@@ -46,7 +50,7 @@ def setup_of(
         num_microbatches=microbatches,
         tensor_parallel=tensor,
         data_parallel=data,
-        placement=Placement(pipeline, _CHUNKS[method]),
+        placement=Placement(pipeline, chunks or _CHUNKS[method]),
         segments=cut,
         sequence_parallel=tensor > 1,
         distributed_optimizer=True,
@@ -54,10 +58,10 @@ def setup_of(
     )
 
 
-def _of_paper(row: dict[str, str], microbatches: int) -> TrainingSetup:
+def _of_paper(row: dict[str, str], microbatches: int, chunks: int | None = None) -> TrainingSetup:
     layers, hidden, heads, tensor, pipeline = MODELS[row["model"]]
     model = gpt(layers, hidden, heads, 32768)
-    return setup_of(model, int(row["seqlen"]), microbatches, tensor, pipeline, row["method"])
+    return setup_of(model, int(row["seqlen"]), microbatches, tensor, pipeline, row["method"], chunks=chunks)
 
 
 def throughput() -> Iterator[Row]:
@@ -86,7 +90,7 @@ def memory() -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
     for row in read("seq1f1b_memory_gb"):
         published = row["mem_max_over_stages_GiB"]
-        setup = _of_paper(row, 16)
+        setup = _of_paper(row, 16, _CHUNKS_OF_MEMORY if row["method"] == "Seq1F1B-I" else None)
         yield Row(
             "Seq1F1B memory",
             f"{row['model']}, {row['seqlen']} tokens, {row['method']}",
@@ -130,3 +134,38 @@ def third_party() -> Iterator[Row]:
                 setup=setup,
                 machine=machine,
             )
+
+
+def third_party_setup(row: dict[str, str]) -> TrainingSetup:
+    """Of a row of `third_party_allocator`."""
+    segments, data = int(row["pipe_sp_splits"]), int(row["data_parallel_size"])
+    sizes = (int(row[name]) for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"))
+    return setup_of(
+        gpt(*sizes),
+        int(row["seq_length"]),
+        _SEQUENCES_OF_THIRD_PARTY // data,
+        int(row["tensor_model_parallel_size"]),
+        int(row["pipeline_model_parallel_size"]),
+        "Seq1F1B" if segments > 1 else "1F1B",
+        segments,
+        data,
+    )
+
+
+def allocated() -> Iterator[Row]:
+    """The peak of what is allocated, by the counter of PyTorch's allocator, in the first iteration: before it Adam has
+    no moments."""
+    machine = read_machine("a100-seq1f1b")
+    for row in read("third_party_allocator"):
+        setup, stage = third_party_setup(row), int(row["stage"])
+        memory = rank_memory(setup, build(setup.family, setup.shape), stage)
+        moments = memory.optimizer * 2 / 3
+        yield Row(
+            "Seq1F1B third-party memory, allocated",
+            f"{row['log'].removesuffix('.log')}, stage {stage}",
+            "GiB",
+            float(row["max_allocated_MiB_iteration_1"]) / 1024,
+            (memory.total - memory.reserved - moments) / GIB,
+            setup=setup,
+            machine=machine,
+        )

@@ -38,12 +38,22 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
         return BYTES * whole
     # Of each block the input, the normalised input of its first product, and the mask of the dropout behind it.
     kept = sum(
-        (5 if setup.software.dropout else 4) * whole + rows * _per_token(setup, symbol) / setup.tensor_parallel
+        (5 if setup.software.dropout else 4) * whole + rows * block_bytes(setup, symbol) / setup.tensor_parallel
         for symbol in setup.model.blocks(layer)
     )
-    if not setup.software.flash_attention and setup.recompute != "selective" and "*" in setup.model.blocks(layer):
-        kept += 5 * rows * end * setup.model.num_heads / setup.tensor_parallel
+    if "*" in setup.model.blocks(layer) and not setup.software.fuses_kernels:
+        kept += rows * 4 * BYTES * setup.model.head_dim  # cosines and sines for queries and for keys, on every rank
+    kept += layer_scores(setup, layer, start, end)
     return kept
+
+
+def layer_scores(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
+    """Of what `layer_activation` counts, scores, their softmax and its dropout: without flash attention, and until the
+    gradients of the inputs are there. Weight gradients need none of them."""
+    if setup.software.flash_attention or setup.recompute != "none" or "*" not in setup.model.blocks(layer):
+        return 0.0
+    rows = setup.micro_batch_size * (end - start) / setup.context_parallel
+    return 5 * rows * end * setup.model.num_heads / setup.tensor_parallel
 
 
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
@@ -55,12 +65,13 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
     if len(setup.segments) == 1:
         tokens = 0 if setup.recompute == "full" else end - start
     elif setup.software.concatenates_prefix:
-        tokens = end
+        # Its own; and the copy for all, until the first segment goes backward.
+        tokens = end - start + (0 if start else setup.sequence_length)
     elif _has_window(setup.model, layer):
         tokens = _seen_later(setup.model, layer, end - start) if setup.recompute == "full" else end - start
     else:
         tokens = setup.sequence_length if start == 0 else 0
-    return BYTES * _keys_values_of(setup, layer, tokens)
+    return BYTES * keys_values_of(setup, layer, tokens)
 
 
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
@@ -71,7 +82,7 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     # Some software adds those of the last segment to it.
     own = 0 if setup.software.concatenates_prefix else setup.segments[-1]
     tokens = _seen_later(setup.model, layer, setup.sequence_length - own)
-    return (BYTES if setup.software.concatenates_prefix else 4) * _keys_values_of(setup, layer, tokens)
+    return (BYTES if setup.software.concatenates_prefix else 4) * keys_values_of(setup, layer, tokens)
 
 
 def layer_state(setup: TrainingSetup, layer: int) -> float:
@@ -100,7 +111,7 @@ def _has_window(model: ModelShape, layer: int) -> bool:
     return model.window is not None and layer in model.window_layers
 
 
-def _keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
+def keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
     """Numbers in the keys and values of so many tokens of every sequence."""
     model = setup.model
     if "*" not in model.blocks(layer):
@@ -111,7 +122,7 @@ def _keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
     return 2 * heads * model.head_dim * setup.micro_batch_size * tokens / shares
 
 
-def _per_token(setup: TrainingSetup, symbol: str) -> float:
+def block_bytes(setup: TrainingSetup, symbol: str) -> float:
     """Bytes for each token inside a block, whose heads and columns tensor-parallel ranks share."""
     model = setup.model
     inner = (2 if model.is_gated else 1) + 1  # what goes into the activation function, and what comes out

@@ -3,29 +3,32 @@
 What layers keep is in layer_sizes; gradients and states follow Megatron's mixed precision with Adam.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from ..schedule import Action, Kind, Schedule
+from ..schedule.action import COMPUTE_KINDS
 from ..schedule.costs import Table
 from .kernels import BYTES
 from .layer_sizes import (
     layer_activation,
     layer_keys_values,
     layer_keys_values_gradients,
+    layer_scores,
     layer_state,
     layers_alike,
 )
 from .training_setup import TrainingSetup
+from .working_memory import LOGIT_KEPT, backward_working, loss_bytes, whole_input
+from .working_memory import logits as logits_of
 
 GIB = 2**30
-# The backward of a layer holds gradients beside activations: about as much as one and a half layers.
-_WORKING_BYTES = 51
-# A logit in 16 bit, in 32 bit, and its exponential; the last is kept for the backward.
-_LOGIT_BYTES, _LOGIT_BYTES_KEPT = 12, 4
-# What the allocator reserves, relative to the peak of what is allocated: with blocks of equal size, and of many (fitted
-# on the memory that the authors of Seq1F1B, and others with their code, report).
-_RESERVED_EQUAL, _RESERVED_UNEQUAL = 1.06, 1.27
+# What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it
+# for every length that segments have, since blocks of one length do not serve another; and a share of the logits, which
+# need the largest blocks. Measured by both counters of the allocator, without any prediction: tools/paper/allocator.py.
+_HELD_BACK, _FOR_EACH_LENGTH, _OF_LOGITS = 0.032, 0.03, 0.34
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,20 @@ def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, flo
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
     """`activation` and `kept` of `Costs`, in bytes."""
-    rows = []
+    held_rows, kept_rows = [], []
     last = setup.placement.num_stages - 1
     for stage in range(setup.placement.num_stages):
-        row = []
-        for index, length in enumerate(setup.segments):
+        held_row, kept_row = [], []
+        for index, (start, end) in enumerate(pairwise(accumulate(setup.segments, initial=0))):
             held = sum(stage_kept(setup, stage, index))
             if stage == last:
-                held += _LOGIT_BYTES_KEPT * _logits(setup, length)
-            row.append(held)
-        rows.append(tuple(row))
-    table = tuple(rows)
-    return table, table
+                held += LOGIT_KEPT * logits_of(setup, end - start)
+            held_row.append(held)
+            scores = (count * layer_scores(setup, layer, start, end) for layer, count in layers_alike(setup, stage))
+            kept_row.append(held - sum(scores))
+        held_rows.append(tuple(held_row))
+        kept_rows.append(tuple(kept_row))
+    return tuple(held_rows), tuple(kept_rows)
 
 
 def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
@@ -91,86 +96,109 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
 
 
 def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
-    """The memory of a rank when its activations are at their peak."""
-    placement = setup.placement
-    stages = placement.stages_of(rank)
-    at_peak, keys_values = _at_peak(setup, schedule.ranks[rank], stages)
-    logits = activations = states = 0.0
-    of_unit = {unit: stage_kept(setup, *unit) for unit in set(at_peak)}
-    for stage, segment in at_peak:
+    """The memory of a rank at the moment of its peak."""
+    stages = setup.placement.stages_of(rank)
+    last_stage = setup.placement.num_stages - 1
+    peak = _peak(setup, schedule.ranks[rank], stages)
+    activations = keys_values = states = logits = 0.0
+    of_unit = {unit: stage_kept(setup, *unit) for unit in set(peak.units)}
+    for stage, segment in peak.units:
         kept = of_unit[stage, segment]
         activations, keys_values, states = activations + kept[0], keys_values + kept[1], states + kept[2]
-        if stage == placement.num_stages - 1:
-            logits += _LOGIT_BYTES_KEPT * _logits(setup, setup.segments[segment])
-    longest = max(setup.segments)
-    rows = setup.micro_batch_size * longest / setup.context_parallel
-    share = setup.model.hidden_size * rows
-    parallel = setup.tensor_parallel if setup.sequence_parallel else 1
-    working = _WORKING_BYTES * share
-    if setup.recompute == "full":
-        working += _layer_without_recomputation(setup, stages, longest)
-    if placement.num_stages - 1 in stages:
-        logits += (_LOGIT_BYTES - _LOGIT_BYTES_KEPT) * _logits(setup, longest)
+        if stage == last_stage:
+            logits += LOGIT_KEPT * logits_of(setup, setup.segments[segment])
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(
             sum(count * layer_state(setup, layer) for layer, count in layers_alike(setup, stage)) for stage in stages
         )
+    share = setup.model.hidden_size * setup.micro_batch_size * max(setup.segments) / setup.context_parallel
+    parallel = setup.tensor_parallel if setup.sequence_parallel else 1
     messages = 4 * BYTES * share / parallel if setup.pipeline_parallel > 1 else 0.0
 
+    largest_loss = loss_bytes(setup, max(setup.segments)) if last_stage in stages else 0.0
     weights, gradients, optimizer = static_memory(setup, rank)
-    unequal = len(set(setup.segments)) > 1
-    dynamic = activations + keys_values + states + logits + working + messages
+    dynamic = activations + keys_values + peak.gradients + states + logits + peak.loss + peak.working + messages
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
-        keys_values=keys_values,
+        keys_values=keys_values + peak.gradients,
         states=states,
-        logits=logits,
-        working=working,
+        logits=logits + peak.loss,
+        working=peak.working,
         messages=messages,
-        reserved=((_RESERVED_UNEQUAL if unequal else _RESERVED_EQUAL) - 1) * dynamic,
+        reserved=(_HELD_BACK + _FOR_EACH_LENGTH * len(set(setup.segments))) * dynamic + _OF_LOGITS * largest_loss,
     )
 
 
-def _at_peak(
-    setup: TrainingSetup, actions: Iterable[Action], stages: Iterable[int]
-) -> tuple[list[tuple[int, int]], float]:
-    """Of the moment at which a rank holds most between forwards and backwards: stage and segment of every unit in
-    flight, and the bytes of the gradients of keys and values that later segments left."""
+class _Running(NamedTuple):
+    """What an action holds beside what forwards leave: the loss, and all else."""
+
+    loss: float
+    working: float
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """`units` are stage and segment of every unit in flight; `gradients` those that later segments left for keys and
+    values; `loss` and `working` what the action holds. Bytes."""
+
+    units: tuple[tuple[int, int], ...]
+    gradients: float
+    loss: float
+    working: float
+
+
+def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
+    """Of the action during which a rank holds most."""
     activation, _ = activation_tables(setup)
     gradients = {
         stage: sum(count * layer_keys_values_gradients(setup, layer) for layer, count in layers_alike(setup, stage))
         for stage in stages
     }
+    running = {(kind, stage): _running(setup, kind, stage) for kind in COMPUTE_KINDS for stage in stages}
     last = len(setup.segments) - 1
-    held: dict[tuple[int, int, int], None] = {}
-    units: list[tuple[int, int]] = []
-    now = most = left = left_then = 0.0
-    for kind, stage, microbatch, segment in actions:
+    now = left = most = left_then = 0.0
+    at = -1
+    for number, (kind, stage, _, segment) in enumerate(actions):
         if kind is Kind.F:
-            held[stage, microbatch, segment] = None
             now += activation[stage][segment]
         elif kind is not Kind.W and segment == last:
             left += gradients[stage]
-        if now + left > most:
-            most, left_then, units = now + left, left, [(stage, segment) for stage, _, segment in held]
+        total = now + left + sum(running[kind, stage][segment])
+        if total > most:
+            most, left_then, at = total, left, number
         if kind in (Kind.B, Kind.W):
-            del held[stage, microbatch, segment]
             now -= activation[stage][segment]
         if kind in (Kind.B, Kind.I) and segment == 0:
             left -= gradients[stage]
-    return units, left_then
+    if at < 0:
+        return _Peak((), 0.0, 0.0, 0.0)
+    kind, stage, _, segment = actions[at]
+    return _Peak(_in_flight(actions[: at + 1]), left_then, *running[kind, stage][segment])
 
 
-def _layer_without_recomputation(setup: TrainingSetup, stages: Iterable[int], length: int) -> float:
-    """The activations of the layer that keeps most, for the last `length` tokens."""
-    plain, span = replace(setup, recompute="none"), (setup.sequence_length - length, setup.sequence_length)
-    layers = (layer for stage in stages for layer, _ in layers_alike(setup, stage))
-    return max((layer_activation(plain, layer, *span) for layer in layers), default=0.0)
+def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
+    """Stage and segment of the units that are in flight during the last of the actions."""
+    held = {action[1:]: None for action in actions if action.kind is Kind.F}
+    for action in actions[:-1]:
+        if action.kind in (Kind.B, Kind.W):
+            del held[action[1:]]
+    return tuple((stage, segment) for stage, _, segment in held)
 
 
-def _logits(setup: TrainingSetup, length: int) -> float:
-    return setup.micro_batch_size * length / setup.context_parallel * setup.model.vocab_size / setup.tensor_parallel
+def _running(setup: TrainingSetup, kind: Kind, stage: int) -> tuple[_Running, ...]:
+    """By segment."""
+    found = []
+    has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
+    for start, end in pairwise(accumulate(setup.segments, initial=0)):
+        length = end - start
+        # The kept ones are counted with the unit.
+        loss = loss_bytes(setup, length, kind is Kind.F) - LOGIT_KEPT * logits_of(setup, length) if has_loss else 0.0
+        if kind in (Kind.B, Kind.I):
+            found.append(_Running(loss, backward_working(setup, stage, start, end)))
+        else:
+            found.append(_Running(loss, whole_input(setup, length)))
+    return tuple(found)

@@ -21,6 +21,9 @@ class Software:
     (--overlap-grad-reduce, --overlap-param-gather).
     `concatenates_prefix`: keys and values of a segment are joined to copies of those before it, as in the code of the
     authors of Seq1F1B, and not written into one buffer. `gradient_bytes` is the size of a gradient that is summed.
+    `fuses_kernels`: activation functions, rotary positions and the loss are one kernel each, and hold no terms in
+    between. `frees_late`: the host runs ahead, and tensors of tensor-parallel collectives stay until the device is done
+    with the action (PyTorch before 2.8, unless TORCH_NCCL_AVOID_RECORD_STREAMS is set).
     """
 
     flash_attention: bool = True
@@ -30,6 +33,8 @@ class Software:
     concatenates_prefix: bool = False
     gradient_bytes: int = 4
     dropout: bool = False
+    fuses_kernels: bool = True
+    frees_late: bool = False
 
 
 @dataclass(frozen=True)
