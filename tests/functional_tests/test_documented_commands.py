@@ -31,6 +31,7 @@ ELSEWHERE = {
     r"python tools/profile_segments\.py .*": "unit_tests/tools/test_commands.py",
     r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
+    r"python tools/benchmark_preprocessing\.py": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_host\.py": "unit_tests/runtime/test_host_share.py",
 }
 BENCHMARK = "torchrun --nproc-per-node 2 tools/benchmark.py "

@@ -34,7 +34,7 @@ from ..preprocessing.pair import indexed_pair, pair_paths, recover
 from ..preprocessing.partitions import Partitions, numbered
 from ..preprocessing.progress import Counts, Progress
 from ..preprocessing.stopping import STOP_SIGNALS, Refused, refuse_existing, stop
-from ..preprocessing.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from ..preprocessing.tokenizer import SMALLEST_VOCABULARY, load_tokenizer, train_tokenizer
 from ..preprocessing.workers import Result, Worker, results, started_workers
 from .parsing import Parser
 
@@ -213,17 +213,11 @@ def preprocess(args: argparse.Namespace) -> None:
     if args.train_tokenizer is not None:
         train_tokenizer(args, files)
 
-    with started_workers(args) as workers:
-        # Megatron takes seconds to import: meanwhile the workers load their tokenizers.
-        from megatron.core.datasets.indexed_dataset import DType
+    from megatron.core.datasets.indexed_dataset import DType
 
-        answers = [worker.receive() for worker in workers]
-        for answer in answers:
-            if isinstance(answer, str):
-                raise Refused(answer)
-        dtype = DType.optimal_dtype(answers[0])
-        for worker in workers:
-            worker.send(dtype)
+    tokenizer = load_tokenizer(args)
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    with started_workers(tokenizer, dtype, args) as workers:
         for key in args.json_keys:
             began = time.monotonic()
             prefix = output_prefix(args, key)

@@ -4,13 +4,14 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .documents import BadDocument, parse, read_records, refusal
 from .durable import move
-from .stopping import signals_held
+from .stopping import Refused, signals_held
 
 EOD, PAD = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
@@ -22,6 +23,8 @@ TOKENIZER_CONFIG = f"""{{
   "model_max_length": {1 << 62}
 }}
 """
+
+_CALLS = "__call__", "_encode_plus", "_batch_encode_plus"  # by which transformers, 4 or 5, goes from a text to ids
 
 
 class Tokenizer(NamedTuple):
@@ -68,7 +71,20 @@ def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    return load_trained_tokenizer(args) or load_megatron_tokenizer(args)
+    """The tokenizer that the flags name, with all that they ask of it; otherwise raises Refused."""
+    try:
+        tokenizer = load_trained_tokenizer(args) or load_megatron_tokenizer(args)
+    except Exception as error:  # whatever the libraries raise
+        raise Refused(
+            f"Cannot load the {args.tokenizer_type} (--tokenizer-model, --vocab-file, ...): "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    if args.append_eod and tokenizer.eod not in range(tokenizer.vocab_size):
+        raise Refused(
+            f"The {args.tokenizer_type} has no end token in its vocabulary: take another tokenizer, or leave out "
+            "--append-eod."
+        )
+    return tokenizer
 
 
 def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
@@ -87,10 +103,7 @@ def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     from tokenizers import Tokenizer as Rust
 
     rust = Rust.from_file(str(folder / "tokenizer.json"))
-
-    def encode_batch(texts: list[str]) -> list[list[int]]:  # without the positions in the text, which take as long
-        return [encoding.ids for encoding in rust.encode_batch_fast(texts)]
-
+    encode_batch = partial(_encode_batch, rust)
     return Tokenizer(lambda text: rust.encode(text).ids, rust.get_vocab_size(), rust.token_to_id(EOD), encode_batch)
 
 
@@ -104,18 +117,24 @@ def load_megatron_tokenizer(args: argparse.Namespace) -> Tokenizer:
         eod = megatron.eod
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         eod = None  # some libraries raise where they have no such token
-    return Tokenizer(megatron.tokenize, megatron.vocab_size, eod, _batch_call(megatron))
+    return Tokenizer(megatron.tokenize, megatron.vocab_size, eod, batch_call(megatron))
 
 
-def _batch_call(megatron: Any) -> Callable[[list[str]], list[list[int]]] | None:
-    """A fast tokenizer of Hugging Face takes many texts in one call; None for any other."""
+def batch_call(megatron: Any) -> Callable[[list[str]], list[list[int]]] | None:
+    """What returns the ids of many texts in one call, as a fast tokenizer of Hugging Face can; None for any other."""
     library = getattr(megatron, "_tokenizer", None)
     tokenizer = getattr(library, "tokenizer", None)
     if not (hasattr(library, "include_special_tokens") and getattr(tokenizer, "is_fast", False)):
         return None
+    from transformers import PreTrainedTokenizerFast
 
-    def encode_batch(texts: list[str]) -> list[list[int]]:
-        special = library.include_special_tokens
-        return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False).input_ids
+    # Some classes change texts or ids in Python: theirs is the only way.
+    if any(getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name, None) for name in _CALLS):
+        return None
+    tokenizer("")  # leaves its Rust tokenizer without truncation and padding, and with its rule for special tokens
+    return partial(_encode_batch, tokenizer.backend_tokenizer, add_special_tokens=library.include_special_tokens)
 
-    return encode_batch
+
+def _encode_batch(rust: Any, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+    """Without positions in the text, of which training has no use."""
+    return [encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]

@@ -5,17 +5,17 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .documents import BadDocument, Record, parse
-from .stopping import STOP_SIGNALS, Refused
-from .tokenizer import Tokenizer, load_tokenizer
+from .stopping import Refused, signals_held
+from .tokenizer import Tokenizer
 
 
 class Result(NamedTuple):
@@ -37,65 +37,56 @@ def tokenize(
             texts.append(parse(record, args.input_format, key))
         except BadDocument as bad:
             texts.append(bad)
-    encoded = iter(encode_together([text for text in texts if isinstance(text, str)], tokenizer))
-    documents: list[np.ndarray] = []
+    encoded = iter(encode([text for text in texts if isinstance(text, str)], tokenizer))
+    documents: list[list[int]] = []
     problems: list[tuple[str, str]] = []
     for record, text in zip(batch, texts, strict=True):
         ids = next(encoded) if isinstance(text, str) else text
         if isinstance(ids, BadDocument):
             problems.append((record.place, str(ids)))
-        else:
-            documents.append(np.array(ids + [tokenizer.eod] if args.append_eod else ids, dtype))
-    return Result(
-        [len(document) for document in documents],
-        np.concatenate([np.empty(0, dtype), *documents]),
-        problems,
-        sum(len(record.raw) for record in batch),
-    )
+            continue
+        if args.append_eod:
+            ids.append(tokenizer.eod)
+        documents.append(ids)
+    lengths = [len(document) for document in documents]
+    ids_of_all = np.fromiter(chain.from_iterable(documents), dtype, sum(lengths))
+    return Result(lengths, ids_of_all, problems, sum(len(record.raw) for record in batch))
 
 
-def encode_together(texts: list[str], tokenizer: Tokenizer) -> list[list[int] | BadDocument]:
-    """Encode in one call where the tokenizer has one and accepts all texts, else one by one."""
+def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int] | BadDocument]:
+    """In one call where the tokenizer has one and training can use all that it returns, else one by one."""
     if tokenizer.encode_batch is not None:
         with contextlib.suppress(Exception):  # one by one, to find the text that it rejects
-            return [_checked_or_bad(ids, tokenizer) for ids in tokenizer.encode_batch(texts)]
-    found: list[list[int] | BadDocument] = []
-    for text in texts:
-        try:
-            ids = list(tokenizer.encode(text))
-        except Exception as error:  # whatever the libraries raise, it belongs to this document
-            found.append(BadDocument(f"the tokenizer refused it: {error}"))
-            continue
-        found.append(_checked_or_bad(ids, tokenizer))
-    return found
+            documents = tokenizer.encode_batch(texts)
+            if all(documents) and max(map(max, documents), default=0) < tokenizer.vocab_size:
+                return documents
+    return [encode_one(text, tokenizer) for text in texts]
 
 
-def _checked_or_bad(ids: list[int], tokenizer: Tokenizer) -> list[int] | BadDocument:
+def encode_one(text: str, tokenizer: Tokenizer) -> list[int] | BadDocument:
     try:
-        return checked(ids, tokenizer)
-    except BadDocument as bad:
-        return bad
-
-
-def checked(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids, if training can use them; otherwise raises BadDocument."""
+        ids = list(tokenizer.encode(text))
+    except Exception as error:  # whatever the libraries raise, it belongs to this document
+        return BadDocument(f"the tokenizer refused it: {error}")
     if not ids:
-        raise BadDocument("empty")
+        return BadDocument("empty")
     if min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
-        raise BadDocument(f"token id outside the vocabulary of {tokenizer.vocab_size}")
+        return BadDocument(f"token id outside the vocabulary of {tokenizer.vocab_size}")
     return ids
 
 
 class Worker:
     """A process that tokenizes one batch at a time. It ends when its pipe is closed.
 
-    At most one batch is under way, so neither side can block the other by sending.
+    At most one batch is under way, so neither side can block the other by sending. It is forked, and so shares what
+    is imported and the tokenizer with its parent and its siblings, in memory and in time.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, tokenizer: Tokenizer, dtype: type, args: argparse.Namespace, siblings: list["Worker"]) -> None:
+        context = multiprocessing.get_context("fork")
         self.pipe, remote = context.Pipe()
-        self.process = context.Process(target=serve, args=(remote, args), daemon=True)
+        parents = [self.pipe, *(sibling.pipe for sibling in siblings)]
+        self.process = context.Process(target=serve, args=(remote, parents, tokenizer, dtype, args), daemon=True)
         self.process.start()
         remote.close()  # so that a dead worker shows as end-of-file
 
@@ -122,39 +113,26 @@ class Worker:
         self.process.join()
 
 
-def serve(pipe: Connection, args: argparse.Namespace) -> None:
-    """A worker: sends the size of its vocabulary, or why it has none; then tokenizes."""
-    for each in STOP_SIGNALS:  # a Ctrl-C at the terminal reaches all; the parent is the one to act
-        signal.signal(each, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+def serve(
+    pipe: Connection, parents: list[Connection], tokenizer: Tokenizer, dtype: type, args: argparse.Namespace
+) -> None:
+    """A worker. It closes its copies of the parent's ends, so that a dead parent shows as end-of-file."""
+    for parent in parents:
+        parent.close()
     with contextlib.suppress(EOFError, BrokenPipeError):
-        try:
-            tokenizer = load_tokenizer(args)
-        except Exception as error:
-            pipe.send(
-                f"Cannot load the {args.tokenizer_type} (--tokenizer-model, --vocab-file, ...): "
-                f"{type(error).__name__}: {error}"
-            )
-            return
-        if args.append_eod and tokenizer.eod not in range(tokenizer.vocab_size):
-            pipe.send(
-                f"The {args.tokenizer_type} has no end token in its vocabulary: take another "
-                "tokenizer, or leave out --append-eod."
-            )
-            return
-        pipe.send(tokenizer.vocab_size)
-        dtype = pipe.recv()
         while True:
             batch, key = pipe.recv()
             pipe.send(tokenize(batch, tokenizer, dtype, args, key))
 
 
 @contextlib.contextmanager
-def started_workers(args: argparse.Namespace) -> Iterator[list[Worker]]:
+def started_workers(tokenizer: Tokenizer, dtype: type, args: argparse.Namespace) -> Iterator[list[Worker]]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     workers: list[Worker] = []
     try:
         for _ in range(args.workers):
-            workers.append(Worker(args))
+            with signals_held():  # in a worker for good: a Ctrl-C reaches all, and the parent is the one to act
+                workers.append(Worker(tokenizer, dtype, args, workers))
         yield workers
     finally:
         for worker in workers:

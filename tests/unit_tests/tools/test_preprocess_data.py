@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,12 @@ from megatron.seq1f1b.preprocessing import progress
 from megatron.seq1f1b.preprocessing.documents import Record
 from megatron.seq1f1b.preprocessing.partitions import Partitions
 from megatron.seq1f1b.preprocessing.stopping import Refused
-from megatron.seq1f1b.preprocessing.tokenizer import load_megatron_tokenizer, load_tokenizer, load_trained_tokenizer
+from megatron.seq1f1b.preprocessing.tokenizer import (
+    batch_call,
+    load_megatron_tokenizer,
+    load_tokenizer,
+    load_trained_tokenizer,
+)
 from megatron.seq1f1b.preprocessing.workers import results, started_workers, tokenize
 from patience import patient
 
@@ -177,12 +183,21 @@ def test_a_tokenizer_of_megatrons_own(corpus):
 
 def test_a_worker_that_dies_ends_the_run(corpus):
     args = preprocess_data.parse_args(command(corpus, corpus, "one", "--workers", "1"))
-    with started_workers(args) as (worker,):
-        worker.receive()
+    with started_workers(load_tokenizer(args), np.uint16, args) as (worker,):
         worker.process.kill()
         worker.process.join()
         with pytest.raises(Refused, match="A worker died"):
             list(results([[]], [worker]))
+
+
+def test_workers_end_with_their_parent(corpus):
+    """Whose end of a pipe no sibling keeps open."""
+    args = preprocess_data.parse_args(command(corpus, corpus, "one", "--workers", "2"))
+    with started_workers(load_tokenizer(args), np.uint16, args) as workers:
+        for worker in workers:
+            worker.pipe.close()
+            worker.process.join(timeout=patient(20))
+            assert worker.process.exitcode == 0
 
 
 def test_no_more_batches_are_read_than_there_are_workers():
@@ -280,6 +295,41 @@ def test_a_batch_of_any_fast_tokenizer_is_tokenized_as_its_documents_are(corpus)
     tokenizer = load_megatron_tokenizer(preprocess_data.parse_args(command(corpus, corpus / "a.jsonl", "one")))
     texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é ", "\n\n", ""]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_batch_is_neither_cut_nor_padded_and_has_the_special_tokens_that_documents_have(corpus, tmp_path, special):
+    from tokenizers import Tokenizer as Rust
+    from tokenizers.processors import TemplateProcessing
+
+    rust = Rust.from_file(str(corpus / "tokenizer" / "tokenizer.json"))
+    rust.enable_truncation(5)
+    rust.enable_padding(length=8)
+    rust.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    rust.save(str(tmp_path / "tokenizer.json"))
+    config = (corpus / "tokenizer" / "tokenizer_config.json").read_text()
+    (tmp_path / "tokenizer_config.json").write_text(config.replace("false", "true"))
+    flags = [] if special else ["--tokenizer-hf-no-include-special-tokens"]
+    args = preprocess_data.parse_args(command(tmp_path, tmp_path, "out", "--tokenizer-model", str(tmp_path), *flags))
+    tokenizer = load_megatron_tokenizer(args)
+    batch = tokenizer.encode_batch(TEXTS[:3])
+    assert batch == [tokenizer.encode(text) for text in TEXTS[:3]]
+    assert all(len(ids) > 8 and (ids[0] == 0) == special for ids in batch)
+
+
+def test_a_tokenizer_with_a_way_of_its_own_keeps_it(corpus):
+    from transformers import PreTrainedTokenizerFast
+
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **kwargs):
+            return super()._encode_plus(text.lower(), **kwargs)
+
+    def call_of(kind):
+        inner = kind(tokenizer_file=str(corpus / "tokenizer" / "tokenizer.json"))
+        return batch_call(SimpleNamespace(_tokenizer=SimpleNamespace(tokenizer=inner, include_special_tokens=True)))
+
+    assert call_of(PreTrainedTokenizerFast)(TEXTS[:1])
+    assert call_of(Own) is None
 
 
 def test_a_signal_leaves_nothing_behind(corpus):
