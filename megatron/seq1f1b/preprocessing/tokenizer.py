@@ -4,7 +4,6 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +26,16 @@ TOKENIZER_CONFIG = f"""{{
 _CALLS = "__call__", "_encode_plus", "_batch_encode_plus"  # by which transformers, 4 or 5, goes from a text to ids
 
 
+BatchCall = Callable[[list[str]], list[list[int]]]
+
+
 class Tokenizer(NamedTuple):
+    """`encode_batch`, where there is one, returns ids within the vocabulary only."""
+
     encode: Callable[[str], list[int]]
     vocab_size: int
     eod: int | None
-    encode_batch: Callable[[list[str]], list[list[int]]] | None = None
+    encode_batch: BatchCall | None = None
 
 
 def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
@@ -103,7 +107,7 @@ def load_trained_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     from tokenizers import Tokenizer as Rust
 
     rust = Rust.from_file(str(folder / "tokenizer.json"))
-    encode_batch = partial(_encode_batch, rust)
+    encode_batch = _in_batches(rust, add_special_tokens=True)
     return Tokenizer(lambda text: rust.encode(text).ids, rust.get_vocab_size(), rust.token_to_id(EOD), encode_batch)
 
 
@@ -120,7 +124,7 @@ def load_megatron_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return Tokenizer(megatron.tokenize, megatron.vocab_size, eod, batch_call(megatron))
 
 
-def batch_call(megatron: Any) -> Callable[[list[str]], list[list[int]]] | None:
+def batch_call(megatron: Any) -> BatchCall | None:
     """What returns the ids of many texts in one call, as a fast tokenizer of Hugging Face can; None for any other."""
     library = getattr(megatron, "_tokenizer", None)
     tokenizer = getattr(library, "tokenizer", None)
@@ -132,9 +136,16 @@ def batch_call(megatron: Any) -> Callable[[list[str]], list[list[int]]] | None:
     if any(getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name, None) for name in _CALLS):
         return None
     tokenizer("")  # leaves its Rust tokenizer without truncation and padding, and with its rule for special tokens
-    return partial(_encode_batch, tokenizer.backend_tokenizer, add_special_tokens=library.include_special_tokens)
+    return _in_batches(tokenizer.backend_tokenizer, library.include_special_tokens)
 
 
-def _encode_batch(rust: Any, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-    """Without positions in the text, of which training has no use."""
-    return [encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+def _in_batches(rust: Any, add_special_tokens: bool) -> BatchCall | None:
+    vocabulary = rust.get_vocab()
+    if max(vocabulary.values()) >= len(vocabulary):
+        return None  # there are gaps, and the ids of each text have to be looked at
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        """Without positions in the text, of which training has no use."""
+        return [encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    return encode_batch

@@ -54,11 +54,11 @@ def tokenize(
 
 
 def encode(texts: list[str], tokenizer: Tokenizer) -> list[list[int] | BadDocument]:
-    """In one call where the tokenizer has one and training can use all that it returns, else one by one."""
+    """In one call where the tokenizer has one and accepts all texts, else one by one."""
     if tokenizer.encode_batch is not None:
         with contextlib.suppress(Exception):  # one by one, to find the text that it rejects
             documents = tokenizer.encode_batch(texts)
-            if all(documents) and max(map(max, documents), default=0) < tokenizer.vocab_size:
+            if all(documents):
                 return documents
     return [encode_one(text, tokenizer) for text in texts]
 
