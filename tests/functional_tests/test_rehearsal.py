@@ -20,9 +20,15 @@ MODEL = (
 TWO_STAGES = ("--pipeline-model-parallel-size", 2)
 EVEN = "--sequence-splits 4 --sequence-split-strategy even"
 CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# By name, the number of ranks and the flags.
 LAYOUTS = {
-    "seq1f1b": "--sequence-splits 4 --use-distributed-optimizer --bf16",
-    "megatron-interleaved": CHUNKS,
+    "seq1f1b": (2, "--sequence-splits 4 --use-distributed-optimizer --bf16"),
+    "zb-h1": (2, "--sequence-splits 4 --pipeline-schedule zb-h1"),
+    "full recomputation": (2, f"--sequence-splits 4 {RECOMPUTED}"),
+    "selective recomputation": (2, "--sequence-splits 4 --recompute-granularity selective"),
+    "distributed optimizer": (4, "--sequence-splits 2 --use-distributed-optimizer --bf16"),
+    "megatron-interleaved": (2, CHUNKS),
 }
 TOLERANCE = 0.01
 FUNCTIONAL_TESTS = ROOT / "tests" / "functional_tests"
@@ -47,16 +53,17 @@ def test_a_launch_on_eight_gpus(launch, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
-    flags = ("--device", "cpu", *TWO_STAGES, *LAYOUTS[layout].split())
-    rehearse(launch, 2, *flags, "--dry-run-output", tmp_path).check()
+    ranks, words = LAYOUTS[layout]
+    flags = ("--device", "cpu", *TWO_STAGES, *words.split())
+    rehearse(launch, ranks, *flags, "--dry-run-output", tmp_path).check()
     report = json.loads((tmp_path / "rehearsal.json").read_text())
     script = FUNCTIONAL_TESTS / "rehearsal_worker.py"
-    launch(2, [*MODEL, *flags], script=script, env={"COUNTS": str(tmp_path)}, timeout=400).check()
-    for rank, rehearsed in enumerate(report["pipeline_ranks"]):
-        moments = json.loads((tmp_path / f"{rank}.json").read_text())
+    launch(ranks, [*MODEL, *flags], script=script, env={"COUNTS": str(tmp_path)}, timeout=400).check()
+    for rehearsed in report["pipeline_ranks"]:
+        moments = json.loads((tmp_path / f"{rehearsed['rank']}.json").read_text())
         assert [moment["name"] for moment in moments] == [moment["name"] for moment in rehearsed["moments"]]
         real, counted = fullest(moments), fullest(rehearsed["moments"])
-        assert counted == pytest.approx(real, rel=TOLERANCE), rank
+        assert counted == pytest.approx(real, rel=TOLERANCE), rehearsed["rank"]
         assert real.keys() >= {"weights", "gradients", "optimizer state", "activations", "messages"}
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +31,17 @@ def count(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
+    return number
+
+
+def amount(text: str) -> float:
+    """The type of a flag that measures something: a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
 
 

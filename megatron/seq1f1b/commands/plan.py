@@ -21,7 +21,7 @@ from ..costs.machine import machine_names, read_machine
 from ..planner import PRESETS, Question, Search, predict_candidate, preset, way_out
 from .candidate_flags import decided_flags, model_flags
 from .launch_flags import as_given, model_of, read_launch, undecided
-from .parsing import Parser, count
+from .parsing import Parser, amount, count
 from .plan_text import explained, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--machine", default="a100-80gb", help=f"{', '.join(machine_names())}, or your own file; default: a100-80gb"
     )
-    parser.add_argument("--device-memory", type=float, metavar="GIB", help="default: what a device of the machine has")
+    parser.add_argument("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     parser.add_argument("--best", type=count, default=5, metavar="N", help="configurations to show; default: 5")
     parser.add_argument("--explain", action="store_true", help="where the time goes, and what the second best lacks")
     parser.add_argument("--output", type=Path, help="throughput against memory: .png, .svg or .pdf (needs matplotlib)")

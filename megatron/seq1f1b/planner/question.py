@@ -36,7 +36,7 @@ class Question:
     @property
     def memory_limit(self) -> float:
         """What the allocator may take, in GiB."""
-        return self.memory_gib or self.machine.device.memory_gib - _OUTSIDE_GIB
+        return self.machine.device.memory_gib - _OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
 
 
 @dataclass(frozen=True)

@@ -55,15 +55,17 @@ class Search:
         """The `count` fastest configurations that fit, fastest first; empty if none fits.
 
         Candidates are simulated in the order of their lower bounds, until the next is above the time of the last one
-        kept: of the named families nothing faster is missed. `auto` then takes its turn on the winners. `memory_gib`
-        is less than that of the question; plans that `accept` rejects are left out.
+        kept: of the named families nothing faster is missed. `auto` then takes its turn on the winners, and is left out
+        where it is no faster than they are. `memory_gib` is less than that of the question; plans that `accept` rejects
+        are left out.
         """
-        limit = GIB * (memory_gib or self.question.memory_limit)
+        limit = GIB * (self.question.memory_limit if memory_gib is None else memory_gib)
         kept: list[Plan] = []
 
-        def consider(candidate: Candidate) -> None:
-            found = self._if_it_fits(candidate, limit, kept[-1].prediction.seconds if len(kept) == count else inf)
-            if found is not None and found not in kept:
+        def consider(candidate: Candidate, known: float = inf) -> None:
+            slowest = min(known, kept[-1].prediction.seconds if len(kept) == count else inf)
+            found = self._if_it_fits(candidate, limit, slowest)
+            if found is not None and found not in kept and found.prediction.seconds < known:
                 kept.append(found)
                 kept.sort(key=lambda each: each.prediction.seconds)
                 del kept[count:]
@@ -74,10 +76,13 @@ class Search:
             if accept(candidate):
                 consider(candidate)
         if "auto" in self.question.families:
-            for winner in list(kept):
+            fastest: dict[Candidate, float] = {}
+            for winner in kept:
                 automatic = replace(winner.candidate, setup=replace(winner.candidate.setup, family="auto"))
+                fastest.setdefault(automatic, winner.prediction.seconds)
+            for automatic, seconds in fastest.items():
                 if _auto_is_possible(automatic) and accept(automatic):
-                    consider(automatic)
+                    consider(automatic, known=seconds)
         self.progress(len(self._setups), len(self._setups))
         return kept
 
