@@ -34,7 +34,7 @@ ELSEWHERE = {
     r"python tools/benchmark_preprocessing\.py": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_host\.py": "unit_tests/runtime/test_host_share.py",
 }
-BENCHMARK = "torchrun --nproc-per-node 2 tools/benchmark.py "
+BENCHMARK = re.compile(r"torchrun --nproc-per-node (\d+) tools/benchmark\.py (.*)")
 # Of other projects, or with parts for the reader to fill in.
 NOT_OURS = (r"pip install .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
 # At these sizes a documented benchmark takes seconds.
@@ -59,7 +59,7 @@ def commands() -> dict[str, tuple[str, dict[str, str]]]:
 
 COMMANDS = commands()
 LAUNCHES = {text: each for text, each in COMMANDS.items() if each[0].startswith("bash scripts/pretrain_gpt.sh")}
-BENCHMARKS = sorted(command for command, _ in COMMANDS.values() if command.startswith(BENCHMARK))
+BENCHMARKS = sorted(command for command, _ in COMMANDS.values() if BENCHMARK.fullmatch(command))
 
 
 def test_every_command_has_a_test():
@@ -107,11 +107,12 @@ def test_a_launcher_starts_the_ranks(text, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("command", BENCHMARKS)
 def test_a_benchmark_runs(launch, command, tmp_path):
-    words = shlex.split(command.removeprefix(BENCHMARK))
+    ranks, options = BENCHMARK.fullmatch(command).groups()
+    words = shlex.split(options)
     if "--sequence-split-profile" in words:
         profile = tmp_path / "profile.json"
         words[words.index("--sequence-split-profile") + 1] = str(profile)
         make = [sys.executable, ROOT / "tools" / "profile_segments.py", "--output", profile]
         make += ["--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
         subprocess.run(make, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=patient(200))
-    launch(2, [*words, *SHRUNK], script=ROOT / "tools" / "benchmark.py", timeout=300).check()
+    launch(int(ranks), [*words, *SHRUNK], script=ROOT / "tools" / "benchmark.py", timeout=300).check()
