@@ -1,7 +1,7 @@
 """What PyTorch's allocator holds beyond the peak of what is allocated, by its own two counters.
 
-`third_party_allocator.csv` has both for every stage of runs with one to 16 lengths of segments; no prediction of ours
-takes part in the fit, whose result is in costs/memory.py.
+`third_party_allocator.csv` has both for every stage of runs with one to eight lengths of segments; no prediction of
+ours takes part in the fit, whose result is in costs/memory.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,16 +53,18 @@ def measured() -> list[Measured]:
 
 
 def fit(rows: Iterable[Measured]) -> tuple[float, float, float]:
-    """Shares of what comes and goes, of the same for every length, and of the logits; each row counts alike."""
-    features = np.array([[1.0, row.num_lengths, row.logits / row.dynamic] for row in rows])
+    """Shares of what comes and goes, of the same whenever the number of lengths doubles, and of the logits; each row
+    counts alike."""
+    features = np.array([[1.0, np.log2(row.num_lengths), row.logits / row.dynamic] for row in rows])
     shares = np.array([row.held_back / row.dynamic for row in rows])
-    return tuple(np.linalg.lstsq(features, shares, rcond=None)[0].tolist())
+    share, for_each_doubling, of_logits = np.linalg.lstsq(features, shares, rcond=None)[0].tolist()
+    return share, for_each_doubling, of_logits
 
 
 def error(row: Measured, constants: Sequence[float]) -> float:
     """Of all that comes and goes, with what is held back, relative to what was reserved."""
-    share, for_each_length, of_logits = constants
-    held_back = (share + for_each_length * row.num_lengths) * row.dynamic + of_logits * row.logits
+    share, for_each_doubling, of_logits = constants
+    held_back = (share + for_each_doubling * np.log2(row.num_lengths)) * row.dynamic + of_logits * row.logits
     return (held_back - row.held_back) / (row.dynamic + row.held_back)
 
 
@@ -71,8 +73,9 @@ def markdown() -> str:
         "## What the allocator holds back",
         "",
         "Measured by its own counters on runs of a fork of the authors' code (tools/paper/allocator.py): a share of",
-        "what comes and goes, a share for every length of a segment, and a share of the logits. Each run is left out",
-        "once, and its stages are off by this much of what was reserved for what comes and goes:",
+        "what comes and goes, a share of it whenever the number of lengths of segments doubles, and a share of the",
+        "logits. Each run is left out once, and its stages are off by this much of what was reserved for what comes",
+        "and goes; only the run with whole sequences shows what logits alone take:",
         "",
         "| left out | stages | mean error | worst | shares |",
         "|---|---|---|---|---|",

@@ -1,6 +1,7 @@
 """Seq1F1B (arXiv 2406.03488): the authors' throughput and memory, and runs of their code by others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from statistics import mean
 
 from megatron.seq1f1b.costs.flops import authors_flops
 from megatron.seq1f1b.costs.machine import read_machine
@@ -10,7 +11,7 @@ from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.partition import uniform_comp
 from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement, build
-from megatron.seq1f1b.simulator import Prediction, predict
+from megatron.seq1f1b.simulator import predict
 
 from .row import Row, read
 
@@ -87,23 +88,30 @@ def throughput() -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
+    """Of the fullest stage."""
+    return _memory("seq1f1b_memory_gb", "mem_max_over_stages_GiB", "Seq1F1B memory", max)
+
+
+def mean_memory() -> Iterator[Row]:
+    """Of all stages on average, for more models."""
+    return _memory("seq1f1b_memory_mean", "mem_mean_over_stages_GiB", "Seq1F1B memory, mean of the stages", mean)
+
+
+def _memory(source: str, column: str, table: str, of_stages: Callable[[list[float]], float]) -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
-    for row in read("seq1f1b_memory_gb"):
-        published = row["mem_max_over_stages_GiB"]
+    for row in read(source):
         setup = _of_paper(row, 16, _CHUNKS_OF_MEMORY if row["method"] == "Seq1F1B-I" else None)
+        schedule = build(setup.family, setup.shape)
+        sizes = [rank_memory(setup, schedule, rank).total / GIB for rank in range(setup.pipeline_parallel)]
         yield Row(
-            "Seq1F1B memory",
+            table,
             f"{row['model']}, {row['seqlen']} tokens, {row['method']}",
             "GiB",
-            None if published == "OOM" else float(published),
-            _largest(predict(setup, machine)),
+            None if row[column] == "OOM" else float(row[column]),
+            of_stages(sizes) if max(sizes) <= machine.device.memory_gib else None,
             setup=setup,
             machine=machine,
         )
-
-
-def _largest(prediction: Prediction) -> float | None:
-    return max(each.total for each in prediction.memory) / GIB if prediction.fits else None
 
 
 def third_party() -> Iterator[Row]:

@@ -6,6 +6,7 @@ What layers keep is in layer_sizes; gradients and states follow Megatron's mixed
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import log2
 from typing import NamedTuple
 
 from ..schedule import Action, Kind, Schedule
@@ -26,9 +27,10 @@ from .working_memory import logits as logits_of
 
 GIB = 2**30
 # What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it
-# for every length that segments have, since blocks of one length do not serve another; and a share of the logits, which
-# need the largest blocks. Measured by both counters of the allocator, without any prediction: tools/paper/allocator.py.
-_HELD_BACK, _FOR_EACH_LENGTH, _OF_LOGITS = 0.032, 0.03, 0.34
+# whenever the number of lengths of segments doubles, since blocks of one length do not serve another; and a share of
+# the logits, which need the largest blocks. Measured by both counters of the allocator, without any prediction:
+# tools/paper/allocator.py.
+_HELD_BACK, _FOR_EACH_DOUBLING, _OF_LOGITS = 0.02, 0.071, 0.38
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
         logits=logits + peak.loss,
         working=peak.working,
         messages=messages,
-        reserved=(_HELD_BACK + _FOR_EACH_LENGTH * len(set(setup.segments))) * dynamic + _OF_LOGITS * largest_loss,
+        reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(len(set(setup.segments)))) * dynamic
+        + _OF_LOGITS * largest_loss,
     )
 
 
