@@ -113,11 +113,11 @@ def documents(length: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--document-bytes", type=int, nargs="+", default=[1000, 4000, 16000, 64000])
-    parser.add_argument("--megabytes", type=float, default=2.0, help="of documents (default: 2)")
+    parser.add_argument("--document-bytes", type=int, nargs="+", default=[1000, 16000])
+    parser.add_argument("--megabytes", type=float, default=3.0, help="of documents (default: 3)")
     parser.add_argument("--vocab-size", type=int, default=16000)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
 
