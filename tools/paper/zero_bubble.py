@@ -1,17 +1,20 @@
-"""Zero Bubble (arXiv 2401.10241), table 5: bubble rates of schedules that its authors computed from profiled times.
+"""Zero Bubble (arXiv 2401.10241), tables 4 and 5: memory, and bubble rates that its authors computed.
 
-As there, all stages take as long as one in the middle, and a rate is the idle share of the slowest stage between its
-own first and last action.
+As there, from profiled times, all stages take as long as one in the middle, and a rate is the idle share of the slowest
+stage between its own first and last action.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
 
-from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.machine import Machine, read_machine
+from megatron.seq1f1b.costs.memory import rank_memory
 from megatron.seq1f1b.costs.stage_times import step_costs
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planner.presets import gpt
-from megatron.seq1f1b.schedule import Placement, auto, build, peak_memory, simulate
+from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.costs import Table
 
 from .row import Row, read
@@ -21,46 +24,79 @@ _CHUNKS = {22: 3, 30: 4}  # of interleaved 1F1B: one layer each, by the number o
 _FAMILIES = {"1F1B": "1f1b", "1F1B-I": "1f1b", "ZB-H1": "zb-h1", "ZB-1p": "auto", "ZB-2p": "auto"}
 
 
-def bubble_rates() -> Iterator[Row]:
+class Case(NamedTuple):
+    """A row with its schedule, planned by costs that are the same for all stages."""
+
+    row: dict[str, str]
+    label: str
+    setup: TrainingSetup
+    costs: Costs
+    schedule: Schedule
+
+
+@cache
+def _cases() -> tuple[Case, ...]:
     """ZB-H2 has no counterpart in this package; ZB-1p and ZB-2p are met by `auto` under the same memory."""
-    machine = read_machine("a100-80gb")
-    for row in read("zero_bubble_tables345"):
-        if row["method"] not in _FAMILIES:
-            continue
-        layers, ranks = int(row["layers"]), int(row["pipeline_gpus"])
-        chunks = _CHUNKS[layers] if row["method"] == "1F1B-I" else 1
-        per_stage = (layers + 2) // (ranks * chunks)
-        setup = TrainingSetup(
-            model=gpt(layers, int(row["hidden"]), int(row["heads"]), 50304),
-            sequence_length=int(row["seqlen"]),
-            num_microbatches=int(row["micro_batches"]),
-            micro_batch_size=int(row["micro_batch_size"]),
-            placement=Placement(ranks, chunks),
-            family=_FAMILIES[row["method"]],
-            layers_per_stage=(per_stage - 1, *(per_stage,) * (ranks * chunks - 2), per_stage - 1),
-            software=_SOFTWARE,
-        )
-        costs = step_costs(setup, machine)
-        middle = setup.placement.num_stages // 2
+    return tuple(_case(row) for row in read("zero_bubble_tables345") if row["method"] in _FAMILIES)
 
-        def same(table: Table, middle: int = middle) -> Table:
-            return (table[middle],) * len(table)
 
-        costs = replace(costs, **{name: same(table) for name, table in vars(costs).items()})
-        if setup.family == "auto":
-            limit = max(peak_memory(build("1f1b", setup.shape), costs)) * int(row["method"][3])
-            schedule = auto(setup.shape, costs, limit)
-        else:
-            schedule = build(setup.family, setup.shape)
+def _case(row: dict[str, str]) -> Case:
+    layers, ranks = int(row["layers"]), int(row["pipeline_gpus"])
+    chunks = _CHUNKS[layers] if row["method"] == "1F1B-I" else 1
+    per_stage = (layers + 2) // (ranks * chunks)
+    setup = TrainingSetup(
+        model=gpt(layers, int(row["hidden"]), int(row["heads"]), 50304),
+        sequence_length=int(row["seqlen"]),
+        num_microbatches=int(row["micro_batches"]),
+        micro_batch_size=int(row["micro_batch_size"]),
+        placement=Placement(ranks, chunks),
+        family=_FAMILIES[row["method"]],
+        layers_per_stage=(per_stage - 1, *(per_stage,) * (ranks * chunks - 2), per_stage - 1),
+        software=_SOFTWARE,
+    )
+    costs = step_costs(setup, _machine())
+    middle = setup.placement.num_stages // 2
+
+    def same(table: Table) -> Table:
+        return (table[middle],) * len(table)
+
+    costs = replace(costs, **{name: same(table) for name, table in vars(costs).items()})
+    if setup.family == "auto":
+        limit = max(peak_memory(build("1f1b", setup.shape), costs)) * int(row["method"][3])
+        schedule = auto(setup.shape, costs, limit)
+    else:
+        schedule = build(setup.family, setup.shape)
+    label = f"{row['model']}, {row['micro_batches']} micro-batches, {row['method']}"
+    return Case(row, label, setup, costs, schedule)
+
+
+def _machine() -> Machine:
+    return read_machine("a100-80gb")
+
+
+def bubble_rates() -> Iterator[Row]:
+    for row, label, setup, costs, schedule in _cases():
         timeline = simulate(schedule, costs)
         slowest = max(spans[-1].end - spans[0].start for spans in timeline.ranks)
         yield Row(
             "Zero Bubble, ZB-2p against auto" if row["method"] == "ZB-2p" else "Zero Bubble bubble rates",
-            f"{row['model']}, {row['micro_batches']} micro-batches, {row['method']}",
+            label,
             "bubble",
             float(row["bubble_rate_theoretical"]),
             1 - timeline.busy(0) / slowest,
             group=f"{row['model']}, {row['micro_batches']} micro-batches",
             setup=setup,
-            machine=machine,
+            machine=_machine(),
         )
+
+
+def memory() -> Iterator[Row]:
+    """What is allocated on the fullest rank at its peak, as the authors' code prints it, in GB of 1e9 bytes.
+
+    `auto` takes what it may, so ZB-2p has no counterpart.
+    """
+    for row, label, setup, _, schedule in _cases():
+        if row["memory_GB"] and row["method"] != "ZB-2p":
+            ranks = [rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel)]
+            most = max(each.total - each.reserved for each in ranks) / 1e9
+            yield Row("Zero Bubble memory", label, "GB", float(row["memory_GB"]), most, setup=setup, machine=_machine())

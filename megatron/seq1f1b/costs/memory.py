@@ -3,6 +3,7 @@
 What layers keep is in layer_sizes; gradients and states follow Megatron's mixed precision with Adam.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,7 +23,7 @@ from .layer_sizes import (
     layers_alike,
 )
 from .training_setup import TrainingSetup
-from .working_memory import LOGIT_KEPT, backward_working, loss_bytes, whole_input
+from .working_memory import LOGIT_KEPT, LOGIT_KEPT_FOR_WEIGHTS, backward_working, loss_bytes, whole_input
 from .working_memory import logits as logits_of
 
 GIB = 2**30
@@ -67,19 +68,24 @@ def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, flo
     return activations, keys_values, states
 
 
+def stage_scores(setup: TrainingSetup, stage: int, index: int) -> float:
+    """Of these activations, what weight gradients do not need."""
+    end = sum(setup.segments[: index + 1])
+    span = end - setup.segments[index], end
+    return sum(count * layer_scores(setup, layer, *span) for layer, count in layers_alike(setup, stage))
+
+
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
     """`activation` and `kept` of `Costs`, in bytes."""
     held_rows, kept_rows = [], []
     last = setup.placement.num_stages - 1
     for stage in range(setup.placement.num_stages):
         held_row, kept_row = [], []
-        for index, (start, end) in enumerate(pairwise(accumulate(setup.segments, initial=0))):
+        for index, length in enumerate(setup.segments):
             held = sum(stage_kept(setup, stage, index))
-            if stage == last:
-                held += LOGIT_KEPT * logits_of(setup, end - start)
-            held_row.append(held)
-            scores = (count * layer_scores(setup, layer, start, end) for layer, count in layers_alike(setup, stage))
-            kept_row.append(held - sum(scores))
+            logits = logits_of(setup, length) if stage == last else 0.0
+            held_row.append(held + LOGIT_KEPT * logits)
+            kept_row.append(held - stage_scores(setup, stage, index) + LOGIT_KEPT_FOR_WEIGHTS * logits)
         held_rows.append(tuple(held_row))
         kept_rows.append(tuple(kept_row))
     return tuple(held_rows), tuple(kept_rows)
@@ -103,12 +109,14 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
     last_stage = setup.placement.num_stages - 1
     peak = _peak(setup, schedule.ranks[rank], stages)
     activations = keys_values = states = logits = 0.0
-    of_unit = {unit: stage_kept(setup, *unit) for unit in set(peak.units)}
-    for stage, segment in peak.units:
-        kept = of_unit[stage, segment]
-        activations, keys_values, states = activations + kept[0], keys_values + kept[1], states + kept[2]
+    for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
+        kept = stage_kept(setup, stage, segment)
+        scores = stage_scores(setup, stage, segment) if waits_for_weights else 0.0
+        activations += count * (kept[0] - scores)
+        keys_values, states = keys_values + count * kept[1], states + count * kept[2]
         if stage == last_stage:
-            logits += LOGIT_KEPT * logits_of(setup, setup.segments[segment])
+            each = LOGIT_KEPT_FOR_WEIGHTS if waits_for_weights else LOGIT_KEPT
+            logits += count * each * logits_of(setup, setup.segments[segment])
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(
@@ -145,10 +153,11 @@ class _Running(NamedTuple):
 
 @dataclass(frozen=True)
 class _Peak:
-    """`units` are stage and segment of every unit in flight; `gradients` those that later segments left for keys and
-    values; `loss` and `working` what the action holds. Bytes."""
+    """`units` are stage and segment of every unit in flight, and whether only its weight gradients are to come;
+    `gradients` those that later segments left for keys and values; `loss` and `working` what the action holds. Bytes.
+    """
 
-    units: tuple[tuple[int, int], ...]
+    units: tuple[tuple[int, int, bool], ...]
     gradients: float
     loss: float
     working: float
@@ -156,7 +165,7 @@ class _Peak:
 
 def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
     """Of the action during which a rank holds most."""
-    activation, _ = activation_tables(setup)
+    activation, kept = activation_tables(setup)
     gradients = {
         stage: sum(count * layer_keys_values_gradients(setup, layer) for layer, count in layers_alike(setup, stage))
         for stage in stages
@@ -173,8 +182,10 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
         total = now + left + sum(running[kind, stage][segment])
         if total > most:
             most, left_then, at = total, left, number
-        if kind in (Kind.B, Kind.W):
-            now -= activation[stage][segment]
+        if kind is Kind.I:
+            now -= activation[stage][segment] - kept[stage][segment]
+        elif kind is not Kind.F:
+            now -= (activation if kind is Kind.B else kept)[stage][segment]
         if kind in (Kind.B, Kind.I) and segment == 0:
             left -= gradients[stage]
     if at < 0:
@@ -183,13 +194,15 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
     return _Peak(_in_flight(actions[: at + 1]), left_then, *running[kind, stage][segment])
 
 
-def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int], ...]:
-    """Stage and segment of the units that are in flight during the last of the actions."""
-    held = {action[1:]: None for action in actions if action.kind is Kind.F}
+def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, bool], ...]:
+    """Stage and segment of the units in flight during the last of the actions; whether their I is over."""
+    waits = {action[1:]: False for action in actions if action.kind is Kind.F}
     for action in actions[:-1]:
-        if action.kind in (Kind.B, Kind.W):
-            del held[action[1:]]
-    return tuple((stage, segment) for stage, _, segment in held)
+        if action.kind is Kind.I:
+            waits[action[1:]] = True
+        elif action.kind is not Kind.F:
+            del waits[action[1:]]
+    return tuple((stage, segment, is_over) for (stage, _, segment), is_over in waits.items())
 
 
 def _running(setup: TrainingSetup, kind: Kind, stage: int) -> tuple[_Running, ...]:

@@ -15,8 +15,8 @@ from .training_setup import TrainingSetup
 # the input with its bias, the hyperbolic tangent, its derivative, two factors, what comes in and what goes out.
 _UNFUSED_ACTIVATION = 7
 # Bytes of a logit: in 16 bit, in 32 bit, and its exponential, which takes the place of the second where it is computed
-# in place. The exponential is kept for the backward, which makes a gradient in 16 bit of it.
-_LOGIT_IN_PLACE, _LOGIT_COPIED, LOGIT_KEPT = 6, 10, 4
+# in place. The exponential is kept for the backward, which makes a gradient in 16 bit of it for the weight gradients.
+_LOGIT_IN_PLACE, _LOGIT_COPIED, LOGIT_KEPT, LOGIT_KEPT_FOR_WEIGHTS = 6, 10, 4, BYTES
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
