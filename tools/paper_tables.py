@@ -70,11 +70,10 @@ What is off, and why, as far as we found it:
   them. Its published times spread by 7 % and 13 %, and the gain by more than it is off. In setting 5 the matrix
   products of a slice leave half of the multiprocessors idle by our count of tiles; to cut the inner dimension, too, as
   libraries do, brings 0.3 % of the 7.6 %.
-- Zero Bubble: ZB-2p has no counterpart here, and `auto` in the same memory is not one: it shortens the step. All
-  ranks take the optimizer step together, so that a step is no shorter than its work on the last rank, which starts
-  when the first forward arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank begin and end on
-  its own, which its rate counts and which shortens no single step: the first rank idles once under `auto`, until its
-  first backward, which ranks in between hold up by forwards that the step does not wait for.
+- Zero Bubble: ZB-2p has no counterpart here; `auto` in the same memory shortens the step instead. All ranks take the
+  optimizer step together, so that a step is no shorter than its work on the last rank, which starts when the first
+  forward arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank begin and end on its own, which its
+  rate counts and which shortens no single step; `auto` has that for a second aim.
 """
 
 

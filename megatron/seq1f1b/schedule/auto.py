@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isclose
 
 from .action import Kind
 from .clock import Tick, straight
@@ -28,8 +28,10 @@ def auto(
     shape. With `split=False` no backward is split, so the result has no I and W.
 
     Every named family that fits is among the candidates, so none of them is faster in simulation.
-    The others come from list scheduling at the granularity of units. Deterministic. Raises
-    ValueError if a rank cannot hold one whole micro-batch or a cost table does not fit the shape.
+    The others come from list scheduling at the granularity of units. Of equally short ones it is
+    that of the smallest peak, and of these the one whose ranks are done soonest after their first
+    action. Deterministic. Raises ValueError if a rank cannot hold one whole micro-batch or a cost
+    table does not fit the shape.
     """
     costs = costs or Costs.uniform(shape)
     costs.check(shape)
@@ -41,18 +43,28 @@ def auto(
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
 
     best: Schedule | None = None
-    best_score = inf, inf
+    best_score = inf, inf, inf
     for schedule in (*named, *_plans(shape, costs, limits, split)):
         if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
             continue
         peaks = peak_memory(schedule, costs)
         if any(peak > limit for peak, limit in zip(peaks, limits, strict=True)):
             continue
-        score = simulate(schedule, costs).makespan, max(peaks)
-        if score < best_score:
+        timeline = simulate(schedule, costs)
+        longest = max(spans[-1].end - spans[0].start for spans in timeline.ranks if spans)
+        score = timeline.makespan, max(peaks), longest
+        if _is_less(score, best_score):
             best, best_score = schedule, score
     assert best is not None, "list scheduling keeps the limits"
     return best
+
+
+def _is_less(score: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the first number in which they differ is smaller; sums of floats are not exact."""
+    for a, b in zip(score, other, strict=True):
+        if not isclose(a, b):
+            return a < b
+    return False
 
 
 def _build(family: str, shape: Shape) -> Schedule:
@@ -83,6 +95,10 @@ def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: 
 
         for patience in patiences:
             yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), patience)
+        # Forwards that give way to backwards let the first rank go on early.
+        if hop == 2:
+            for hold in (0.5, 1.0):
+                yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), hold=hold)
 
     # The order of 1F1B, with W only where a rank waits.
     clock = FAMILIES["1f1b"](shape)

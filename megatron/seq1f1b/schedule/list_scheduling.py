@@ -110,11 +110,14 @@ class ListScheduler:
             delay = self._costs.delay(needed, action, self._shape.placement)
             self._followers.setdefault(needed, []).append((action, delay))
 
-    def by_priority(self, priority: Priority, patience: float = 0.0) -> Schedule:
-        """Each rank takes what has the smallest priority among what can start and fits."""
+    def by_priority(self, priority: Priority, patience: float = 0.0, hold: float = 0.0) -> Schedule:
+        """Each rank takes what has the smallest priority among what can start and fits.
+
+        No forward starts if a backward is due before `hold` times that forward has passed.
+        """
 
         def rule(rank: _Rank, now: float) -> tuple[tuple[Kind, int] | None, float]:
-            chosen, best, soonest = None, inf, inf
+            chosen, best, soonest, backward = None, inf, inf, inf
             for (kind, stage), heap in rank.ready.items():
                 if not heap:
                     continue
@@ -125,10 +128,16 @@ class ListScheduler:
                         continue
                 if time > now:
                     soonest = min(soonest, time)
+                    if kind is Kind.B:
+                        backward = min(backward, time)
                     continue
                 value = priority(kind, position, stage)
                 if value < best:
                     chosen, best = (kind, stage), value
+            if chosen is not None and chosen[0] is Kind.F:
+                forward = rank.ready[chosen][0][2]
+                if backward < now + hold * self._duration(forward):
+                    return None, backward
             return chosen, soonest
 
         return self._run(rule, patience)

@@ -22,7 +22,7 @@ REACHED = {
     "TeraPipe latencies": (0.06, 0.13),
     "TeraPipe, gain of slices": (0.065, 0.085),
     "Zero Bubble bubble rates": (0.005, 0.01),
-    "Zero Bubble, ZB-2p against auto": (0.04, 0.057),
+    "Zero Bubble, ZB-2p against auto": (0.005, 0.011),
     "Zero Bubble memory": (0.03, 0.065),
 }
 
