@@ -13,8 +13,9 @@ SCRIPT = Path(__file__).with_name("soak_script.py")
 MEGABYTE = 2**20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(20_000)
-@pytest.mark.parametrize("iterations", [60, pytest.param(2000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("iterations", [60, 2000])
 def test_nothing_grows(launch, tmp_path, iterations):
     every = iterations // 10
     flags = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2", "--sequence-splits", "3"]

@@ -528,13 +528,13 @@ class Group:
     def ranks(self) -> int:
         return RANKS[self.suite]
 
-    def representatives(self) -> set[str]:
+    def representatives(self) -> list[str]:
         """One case of each family, with three segments if there is one."""
         chosen = {}
         for name, case in self.cases.items():
             if case.family not in chosen or case.k == 3:
                 chosen[case.family] = name
-        return set(chosen.values())
+        return [*chosen.values()]
 
 
 def groups() -> Iterator[Group]:
@@ -552,9 +552,12 @@ def groups() -> Iterator[Group]:
 
 
 def representatives() -> set[str]:
-    """The ids of a few cases that stand for all: of the first and the last group of every suite."""
+    """The ids of a few cases that stand for all: of the first group of every suite, and one of the last."""
     by_suite: dict[str, list[Group]] = {}
     for group in groups():
         by_suite.setdefault(group.suite, []).append(group)
-    ends = [group for suite in by_suite.values() for group in (suite[0], suite[-1])]
-    return set().union(*(group.representatives() for group in ends))
+    chosen: set[str] = set()
+    for first, *others in by_suite.values():
+        chosen.update(first.representatives())
+        chosen.update(others[-1].representatives()[-1:] if others else ())
+    return chosen
