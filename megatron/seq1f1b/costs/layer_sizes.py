@@ -43,17 +43,25 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
     )
     if "*" in setup.model.blocks(layer) and not setup.software.fuses_kernels:
         kept += rows * 4 * BYTES * setup.model.head_dim  # cosines and sines for queries and for keys, on every rank
-    kept += layer_scores(setup, layer, start, end)
+    if not setup.software.flash_attention and setup.recompute != "selective" and "*" in setup.model.blocks(layer):
+        kept += 5 * rows * end * setup.model.num_heads / setup.tensor_parallel
     return kept
 
 
-def layer_scores(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Of what `layer_activation` counts, scores, their softmax and its dropout: without flash attention, and until the
-    gradients of the inputs are there. Weight gradients need none of them."""
-    if setup.software.flash_attention or setup.recompute != "none" or "*" not in setup.model.blocks(layer):
-        return 0.0
+def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
+    """What stays from the input gradients of a segment on for its weight gradients: inputs of products and gradients of
+    their outputs (arXiv 2401.10241, table 1: 32 bytes per token and hidden unit).
+
+    With sequence parallelism the gradient of what a block returns is that of all tokens, on every rank.
+    """
+    model = setup.model
+    if any(symbol not in "*-" for symbol in model.blocks(layer)):
+        return layer_activation(setup, layer, start, end)
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    return 5 * rows * end * setup.model.num_heads / setup.tensor_parallel
+    ends = model.hidden_size / (setup.tensor_parallel if setup.sequence_parallel else 1) + model.hidden_size
+    width, kv_width = model.num_heads * model.head_dim, (model.num_kv_heads or model.num_heads) * model.head_dim
+    inside = {"*": 2 * width + 2 * kv_width, "-": (3 if model.is_gated else 2) * model.ffn_hidden_size}
+    return sum(BYTES * rows * (ends + inside[symbol] / setup.tensor_parallel) for symbol in model.blocks(layer))
 
 
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:

@@ -4,7 +4,7 @@ What layers keep is in layer_sizes; gradients and states follow Megatron's mixed
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import log2
@@ -16,9 +16,9 @@ from ..schedule.costs import Table
 from .kernels import BYTES
 from .layer_sizes import (
     layer_activation,
+    layer_kept_for_weights,
     layer_keys_values,
     layer_keys_values_gradients,
-    layer_scores,
     layer_state,
     layers_alike,
 )
@@ -68,27 +68,38 @@ def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, flo
     return activations, keys_values, states
 
 
-def stage_scores(setup: TrainingSetup, stage: int, index: int) -> float:
-    """Of these activations, what weight gradients do not need."""
+def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
+    """What the input gradients of segment `index` leave in the layers of a stage for its weight gradients."""
     end = sum(setup.segments[: index + 1])
     span = end - setup.segments[index], end
-    return sum(count * layer_scores(setup, layer, *span) for layer, count in layers_alike(setup, stage))
+    return sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers_alike(setup, stage))
 
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
-    """`activation` and `kept` of `Costs`, in bytes."""
-    held_rows, kept_rows = [], []
-    last = setup.placement.num_stages - 1
-    for stage in range(setup.placement.num_stages):
-        held_row, kept_row = [], []
-        for index, length in enumerate(setup.segments):
-            held = sum(stage_kept(setup, stage, index))
-            logits = logits_of(setup, length) if stage == last else 0.0
-            held_row.append(held + LOGIT_KEPT * logits)
-            kept_row.append(held - stage_scores(setup, stage, index) + LOGIT_KEPT_FOR_WEIGHTS * logits)
-        held_rows.append(tuple(held_row))
-        kept_rows.append(tuple(kept_row))
-    return tuple(held_rows), tuple(kept_rows)
+    """`activation` and `kept` of `Costs`, in bytes; of these, schedules take no more to be kept than was held."""
+    stages = range(setup.placement.num_stages)
+    held = tuple(_by_segment(setup, stage, _held) for stage in stages)
+    kept = tuple(_by_segment(setup, stage, _kept_for_weights) for stage in stages)
+    return held, tuple(tuple(map(min, *rows)) for rows in zip(kept, held, strict=True))
+
+
+def _by_segment(
+    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], float]
+) -> tuple[float, ...]:
+    return tuple(of_segment(setup, stage, index) for index in range(len(setup.segments)))
+
+
+def _held(setup: TrainingSetup, stage: int, index: int) -> float:
+    return sum(stage_kept(setup, stage, index)) + LOGIT_KEPT * _logits_of_stage(setup, stage, index)
+
+
+def _kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
+    logits = LOGIT_KEPT_FOR_WEIGHTS * _logits_of_stage(setup, stage, index)
+    return stage_kept_for_weights(setup, stage, index) + logits
+
+
+def _logits_of_stage(setup: TrainingSetup, stage: int, index: int) -> float:
+    return logits_of(setup, setup.segments[index]) if stage == setup.placement.num_stages - 1 else 0.0
 
 
 def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
@@ -110,10 +121,12 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
     peak = _peak(setup, schedule.ranks[rank], stages)
     activations = keys_values = states = logits = 0.0
     for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
-        kept = stage_kept(setup, stage, segment)
-        scores = stage_scores(setup, stage, segment) if waits_for_weights else 0.0
-        activations += count * (kept[0] - scores)
-        keys_values, states = keys_values + count * kept[1], states + count * kept[2]
+        if waits_for_weights:
+            activations += count * stage_kept_for_weights(setup, stage, segment)
+        else:
+            kept = stage_kept(setup, stage, segment)
+            activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
+            states += count * kept[2]
         if stage == last_stage:
             each = LOGIT_KEPT_FOR_WEIGHTS if waits_for_weights else LOGIT_KEPT
             logits += count * each * logits_of(setup, setup.segments[segment])
@@ -165,7 +178,8 @@ class _Peak:
 
 def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
     """Of the action during which a rank holds most."""
-    activation, kept = activation_tables(setup)
+    activation = {stage: _by_segment(setup, stage, _held) for stage in stages}
+    kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages}
     gradients = {
         stage: sum(count * layer_keys_values_gradients(setup, layer) for layer, count in layers_alike(setup, stage))
         for stage in stages

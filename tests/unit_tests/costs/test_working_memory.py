@@ -8,6 +8,7 @@ from megatron.seq1f1b.costs.memory import GIB, activation_tables, rank_memory, s
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.costs.working_memory import backward_working, loss_bytes
 from megatron.seq1f1b.planner import preset
+from megatron.seq1f1b.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement, Schedule, build
 
 LENGTH = 65536
@@ -66,15 +67,33 @@ def test_recomputation_holds_one_layer_more():
     assert backward_working(again, 0, 0, LENGTH) > backward_working(SHARED, 0, 0, LENGTH) + 2 * UNIT
 
 
-def test_without_flash_attention_scores_are_freed_before_weight_gradients():
+def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
     setup = replace(WHOLE, sequence_length=2048, segments=(), software=Software(flash_attention=False))
-    activation, kept = activation_tables(setup)
-    scores = 8 * 5 * 2048**2 * setup.model.num_heads
-    assert activation[1][0] - kept[1][0] == scores
-    (*activation, last), (*kept, last_kept) = activation_tables(WHOLE)
-    assert activation == kept
-    # Of the logits, gradients in 16 bit take the place of exponentials in 32 bit.
-    assert last[0] - last_kept[0] == 2 * LENGTH * WHOLE.model.vocab_size
+    of_stage = 8 * 32 * WHOLE.model.hidden_size
+    assert activation_tables(WHOLE)[1][1] == (of_stage * LENGTH,)
+    # No scores, and of the logits gradients in 16 bit.
+    assert activation_tables(setup)[1][1] == (of_stage * 2048,)
+    assert activation_tables(WHOLE)[1][7] == ((of_stage + 2 * WHOLE.model.vocab_size) * LENGTH,)
+
+
+def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
+    """16 layers of 4096 on 8 GPUs with sequence parallelism, where output gradients of blocks are whole: activations of
+    both pipeline ranks, and all, in GiB."""
+    setup = TrainingSetup(
+        gpt(16, 4096, 32, 32768),
+        32768,
+        4,
+        tensor_parallel=4,
+        placement=Placement(2),
+        family="zb-h1",
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        segments=(8192,) * 4,
+    )
+    schedule = build("zb-h1", setup.shape)
+    memory = [rank_memory(setup, schedule, rank) for rank in (0, 1)]
+    assert [each.activations / GIB for each in memory] == pytest.approx([10.03, 11.05], rel=0.03)
+    assert [(each.total - each.reserved) / GIB for each in memory] == pytest.approx([21.32, 23.39], rel=0.04)
 
 
 def test_weight_gradients_that_wait_hold_no_scores():
