@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from few import few_of
 from functional_tests.launch import PRETRAIN, TINY_GPT, torchrun
 
 MOCK = (*TINY_GPT, "--mock-data")
@@ -50,10 +51,7 @@ def test_loss_falls(reference):
     assert losses[-1] < losses[0] - 0.1
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [layout if layout in FEW else pytest.param(layout, marks=pytest.mark.exhaustive) for layout in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, FEW))
 def test_layout_trains_like_one_rank(launch, weights, evaluated, reference, layout):
     ranks, flags = LAYOUTS[layout]
     job = launch(ranks, [*MOCK, *weights, *evaluated, *flags.split()]).check()

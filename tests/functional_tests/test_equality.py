@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from few import few_of
 from functional_tests.equality.suites import groups, representatives
 
 WORKER = Path(__file__).parent / "equality" / "worker.py"
@@ -52,11 +53,8 @@ def verdicts(request, launch, tmp_path_factory) -> Verdicts:
     return Verdicts(launch, tmp_path_factory.mktemp("equality"), {item.callspec.params["case"] for item in items})
 
 
-TIERED = [pytest.param(name, id=name, marks=() if name in FEW else pytest.mark.exhaustive) for name in CASES]
-
-
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", TIERED)
+@pytest.mark.parametrize("case", few_of(CASES, FEW))
 def test_a_step(verdicts, case):
     verdict = verdicts.of(case)
     assert verdict.startswith("equal, "), verdict

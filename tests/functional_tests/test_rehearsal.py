@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from few import few_of
 from functional_tests.launch import ROOT
 from functional_tests.slurm_cluster import environment
 
@@ -52,9 +53,7 @@ def test_a_launch_on_eight_gpus(launch, tmp_path):
     assert (tmp_path / "memory.png").exists()
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS, FEW))
 def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
     ranks, words = LAYOUTS[layout]
     flags = ("--device", "cpu", *TWO_STAGES, *words.split())

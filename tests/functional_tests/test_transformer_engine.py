@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from few import few_of
 from functional_tests.equality.suites import groups, representatives
 from functional_tests.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
@@ -75,8 +76,6 @@ def test_attention_that_has_no_kernel_ends_all_ranks_with_a_sentence():
     assert job.log.count("error: Transformer Engine's attention does not run on a CPU; add --sequence-splits") == 1
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in FEW else pytest.param(name, marks=pytest.mark.exhaustive) for name in CASES]
-)
+@pytest.mark.parametrize("case", few_of(CASES, FEW))
 def test_its_layers_train_by_segments(verdicts, case):
     assert verdicts[case].startswith("equal, "), verdicts[case]

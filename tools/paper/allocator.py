@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.seq1f1b.costs.working_memory import loss_bytes
+
 from .row import read
 from .seq1f1b_tables import third_party_setup
 
@@ -38,8 +40,7 @@ def measured() -> list[Measured]:
         before, after = (parameters * (6 + state / setup.data_parallel) for state in (4, 12))
         dynamic = float(row["max_allocated_MiB_iteration_1"]) - before
         is_last = int(row["stage"]) == setup.pipeline_parallel - 1
-        # In 16 bit, in 32 bit, and their exponential.
-        logits = 10 * max(setup.segments) * setup.model.vocab_size / setup.tensor_parallel / 2**20
+        logits = loss_bytes(setup, max(setup.segments)) / 2**20
         found.append(
             Measured(
                 row["log"],

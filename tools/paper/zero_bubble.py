@@ -30,6 +30,7 @@ class Case(NamedTuple):
     row: dict[str, str]
     label: str
     setup: TrainingSetup
+    machine: Machine
     costs: Costs
     schedule: Schedule
 
@@ -37,10 +38,11 @@ class Case(NamedTuple):
 @cache
 def _cases() -> tuple[Case, ...]:
     """ZB-H2 has no counterpart in this package; ZB-1p and ZB-2p are met by `auto` under the same memory."""
-    return tuple(_case(row) for row in read("zero_bubble_tables345") if row["method"] in _FAMILIES)
+    machine = read_machine("a100-80gb")
+    return tuple(_case(row, machine) for row in read("zero_bubble_tables345") if row["method"] in _FAMILIES)
 
 
-def _case(row: dict[str, str]) -> Case:
+def _case(row: dict[str, str], machine: Machine) -> Case:
     layers, ranks = int(row["layers"]), int(row["pipeline_gpus"])
     chunks = _CHUNKS[layers] if row["method"] == "1F1B-I" else 1
     per_stage = (layers + 2) // (ranks * chunks)
@@ -54,7 +56,7 @@ def _case(row: dict[str, str]) -> Case:
         layers_per_stage=(per_stage - 1, *(per_stage,) * (ranks * chunks - 2), per_stage - 1),
         software=_SOFTWARE,
     )
-    costs = step_costs(setup, _machine())
+    costs = step_costs(setup, machine)
     middle = setup.placement.num_stages // 2
 
     def same(table: Table) -> Table:
@@ -67,26 +69,21 @@ def _case(row: dict[str, str]) -> Case:
     else:
         schedule = build(setup.family, setup.shape)
     label = f"{row['model']}, {row['micro_batches']} micro-batches, {row['method']}"
-    return Case(row, label, setup, costs, schedule)
-
-
-def _machine() -> Machine:
-    return read_machine("a100-80gb")
+    return Case(row, label, setup, machine, costs, schedule)
 
 
 def bubble_rates() -> Iterator[Row]:
-    for row, label, setup, costs, schedule in _cases():
+    for row, label, setup, machine, costs, schedule in _cases():
         timeline = simulate(schedule, costs)
-        slowest = max(spans[-1].end - spans[0].start for spans in timeline.ranks)
         yield Row(
             "Zero Bubble, ZB-2p against auto" if row["method"] == "ZB-2p" else "Zero Bubble bubble rates",
             label,
             "bubble",
             float(row["bubble_rate_theoretical"]),
-            1 - timeline.busy(0) / slowest,
+            1 - timeline.busy(0) / timeline.longest_stretch,
             group=f"{row['model']}, {row['micro_batches']} micro-batches",
             setup=setup,
-            machine=_machine(),
+            machine=machine,
         )
 
 
@@ -95,8 +92,8 @@ def memory() -> Iterator[Row]:
 
     `auto` takes what it may, so ZB-2p has no counterpart.
     """
-    for row, label, setup, _, schedule in _cases():
+    for row, label, setup, machine, _, schedule in _cases():
         if row["memory_GB"] and row["method"] != "ZB-2p":
             ranks = [rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel)]
             most = max(each.total - each.reserved for each in ranks) / 1e9
-            yield Row("Zero Bubble memory", label, "GB", float(row["memory_GB"]), most, setup=setup, machine=_machine())
+            yield Row("Zero Bubble memory", label, "GB", float(row["memory_GB"]), most, setup=setup, machine=machine)

@@ -35,7 +35,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """The type of a flag that measures something: a finite number above 0."""
+    """The type of a flag that measures something: a finite number above 0, such as 2e12."""
     try:
         number = float(text)
     except ValueError:

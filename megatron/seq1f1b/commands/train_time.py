@@ -28,7 +28,7 @@ from ..planner import (
 )
 from ..planner.presets import gpt_of
 from .candidate_flags import decided_flags, model_flags
-from .parsing import PICTURES, Parser, check_output, count
+from .parsing import PICTURES, Parser, amount, check_output, count
 from .plan import show
 
 
@@ -37,9 +37,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
     sizes.add_argument(
-        "--parameters", type=positive, metavar="P", help="a GPT of about so many, 128 times as wide as deep"
+        "--parameters", type=amount, metavar="P", help="a GPT of about so many, 128 times as wide as deep"
     )
-    parser.add_argument("--tokens", type=positive, required=True, metavar="D", help="to train on, such as 2e12")
+    parser.add_argument("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12")
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="the most")
     parser.add_argument(
         "--machine", default="h100-80gb", help=f"{', '.join(machine_names())}, or your own file; default: h100-80gb"
@@ -49,26 +49,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--critical-batch-law", default="tokens", metavar="LAW", help=f"{laws}; docs/planning.md has the formulas"
     )
-    parser.add_argument(
-        "--critical-batch-size", type=positive, metavar="TOKENS", help="your own, in place of the law's"
-    )
-    parser.add_argument("--gpu-hour", type=positive, metavar="PRICE", help="of one GPU, for a column of costs")
+    parser.add_argument("--critical-batch-size", type=amount, metavar="TOKENS", help="your own, in place of the law's")
+    parser.add_argument("--gpu-hour", type=amount, metavar="PRICE", help="of one GPU, for a column of costs")
     parser.add_argument("--output", type=Path, help="time and GPU hours: .png, .svg or .pdf (needs matplotlib)")
     args = parser.parse_args(argv)
     if args.output is not None:
         check_output(args.output, *PICTURES)
     return args
-
-
-def positive(text: str) -> float:
-    """The type of a flag that takes a number above 0, such as 2e12."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return number
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -33,7 +33,7 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
     """What the forward of one layer keeps for the backward of the segment [start, end), without what passes between
     segments."""
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    whole = rows * setup.model.hidden_size / (setup.tensor_parallel if setup.sequence_parallel else 1)
+    whole = rows * setup.model.hidden_size / setup.token_shares
     if setup.recompute == "full":
         return BYTES * whole
     # Of each block the input, the normalised input of its first product, and the mask of the dropout behind it.
@@ -58,7 +58,7 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
     if any(symbol not in "*-" for symbol in model.blocks(layer)):
         return layer_activation(setup, layer, start, end)
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    ends = model.hidden_size / (setup.tensor_parallel if setup.sequence_parallel else 1) + model.hidden_size
+    ends = model.hidden_size / setup.token_shares + model.hidden_size
     width, kv_width = model.num_heads * model.head_dim, (model.num_kv_heads or model.num_heads) * model.head_dim
     inside = {"*": 2 * width + 2 * kv_width, "-": (3 if model.is_gated else 2) * model.ffn_hidden_size}
     return sum(BYTES * rows * (ends + inside[symbol] / setup.tensor_parallel) for symbol in model.blocks(layer))

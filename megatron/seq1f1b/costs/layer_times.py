@@ -138,7 +138,7 @@ def _moving(setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float
     """Kernels of the forward and of the input gradients that only move data."""
     # Two norms (read, write) and two additions to the residual (read two, write one); then the activation function,
     # rotary positions of queries and keys, and their layout.
-    whole = rows * setup.model.hidden_size / (setup.tensor_parallel if setup.sequence_parallel else 1)
+    whole = rows * setup.model.hidden_size / setup.token_shares
     parts = rows * (widths.into_activation + widths.activated + 4 * (widths.queries + widths.keys))
     device = machine.device
     return (

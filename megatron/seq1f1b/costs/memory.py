@@ -6,7 +6,6 @@ What layers keep is in layer_sizes; gradients and states follow Megatron's mixed
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import log2
 from typing import NamedTuple
 
@@ -57,22 +56,26 @@ class Memory:
 def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, float, float]:
     """Activations, keys and values, and states that the forward of segment `index` leaves on a stage for its
     backward."""
-    end = sum(setup.segments[: index + 1])
-    span = end - setup.segments[index], end
+    span = _span(setup, index)
     activations = keys_values = states = 0.0
     for layer, count in layers_alike(setup, stage):
         activations += count * layer_activation(setup, layer, *span)
         keys_values += count * layer_keys_values(setup, layer, *span)
-        if end < setup.sequence_length:
+        if span[1] < setup.sequence_length:
             states += count * layer_state(setup, layer)
     return activations, keys_values, states
 
 
 def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
     """What the input gradients of segment `index` leave in the layers of a stage for its weight gradients."""
-    end = sum(setup.segments[: index + 1])
-    span = end - setup.segments[index], end
+    span = _span(setup, index)
     return sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers_alike(setup, stage))
+
+
+def _span(setup: TrainingSetup, index: int) -> tuple[int, int]:
+    """Where segment `index` starts and ends."""
+    end = sum(setup.segments[: index + 1])
+    return end - setup.segments[index], end
 
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
@@ -117,7 +120,6 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
 def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
     """The memory of a rank at the moment of its peak."""
     stages = setup.placement.stages_of(rank)
-    last_stage = setup.placement.num_stages - 1
     peak = _peak(setup, schedule.ranks[rank], stages)
     activations = keys_values = states = logits = 0.0
     for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
@@ -127,19 +129,17 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
             kept = stage_kept(setup, stage, segment)
             activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
             states += count * kept[2]
-        if stage == last_stage:
-            each = LOGIT_KEPT_FOR_WEIGHTS if waits_for_weights else LOGIT_KEPT
-            logits += count * each * logits_of(setup, setup.segments[segment])
+        each = LOGIT_KEPT_FOR_WEIGHTS if waits_for_weights else LOGIT_KEPT
+        logits += count * each * _logits_of_stage(setup, stage, segment)
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(
             sum(count * layer_state(setup, layer) for layer, count in layers_alike(setup, stage)) for stage in stages
         )
-    share = setup.model.hidden_size * setup.micro_batch_size * max(setup.segments) / setup.context_parallel
-    parallel = setup.tensor_parallel if setup.sequence_parallel else 1
-    messages = 4 * BYTES * share / parallel if setup.pipeline_parallel > 1 else 0.0
+    longest = max(setup.segments)
+    messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
 
-    largest_loss = loss_bytes(setup, max(setup.segments)) if last_stage in stages else 0.0
+    largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
     weights, gradients, optimizer = static_memory(setup, rank)
     dynamic = activations + keys_values + peak.gradients + states + logits + peak.loss + peak.working + messages
     return Memory(
@@ -223,12 +223,11 @@ def _running(setup: TrainingSetup, kind: Kind, stage: int) -> tuple[_Running, ..
     """By segment."""
     found = []
     has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
-    for start, end in pairwise(accumulate(setup.segments, initial=0)):
-        length = end - start
+    for index, length in enumerate(setup.segments):
         # The kept ones are counted with the unit.
         loss = loss_bytes(setup, length, kind is Kind.F) - LOGIT_KEPT * logits_of(setup, length) if has_loss else 0.0
         if kind in (Kind.B, Kind.I):
-            found.append(_Running(loss, backward_working(setup, stage, start, end)))
+            found.append(_Running(loss, backward_working(setup, stage, *_span(setup, index))))
         else:
             found.append(_Running(loss, whole_input(setup, length)))
     return tuple(found)

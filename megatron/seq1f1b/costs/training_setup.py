@@ -97,6 +97,11 @@ class TrainingSetup:
         return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
 
     @property
+    def token_shares(self) -> int:
+        """How many tensor-parallel ranks share the tokens outside of products, as sequence parallelism lets them."""
+        return self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
     def global_batch_size(self) -> int:
         return self.num_microbatches * self.micro_batch_size * self.data_parallel
 

@@ -8,7 +8,7 @@ section 4.2.2); and the gradient of the residual stream. The loss holds logits i
 from dataclasses import replace
 
 from .kernels import BYTES
-from .layer_sizes import block_bytes, keys_values_of, layer_activation
+from .layer_sizes import block_bytes, keys_values_of, layer_activation, layers_alike
 from .training_setup import TrainingSetup
 
 # Tensors of the size of its input that the backward of GELU has at once where every operation is a kernel of its own:
@@ -38,9 +38,8 @@ def whole_input(setup: TrainingSetup, length: int) -> float:
 def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end)."""
     layers = setup.layers_of(stage)
-    alike = {setup.model.blocks(layer): layer for layer in layers}
-    most = max((_layer(setup, layer, start, end) for layer in alike.values()), default=0.0)
-    if setup.software.frees_late and _gathers(setup):
+    most = max((_layer(setup, layer, start, end) for layer, _ in layers_alike(setup, stage)), default=0.0)
+    if setup.software.frees_late and setup.token_shares > 1:
         # Of each layer stay two gathered gradients of outputs and two gradients of gathered inputs, while what the
         # layer kept is freed.
         stays = 4 * whole_input(setup, end - start) - layer_activation(setup, layers[0], start, end)
@@ -51,8 +50,8 @@ def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> 
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     length = end - start
     whole = whole_input(setup, length)
-    residual = whole / (setup.tensor_parallel if setup.sequence_parallel else 1)
-    around = residual + whole + (whole if _gathers(setup) else 0.0)
+    residual = whole / setup.token_shares
+    around = residual + whole + (whole if setup.token_shares > 1 else 0.0)
     again = layer_activation(replace(setup, recompute="none"), layer, start, end) if setup.recompute == "full" else 0.0
     return around + again + max(_block(setup, layer, symbol, start, end) for symbol in setup.model.blocks(layer))
 
@@ -74,7 +73,3 @@ def _block(setup: TrainingSetup, layer: int, symbol: str, start: int, end: int) 
         each = 2 * BYTES + (5 if setup.recompute == "selective" else 0)
         found += each * rows * end * model.num_heads / setup.tensor_parallel / setup.context_parallel
     return found
-
-
-def _gathers(setup: TrainingSetup) -> bool:
-    return setup.sequence_parallel and setup.tensor_parallel > 1

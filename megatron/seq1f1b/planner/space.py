@@ -126,7 +126,7 @@ def scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
     """The lengths that training would have with these flags; None where a sequence is too short."""
     time = _slowest_stage(stage_costs(setup)) if strategy == "balanced" else None
-    multiple = segment_multiple(setup.tensor_parallel if setup.sequence_parallel else 1, setup.context_parallel)
+    multiple = segment_multiple(setup.token_shares, setup.context_parallel)
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
 

@@ -51,8 +51,7 @@ def auto(
         if any(peak > limit for peak, limit in zip(peaks, limits, strict=True)):
             continue
         timeline = simulate(schedule, costs)
-        longest = max(spans[-1].end - spans[0].start for spans in timeline.ranks if spans)
-        score = timeline.makespan, max(peaks), longest
+        score = timeline.makespan, max(peaks), timeline.longest_stretch
         if _is_less(score, best_score):
             best, best_score = schedule, score
     assert best is not None, "list scheduling keeps the limits"

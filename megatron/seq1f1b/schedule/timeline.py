@@ -57,7 +57,13 @@ class Timeline:
         """Idle time of all ranks over their total time, from step start to step end."""
         total = len(self.ranks) * self.makespan
         busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
-        return (total - busy) / total if total else 0.0
+        # Sums of floats are not exact: who never idles may seem to do more.
+        return max(0.0, total - busy) / total if total else 0.0
+
+    @property
+    def longest_stretch(self) -> float:
+        """The longest time that a rank takes from its own first action to its last."""
+        return max((spans[-1].end - spans[0].start for spans in self.ranks if spans), default=0.0)
 
 
 def to_json(timeline: Timeline) -> dict[str, Any]:

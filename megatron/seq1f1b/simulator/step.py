@@ -30,7 +30,7 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """Idle time over total time, from the first forward to the last backward of any rank."""
-        return max(0.0, compute_only(self.timeline).bubble_ratio)
+        return compute_only(self.timeline).bubble_ratio
 
     @property
     def fits(self) -> bool:
