@@ -3,9 +3,9 @@
 
     torchrun --nproc-per-node 2 tools/benchmark_prediction.py --seq-length 4096 --hidden-size 128 --repeats 9
 
-For one and for two model chunks, a run of zb-h1 on segments of equal length is the profile: its forwards, input and
-weight gradients are fitted by stage, as a trace is for --sequence-split-profile. Other families, numbers of segments
-and of micro-batches, and ways to cut are then simulated on it, message by message, and timed in turn with it.
+For one and for two model chunks, runs of zb-h1 on one micro-batch in one to sixteen equal segments are the profile:
+what their forwards, input and weight gradients take by length and prefix, stage by stage. Other families, numbers of
+segments and of micro-batches, and ways to cut are then simulated on it, message by message, and timed in turn with it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from benchmarking.variants import Variant, model_shape, ours
 from megatron.seq1f1b.costs import A100, CPU_CORE, analytic_costs, authors_flops, bottleneck_time
 from megatron.seq1f1b.partition import cut_sequence
 
-_PROFILE = ("zb-h1", "even", 4, 2)
+_PROFILES = tuple(("zb-h1", "even", segments, 1) for segments in (1, 2, 4, 8, 16))
 # By number of model chunks: schedule, strategy, segments, micro-batches.
 CONFIGURATIONS = {
     1: (
@@ -95,7 +95,7 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     use_ranks(num_chunks)
     model, batch, num_stages = build_model(args, num_chunks), Batch(args), num_chunks * dist.get_world_size()
     timed: list[tuple[str, Variant]] = []
-    for schedule, strategy, segments, microbatches in (_PROFILE, *CONFIGURATIONS[num_chunks]):
+    for schedule, strategy, segments, microbatches in (*_PROFILES, *CONFIGURATIONS[num_chunks]):
         lengths = cut(args, strategy, segments, num_stages)
         (variant,) = ours(args, schedule, strategy, lengths, model, batch, microbatches)
         timed.append((f"{variant.name}, m = {microbatches}, C = {num_chunks}", variant))
@@ -105,8 +105,8 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     for _, variant in timed:
         for values in (variant.seconds, variant.cpu_seconds, variant.spans):
             del values[:1]
-    (_, profile), *others = timed
-    stages, message = cost_of_segments(profile), message_seconds(args)
+    profiles, others = timed[: len(_PROFILES)], timed[len(_PROFILES) :]
+    stages, message = cost_of_segments([variant for _, variant in profiles]), message_seconds(args)
     return [
         (name, statistics.median(variant.seconds), predicted_seconds(variant, stages, message))
         for name, variant in others

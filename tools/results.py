@@ -31,7 +31,8 @@ def headline_text() -> str:
         ),
         "TeraPipe speeds GPT-3 175B up 5.0 times on 48 p3.16xlarge": (
             headlines.terapipe_175b,
-            "arXiv 2102.07988, settings 9 and 10 of its table 1, slices of equal length here. Agrees within a fifth.",
+            "arXiv 2102.07988, settings 9 and 10 of its table 1, slices of equal length here. Agrees: the measured "
+            "speed-ups are 6.7, with slices of 64 to 120 tokens, and 5.0.",
             "bash scripts/paper/terapipe.sh --predict",
         ),
         "1T at 502 PFLOP/s on 3072 A100, 52 % of the peak; interleaving gains 10 % and more": (

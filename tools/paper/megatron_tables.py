@@ -1,11 +1,12 @@
-"""Megatron-LM: SC21 table 1 (arXiv 2104.04473) and recomputation table 5 (arXiv 2205.05198)."""
+"""Megatron-LM: SC21 table 1 (arXiv 2104.04473) and recomputation (arXiv 2205.05198, table 5 and figure 1)."""
 
 from collections.abc import Iterator
 
 from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.costs.memory import GIB, rank_memory
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planner.presets import gpt
-from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.schedule import Placement, build
 from megatron.seq1f1b.simulator import predict
 
 from .row import Row, read
@@ -16,6 +17,8 @@ _SC21 = Software(
     flash_attention=False, overlaps_messages=False, overlaps_tensor_parallel=False, gradient_bytes=2, dropout=True
 )
 _LATER = Software(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
+
+_VOCABULARY = 51200
 
 
 def sc21_setup(row: dict[str, str]) -> TrainingSetup:
@@ -49,28 +52,45 @@ def sc21() -> Iterator[Row]:
 
 
 def recomputation() -> Iterator[Row]:
+    return _recomputation("megatron_recompute_table5", "Megatron recomputation table 5")
+
+
+def further_recomputation() -> Iterator[Row]:
+    """Rows that no constant is fitted on."""
+    return _recomputation("megatron_recompute_table5_further", "Megatron recomputation table 5, further")
+
+
+def _recomputation(source: str, table: str) -> Iterator[Row]:
     machine = read_machine("a100-80gb")
-    for row in read("megatron_recompute_table5"):
-        micro_batch = int(row["micro_batch"])
-        setup = TrainingSetup(
-            model=gpt(int(row["num_layers"]), int(row["hidden_size"]), int(row["num_heads"]), int(row["vocab_size"])),
-            sequence_length=int(row["seq_length"]),
-            num_microbatches=int(row["global_batch"]) // int(row["dp"]) // micro_batch,
-            micro_batch_size=micro_batch,
-            tensor_parallel=int(row["tp"]),
-            data_parallel=int(row["dp"]),
-            placement=Placement(int(row["pp"]), int(row["virtual_stages"])),
-            recompute=row["recompute"],
-            sequence_parallel=row["sequence_parallel"] == "1",
-            tied_embeddings=True,
-            software=_LATER,
-        )
-        yield Row(
-            "Megatron recomputation table 5",
-            f"{row['model']}, {row['recompute']}",
-            "s",
-            float(row["iteration_s"]),
-            predict(setup, machine).seconds,
-            setup=setup,
-            machine=machine,
-        )
+    for row in read(source):
+        setup = _later_setup(row)
+        seconds = predict(setup, machine).seconds
+        label = f"{row['model']}, {row['recompute']}"
+        yield Row(table, label, "s", float(row["iteration_s"]), seconds, setup=setup, machine=machine)
+
+
+def activations() -> Iterator[Row]:
+    """Of the first stage, which the paper counts, keys and values included, by its formulas."""
+    for row in read("megatron_activations_figure1"):
+        setup = _later_setup(row)
+        memory = rank_memory(setup, build(setup.family, setup.shape), 0)
+        label = f"{row['model']}, {row['recompute']}"
+        predicted = (memory.activations + memory.keys_values) / GIB
+        yield Row("Megatron activations, figure 1", label, "GiB", float(row["activations_GiB"]), predicted, setup=setup)
+
+
+def _later_setup(row: dict[str, str]) -> TrainingSetup:
+    micro_batch = int(row["micro_batch"])
+    return TrainingSetup(
+        model=gpt(int(row["num_layers"]), int(row["hidden_size"]), int(row["num_heads"]), _VOCABULARY),
+        sequence_length=int(row["seq_length"]),
+        num_microbatches=int(row["global_batch"]) // int(row["dp"]) // micro_batch,
+        micro_batch_size=micro_batch,
+        tensor_parallel=int(row["tp"]),
+        data_parallel=int(row["dp"]),
+        placement=Placement(int(row["pp"]), int(row["virtual_stages"])),
+        recompute=row["recompute"],
+        sequence_parallel=row["sequence_parallel"] == "1",
+        tied_embeddings=True,
+        software=_LATER,
+    )

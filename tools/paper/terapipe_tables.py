@@ -1,19 +1,31 @@
 """TeraPipe (arXiv 2102.07988): latencies of its settings on V100, with and without slices of sequences."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
 
 from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.planner.presets import gpt
-from megatron.seq1f1b.schedule import Placement
-from megatron.seq1f1b.simulator import predict
+from megatron.seq1f1b.schedule import Action, Kind, Placement, build
+from megatron.seq1f1b.simulator import Prediction, predict
 
 from .row import Row, read
 
-# The authors' model is the layers alone, without embedding and vocabulary; gradients take four bytes (memory_model.py).
-_SOFTWARE = Software(flash_attention=False, overlaps_messages=False, overlaps_tensor_parallel=False)
+# The authors' code (zhuohan123/terapipe, test_transformer_terapipe.py) has the layers alone, without embedding and
+# vocabulary; gradients in 16 bit, which are added when the message is sent, and summed over the replicas at the end;
+# softmax in 32 bit by PyTorch's kernels; messages from one rank of a stage, which the next stage broadcasts.
+_SOFTWARE = Software(
+    flash_attention=False,
+    overlaps_messages=False,
+    overlaps_tensor_parallel=False,
+    gradient_bytes=2,
+    fuses_kernels=False,
+    scatters_messages=False,
+    adds_gradients_last=True,
+)
 # Numbers of slices that are tried where none are known.
 SLICES = (1, 2, 4, 8, 16, 32)
 
@@ -34,43 +46,84 @@ def setup_of(setting: dict[str, str], slices: tuple[int, ...]) -> TrainingSetup:
     )
 
 
+def predict_step(setup: TrainingSetup, machine: Machine) -> Prediction:
+    """GPipe, with the additions to the gradients of weights behind every backward."""
+    schedule = build(setup.family, setup.shape)
+    ranks = tuple(tuple(part for action in rank for part in _parts(action)) for rank in schedule.ranks)
+    return predict(setup, machine, replace(schedule, ranks=ranks))
+
+
+def _parts(action: Action) -> tuple[Action, ...]:
+    if action.kind is not Kind.B:
+        return (action,)
+    return action._replace(kind=Kind.I), action._replace(kind=Kind.W)
+
+
 def best_slices(setting: dict[str, str], machine: Machine) -> tuple[int, ...]:
-    """Equal slices, as many as make the shortest step."""
+    """Equal slices, as many as make the shortest step; TeraPipe, too, chooses them by a model of its costs."""
     cuts = [even(int(setting["seqlen"]), count) for count in SLICES]
-    return min(cuts, key=lambda cut: predict(setup_of(setting, cut), machine).seconds)
+    return min(cuts, key=lambda cut: predict_step(setup_of(setting, cut), machine).seconds)
 
 
 def gains() -> Iterator[Row]:
     """How many times faster a step is with slices."""
-    of_setting: dict[str, list[Row]] = {}
-    for row in latencies():
-        of_setting.setdefault(row.group, []).append(row)
-    for group, rows in of_setting.items():
-        if len(rows) == 2:
-            published, predicted = (
-                getattr(rows[0], name) / getattr(rows[1], name) for name in ("published", "predicted")
-            )
-            yield Row("TeraPipe, gain of slices", group, "times", published, predicted)
+    return _gains("TeraPipe, gain of slices", latencies())
+
+
+def further_gains() -> Iterator[Row]:
+    return _gains("TeraPipe, gain of slices, further", further_latencies())
+
+
+def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """`rows` of one group follow each other, the first is without slices."""
+    for group, members in groupby(rows, key=lambda row: row.group):
+        whole, *sliced = members
+        for row in sliced:
+            published, predicted = whole.published / row.published, whole.predicted / row.predicted
+            yield Row(table, row.label if len(sliced) > 1 else group, "times", published, predicted)
 
 
 def latencies() -> Iterator[Row]:
-    machine = read_machine("v100-p3")
-    settings = {row["setting"]: row for row in read("terapipe_settings")}
+    machine, settings = _machine(), _settings()
     for row in read("terapipe_latency_main"):
         setting = settings[row["setting"]]
         scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
         slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
-        # The source omits the slices of setting 1 with TeraPipe, which chooses them by a model of its costs, as we do.
+        # The source omits the slices of setting 1.
         if not scheme and row["algorithm"] == "w/ TeraPipe":
             slices = best_slices(setting, machine)
-        setup = setup_of(setting, slices)
-        yield Row(
-            "TeraPipe latencies",
-            f"setting {row['setting']}, {row['model']}, {row['algorithm']}",
-            "s",
-            float(row["latency_s"]),
-            predict(setup, machine).seconds,
-            group=f"setting {row['setting']}",
-            setup=setup,
-            machine=machine,
-        )
+        label = f"{row['model']}, {row['algorithm']}"
+        yield _row("TeraPipe latencies", f"setting {row['setting']}", label, row, setup_of(setting, slices), machine)
+
+
+def further_latencies() -> Iterator[Row]:
+    """Of the paper's figures and of settings that the other table lacks."""
+    machine, settings = _machine(), _settings()
+    for row in read("terapipe_latency_figures"):
+        setting = {**settings[row["setting"]], **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
+        length, scheme = int(row["seqlen"]), row["slices"]
+        if scheme == "best":
+            slices = best_slices(setting, machine)
+        elif "[" in scheme:
+            found = re.findall(r"\[(\d+)\](?:\*(\d+))?", scheme)
+            slices = tuple(int(each) for each, count in found for _ in range(int(count or 1)))
+        else:
+            slices = even(length, int(scheme))
+        group = f"figure {row['figure']}, setting {row['setting']}, {length} tokens"
+        label = f"{scheme} equal slices" if scheme.isdigit() else "w/ TeraPipe"
+        label = "w/o TeraPipe" if len(slices) == 1 else label
+        yield _row("TeraPipe latencies, further", group, label, row, setup_of(setting, slices), machine)
+
+
+def _row(table: str, group: str, label: str, row: dict[str, str], setup: TrainingSetup, machine: Machine) -> Row:
+    seconds = predict_step(setup, machine).seconds
+    published = float(row["latency_s"])
+    return Row(table, f"{group}, {label}", "s", published, seconds, group=group, setup=setup, machine=machine)
+
+
+def _machine() -> Machine:
+    return read_machine("v100-p3")
+
+
+def _settings() -> dict[str, dict[str, str]]:
+    return {row["setting"]: row for row in read("terapipe_settings")}

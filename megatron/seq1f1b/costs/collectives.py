@@ -61,8 +61,8 @@ def all_to_all_time(machine: Machine, group: Group, num_bytes: float) -> float:
 
 def message_time(machine: Machine, source: int, destination: int, num_bytes: float, senders: int) -> float:
     """A message from rank to rank, while `senders` ranks of a node send to other nodes at once."""
-    devices = machine.devices_per_node
+    devices, network = machine.devices_per_node, machine.network
     if source // devices == destination // devices:
         return machine.node.latency + num_bytes / machine.node.message_bandwidth
-    share = machine.network.bandwidth / senders
-    return machine.network.latency + num_bytes / min(share, machine.network.message_bandwidth)
+    share = network.bandwidth / senders if senders > 1 else network.message_bandwidth
+    return network.latency + num_bytes / min(share, network.message_bandwidth)

@@ -67,15 +67,28 @@ def flash_time(
 
 
 def unfused_attention_time(
-    device: Device, queries: int, keys: int, heads: float, head_dim: int, batch: int, dropout: bool, backward: bool
+    device: Device,
+    queries: int,
+    keys: int,
+    heads: float,
+    head_dim: int,
+    batch: int,
+    dropout: bool,
+    fuses_softmax: bool,
+    backward: bool,
 ) -> float:
-    """Attention by two batched matrix products and a fused kernel for scale, mask and softmax, as in Megatron."""
+    """Attention by two batched matrix products and a kernel for scale, mask and softmax, as in Megatron.
+
+    Without `fuses_softmax` the mask is added by a kernel, the softmax makes numbers in 32 bit, and these are cast.
+    """
     count = heads * batch
     scores = BYTES * count * queries * keys
     products = matmul_time(device, queries, keys, head_dim, count) + matmul_time(device, queries, head_dim, keys, count)
-    softmax = moving_time(device, 2 * scores, 1)  # reads and writes the scores
     masked = moving_time(device, 2.5 * scores, 1) if dropout else 0.0  # the same, and a mask of one byte
     if not backward:
+        # A kernel reads and writes the scores; or three do, with 4 bytes between the last two.
+        softmax = moving_time(device, 2 * scores, 1) if fuses_softmax else moving_time(device, 8 * scores, 3)
         return products + softmax + masked
     # Two products for each of the forward; the softmax also reads its result.
-    return 2 * products + 1.5 * softmax + masked
+    softmax = moving_time(device, 3 * scores, 1) if fuses_softmax else moving_time(device, 8 * scores, 2)
+    return 2 * products + softmax + masked

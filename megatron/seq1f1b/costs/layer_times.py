@@ -20,7 +20,8 @@ class LayerTime:
     """One segment on one layer: the parts of each direction. Seconds on the device.
 
     `forward_*` are parts of the forward; `input_*` of the input gradients; `weight` are the weight gradients.
-    `exchange` is what tensor parallelism does not hide, `all_to_all` what context and expert parallelism exchange.
+    `exchange` is what tensor parallelism does not hide, `all_to_all` what context and expert parallelism exchange,
+    `addition` that of weight gradients to those there, where it comes after all else.
     """
 
     forward_matmul: float
@@ -34,6 +35,7 @@ class LayerTime:
     input_exchange: float
     input_all_to_all: float
     weight: float
+    addition: float
 
     @property
     def forward(self) -> float:
@@ -70,6 +72,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has
         input_exchange,
         context_exchange + routed.all_to_all,
         weight + routed.weight,
+        _addition(setup, machine, has_experts),
     )
 
 
@@ -105,9 +108,16 @@ def _products(
     weights = (queries + 2 * keys, hidden), (hidden, queries), (into_activation, hidden), (hidden, activated)
     forward = sum(matmul_time(device, rows, out, into) for out, into in weights)
     back = sum(matmul_time(device, rows, into, out) for out, into in weights)
+    weight = sum(matmul_time(device, out, into, rows) for out, into in weights)
     # A product that adds to gradients reads and writes them meanwhile.
     adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.layer_parameters(has_experts))
-    return forward, back, max(sum(matmul_time(device, out, into, rows) for out, into in weights), adding)
+    return forward, back, weight if setup.software.adds_gradients_last else max(weight, adding)
+
+
+def _addition(setup: TrainingSetup, machine: Machine, has_experts: bool) -> float:
+    if not setup.software.adds_gradients_last:
+        return 0.0
+    return moving_time(machine.device, 3 * setup.software.gradient_bytes * setup.layer_parameters(has_experts), 1)
 
 
 def _attention(setup: TrainingSetup, machine: Machine, widths: _Widths, start: int, end: int) -> tuple[float, float]:
@@ -120,7 +130,7 @@ def _attention(setup: TrainingSetup, machine: Machine, widths: _Widths, start: i
         forward = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
         back = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
     else:
-        sizes = (device, length, end, heads, model.head_dim, batch, software.dropout)
+        sizes = (device, length, end, heads, model.head_dim, batch, software.dropout, software.fuses_kernels)
         forward = unfused_attention_time(*sizes, backward=False)
         back = unfused_attention_time(*sizes, backward=True)
     if len(setup.segments) > 1:

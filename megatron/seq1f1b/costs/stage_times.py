@@ -48,6 +48,9 @@ def _rows(
         launch_b = sum(layers) * host.layer_backward + (launch_f if setup.recompute == "full" else 0.0)
         total = max(back + weight + repeated, launch_b) + host.action
         weight *= (total - host.action) / (back + weight + repeated) if setup.splits_backward else 1.0
+        if setup.software.adds_gradients_last:
+            weight = sum(count * layer.addition for count, layer in counted)
+            total += weight
         row_f.append(max(forward, launch_f) + host.action)
         row_i.append(total - weight)
         row_w.append(weight)
@@ -86,8 +89,10 @@ def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
 def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """From a stage to the next, and back to the one before: by stage and segment.
 
-    Every tensor-parallel rank sends its part; without sequence parallelism the receivers gather the parts.
+    Every tensor-parallel rank sends its part; without sequence parallelism the receivers gather the parts. Or one of
+    them sends all, which the receivers broadcast.
     """
+    scatters = setup.software.scatters_messages
     tables = []
     stages = setup.placement.num_stages
     for step in (1, -1):
@@ -102,8 +107,9 @@ def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[f
                     row.append(0.0)
                     continue
                 source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
-                senders = min(machine.devices_per_node, setup.pipeline_stride)
-                time = message_time(machine, source, destination, size / setup.tensor_parallel, senders)
+                parts = setup.tensor_parallel if scatters else 1
+                senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
+                time = message_time(machine, source, destination, size / parts, senders)
                 if not setup.sequence_parallel:
                     time += all_gather_time(machine, setup.tensor_group, size)
                 row.append(time)

@@ -22,8 +22,12 @@ class Software:
     `concatenates_prefix`: keys and values of a segment are joined to copies of those before it, as in the code of the
     authors of Seq1F1B, and not written into one buffer. `gradient_bytes` is the size of a gradient that is summed.
     `fuses_kernels`: activation functions, rotary positions and the loss are one kernel each, and hold no terms in
-    between. `frees_late`: the host runs ahead, and tensors of tensor-parallel collectives stay until the device is done
-    with the action (PyTorch before 2.8, unless TORCH_NCCL_AVOID_RECORD_STREAMS is set).
+    between; softmax that is not fused casts its scores to 32 bit and back. `scatters_messages`: each tensor-parallel
+    rank sends its part of a message (arXiv 2104.04473, section 4.1); otherwise one of them sends all, which the
+    receivers broadcast. `adds_gradients_last`: the gradients of weights are added to those there when the input
+    gradient is on its way, which is the W of a schedule, as in the code of the authors of TeraPipe. `frees_late`: the
+    host runs ahead, and tensors of tensor-parallel collectives stay until the device is done with the action (PyTorch
+    before 2.8, unless TORCH_NCCL_AVOID_RECORD_STREAMS is set).
     """
 
     flash_attention: bool = True
@@ -34,6 +38,8 @@ class Software:
     gradient_bytes: int = 4
     dropout: bool = False
     fuses_kernels: bool = True
+    scatters_messages: bool = True
+    adds_gradients_last: bool = False
     frees_late: bool = False
 
 

@@ -3,7 +3,8 @@
 What a rank sends and receives between two of its actions is one batch: it starts when both ends of a message have come
 to theirs, and the rank goes on when all its messages are through (megatron.core, p2p_communication, batched
 send-receive). With several model chunks a forward and the backward that follows it share one batch, as in the steady
-state of Megatron's interleaved schedule.
+state of Megatron's interleaved schedule. A W runs while
+the messages before it travel; those behind it are received after it.
 """
 
 from collections.abc import Iterator
@@ -76,55 +77,63 @@ class _Machine:
     def _advance(self, rank: int) -> Iterator[tuple[int, int]]:
         """Runs a rank; yields the side of a message without which it cannot go on."""
         posted, waiting, runnable = self.posted, self.waiting, self.runnable
-        spans, duration = self.spans[rank], self.costs.duration
         now = 0.0
-        for actions, batch in self._batches(rank):
+        for weights, batch, actions in self._batches(rank):
+            reached = now
+            now = self._run(rank, weights, now)
             for side, message, _ in batch:
-                posted[side][message] = now
+                posted[side][message] = now if side else reached
                 if (side, message) in waiting:
                     runnable.append(waiting.pop((side, message)))
             done = now
             for side, message, time in batch:
-                other = posted[1 - side]
-                while other[message] < 0:
+                here, there = posted[side], posted[1 - side]
+                while there[message] < 0:
                     yield 1 - side, message
-                done = max(done, max(now, other[message]) + time)
-            now = done
-            for action in actions:
-                end = now + duration(action.kind, action.stage, action.segment)
-                spans.append(Span(action, now, end))
-                now = end
+                done = max(done, max(here[message], there[message]) + time)
+            now = self._run(rank, actions, done)
 
-    def _batches(self, rank: int) -> Iterator[tuple[list[Action], list[tuple[int, int, float]]]]:
-        """Actions that run without an exchange between them, each group with the batch before it.
+    def _run(self, rank: int, actions: list[Action], now: float) -> float:
+        """The end of the last of them."""
+        for action in actions:
+            end = now + self.costs.duration(action.kind, action.stage, action.segment)
+            self.spans[rank].append(Span(action, now, end))
+            now = end
+        return now
+
+    def _batches(self, rank: int) -> Iterator[tuple[list[Action], list[tuple[int, int, float]], list[Action]]]:
+        """A batch of messages, and actions that run after it without another; before it, every W in between.
 
         A batch holds side (0 sends, 1 receives), message and how long it takes.
         """
         received, sent, times = self.messages.received, self.messages.sent, self.messages.times
         segments = self.messages.segments
         batch: list[tuple[int, int, float]] = []
-        for group in _groups(self.schedule.ranks[rank], paired=self.schedule.shape.num_chunks > 1):
+        for weights, group in _groups(self.schedule.ranks[rank], paired=self.schedule.shape.num_chunks > 1):
             for kind, stage, microbatch, segment in group:
                 first = received[kind][stage]
                 if first is not None:
                     source = stage - 1 if kind is Kind.F else stage + 1
                     batch.append((1, first + microbatch * segments + segment, times[kind][source][segment]))
-            yield group, batch
+            yield weights, batch, group
             batch = []
             for kind, stage, microbatch, segment in group:
                 first = sent[kind][stage]
                 if first is not None:
                     batch.append((0, first + microbatch * segments + segment, times[kind][stage][segment]))
-        yield [], batch
 
 
-def _groups(actions: tuple[Action, ...], paired: bool) -> Iterator[list[Action]]:
-    """Single actions; with `paired`, a forward goes together with the backward that follows it."""
+def _groups(actions: tuple[Action, ...], paired: bool) -> Iterator[tuple[list[Action], list[Action]]]:
+    """Every W up to the next exchange, and what follows it: an action, or with `paired` a forward with the backward
+    behind it. The last group has no action."""
     index = 0
-    while index < len(actions):
-        group = [actions[index]]
+    while index <= len(actions):
+        first = index
+        while index < len(actions) and actions[index].kind is Kind.W:
+            index += 1
+        weights, group = list(actions[first:index]), list(actions[index : index + 1])
         index += 1
-        if paired and group[0].kind is Kind.F and index < len(actions) and actions[index].kind is Kind.B:
+        if paired and group and group[0].kind is Kind.F and index < len(actions) and actions[index].kind is Kind.B:
             group.append(actions[index])
             index += 1
-        yield group
+        yield weights, group

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from megatron.seq1f1b.schedule import Costs, Placement, Shape, build, simulate
+from megatron.seq1f1b.schedule import Action, Costs, Kind, Placement, Schedule, Shape, build, simulate
 from megatron.seq1f1b.simulator import execute_blocking
 
 # With several chunks Megatron, too, takes whole groups of as many micro-batches as there are ranks.
@@ -40,3 +40,32 @@ def test_a_schedule_that_needs_messages_ahead_is_a_mistake_and_no_hang():
     shape = Shape(Placement(4, 2), 3)
     with pytest.raises(ValueError, match="ranks that wait for every message cannot run this schedule to its end"):
         execute_blocking(build("gpipe", shape), Costs.uniform(shape))
+
+
+def _split(microbatches):
+    """Two ranks, all forwards, then each I with its W behind it."""
+    shape = Shape(Placement(2), microbatches)
+    ranks = tuple(
+        (
+            *(Action(Kind.F, stage, m, 0) for m in range(microbatches)),
+            *(Action(kind, stage, m, 0) for m in range(microbatches) for kind in (Kind.I, Kind.W)),
+        )
+        for stage in range(2)
+    )
+    return Schedule(shape, ranks)
+
+
+def test_a_w_runs_while_the_message_before_it_travels():
+    """Forward, message, forward and I, message beside the W, I and W."""
+    schedule = _split(1)
+    timeline = execute_blocking(schedule, Costs.uniform(schedule.shape, f=1, i=1, w=0.25, message=0.5))
+    assert timeline.makespan == pytest.approx(1 + 0.5 + 1 + 1 + 0.5 + 1 + 0.25)
+    last = timeline.ranks[1][-1]
+    assert (last.action.kind, last.start, last.end) == (Kind.W, 3.5, 3.75)
+
+
+def test_what_follows_a_w_is_received_after_it():
+    schedule = _split(2)
+    timeline = execute_blocking(schedule, Costs.uniform(schedule.shape, f=1, i=1, w=5, message=0.5))
+    _, _, _, weights, following, _ = timeline.ranks[0]
+    assert following.start == pytest.approx(weights.end + 0.5)
