@@ -205,15 +205,15 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
         for module in modules
     ]
     rows += LOCAL_ATTENTION.patches
-    if not is_library:
-        rows.append(
-            Patch(
-                "megatron.core.datasets.utils.compile_helpers",
-                _unless_shipped,
-                "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
-                wraps=True,
-            )
+    rows.append(
+        Patch(
+            "megatron.core.datasets.utils.compile_helpers",
+            _unless_shipped,
+            "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
+            wraps=True,
         )
+    )
+    if not is_library:
         rows += startup.CommandLine().patches()
         rows += startup.TrainingLoop(overlay.megatron_args, overlay.running, overlay.last_step).patches()
     if add_flags:

@@ -42,6 +42,18 @@ def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, tmp_pa
         assert len(timeline.ranks[0]) >= 12
 
 
+def test_a_loop_that_compiles_megatrons_helpers_does_not_fail(launch, tmp_path):
+    """As Megatron-Bridge's does at its start: the wheel of megatron-core has no makefile for it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import megatron.seq1f1b\n"
+        "megatron.seq1f1b.install(sequence_splits=2)\n"
+        "from megatron.core.datasets.utils import compile_helpers\n"
+        "compile_helpers()\n"
+    )
+    launch(1, script=script).check()
+
+
 @pytest.fixture(scope="module")
 def masked(launch, tmp_path_factory):
     """Megatron's own, with a mask that keeps documents apart."""

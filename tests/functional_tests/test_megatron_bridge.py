@@ -1,24 +1,49 @@
-"""Weights of Hugging Face's by Megatron-Bridge: into a model that runs by segments, and back (see bridge_worker.py)."""
+"""Models of Hugging Face's in Megatron-Bridge: they run and train by segments (see bridge_worker.py and others)."""
 
 import os
 import re
 
 import pytest
 
-from functional_tests.launch import ROOT, torchrun
+from functional_tests.launch import ROOT, Job, torchrun
 
-WORKER = ROOT / "tests" / "functional_tests" / "bridge_worker.py"
+WORKERS = ROOT / "tests" / "functional_tests"
 # Made by hand, see docs/hugging-face.md; its transformers is not the one of the other tests.
 BRIDGE = ROOT / ".venv" / "megatron-bridge"
 # Made by scripts/setup.sh; what Megatron-Bridge imports.
 TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
 
 
-def test_a_llama_goes_in_and_comes_back(tmp_path):
-    for folder, package in ((BRIDGE, "megatron/bridge"), (TRANSFORMER_ENGINE, "transformer_engine")):
+def run(worker: str, *arguments: object) -> Job:
+    """On two ranks, with Megatron-Bridge."""
+    paths = os.pathsep.join(map(str, (ROOT, BRIDGE, TRANSFORMER_ENGINE)))
+    env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    return torchrun(WORKERS / worker, 2, arguments, timeout=300, env=env).check()
+
+
+def needs(*packages: str) -> None:
+    """Skip a test unless these are where Megatron-Bridge is, and Transformer Engine where it belongs."""
+    places = [*((BRIDGE, package) for package in packages), (TRANSFORMER_ENGINE, "transformer_engine")]
+    for folder, package in places:
         if not (folder / package).is_dir():
             pytest.skip(f"{package} is not in {folder.relative_to(ROOT)}: see docs/hugging-face.md")
-    paths = os.pathsep.join(map(str, (ROOT, BRIDGE, TRANSFORMER_ENGINE)))
-    log = torchrun(WORKER, 2, [tmp_path], timeout=300, env={"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}).check().log
+
+
+def assert_logits_agree(log: str) -> None:
     assert float(re.search(r"differ by at most (\S+)", log)[1]) < 1e-4
+
+
+def test_a_llama_goes_in_and_comes_back(tmp_path):
+    needs("megatron/bridge")
+    log = run("bridge_worker.py", tmp_path).log
+    assert_logits_agree(log)
     assert len(re.findall(r"rank [01]: 39 weights came back", log)) == 2
+
+
+def test_its_own_loop_trains_by_segments_as_without_and_the_model_comes_back(tmp_path):
+    needs("megatron/bridge", "modelopt")
+    by_segments = run("bridge_training_worker.py", tmp_path, 4)
+    assert_logits_agree(by_segments.log)
+    whole = run("bridge_training_worker.py", tmp_path, 1)
+    assert len(whole.losses()) == 5 and whole.losses()[-1] < whole.losses()[0] - 0.5
+    assert by_segments.losses() == pytest.approx(whole.losses(), abs=1e-5)
