@@ -69,6 +69,7 @@ What is off, and why, as far as we found it:
   the excess is 0.04 s, 0.08 s, 0 and 0 s a slot for micro-batches of 2, 3, 6 and 12: it comes and goes with the run.
   The third (3.6B, TP 8, micro-batch 2) takes 9.2 ms for a layer, 1.7 times what the same layout takes for the same
   tokens in micro-batches of 8, and 2.4 times what one node takes to launch it. Nothing is fitted to any of these.
+- Megatron recomputation: 175B and 1T came to the tables when all constants were fixed; nothing is fitted on them.
 - Seq1F1B: how many chunks Seq1F1B-I had is not published; the authors' script tries two and four. Its memory is that of
   two in all four models (four would take 13 to 26 % less), its times are those of four (3 % off; two would be up to
   15 % faster, and the order of the methods wrong in five groups). The tables of times assume four, those of memory two.

@@ -38,7 +38,7 @@ def terapipe_175b() -> Iterator[str]:
         if setting["model"] != "GPT3-175B":
             continue
         seconds = {
-            count: terapipe_tables.predict_step(terapipe_tables.setup_of(setting, even(2048, count)), machine).seconds
+            count: predict(terapipe_tables.setup_of(setting, even(2048, count)), machine).seconds
             for count in terapipe_tables.SLICES
         }
         best = min(seconds, key=seconds.__getitem__)

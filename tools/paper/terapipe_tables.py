@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import groupby
 
 from megatron.seq1f1b.costs.machine import Machine, read_machine
 from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.planner.presets import gpt
-from megatron.seq1f1b.schedule import Action, Kind, Placement, build
-from megatron.seq1f1b.simulator import Prediction, predict
+from megatron.seq1f1b.schedule import Placement
+from megatron.seq1f1b.simulator import predict
 
 from .row import Row, read
 
@@ -46,23 +45,10 @@ def setup_of(setting: dict[str, str], slices: tuple[int, ...]) -> TrainingSetup:
     )
 
 
-def predict_step(setup: TrainingSetup, machine: Machine) -> Prediction:
-    """GPipe, with the additions to the gradients of weights behind every backward."""
-    schedule = build(setup.family, setup.shape)
-    ranks = tuple(tuple(part for action in rank for part in _parts(action)) for rank in schedule.ranks)
-    return predict(setup, machine, replace(schedule, ranks=ranks))
-
-
-def _parts(action: Action) -> tuple[Action, ...]:
-    if action.kind is not Kind.B:
-        return (action,)
-    return action._replace(kind=Kind.I), action._replace(kind=Kind.W)
-
-
 def best_slices(setting: dict[str, str], machine: Machine) -> tuple[int, ...]:
     """Equal slices, as many as make the shortest step; TeraPipe, too, chooses them by a model of its costs."""
     cuts = [even(int(setting["seqlen"]), count) for count in SLICES]
-    return min(cuts, key=lambda cut: predict_step(setup_of(setting, cut), machine).seconds)
+    return min(cuts, key=lambda cut: predict(setup_of(setting, cut), machine).seconds)
 
 
 def gains() -> Iterator[Row]:
@@ -116,7 +102,7 @@ def further_latencies() -> Iterator[Row]:
 
 
 def _row(table: str, group: str, label: str, row: dict[str, str], setup: TrainingSetup, machine: Machine) -> Row:
-    seconds = predict_step(setup, machine).seconds
+    seconds = predict(setup, machine).seconds
     published = float(row["latency_s"])
     return Row(table, f"{group}, {label}", "s", published, seconds, group=group, setup=setup, machine=machine)
 

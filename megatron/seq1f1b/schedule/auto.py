@@ -96,7 +96,7 @@ def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: 
             yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), patience)
         # Forwards that give way to backwards let the first rank go on early.
         if hop == 2:
-            for hold in (0.5, 1.0):
+            for hold in (0.5, 0.8, 1.0):
                 yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), hold=hold)
 
     # The order of 1F1B, with W only where a rank waits.

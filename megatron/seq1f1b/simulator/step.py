@@ -1,12 +1,12 @@
 """A training step predicted: the lowered schedule in simulated time, then gradients, optimizer and parameters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..costs.machine import Machine
 from ..costs.memory import GIB, Memory, rank_memory
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.training_setup import TrainingSetup
-from ..schedule import Schedule, Timeline, build, lower, simulate
+from ..schedule import Action, Kind, Schedule, Timeline, build, lower, simulate
 from .blocking import execute_blocking
 from .lowered import ChunkCollectives, compute_only, execute_lowered
 
@@ -45,6 +45,8 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     """
     costs = step_costs(setup, machine)
     schedule = schedule or build(setup.family, setup.shape, costs)
+    if setup.software.adds_gradients_last:
+        schedule = _with_additions(schedule)
     if setup.software.overlaps_messages or setup.pipeline_parallel == 1:
         timeline = execute_lowered(lower(schedule), costs, chunk_collectives(setup, machine))
     else:
@@ -54,6 +56,16 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     seconds = _seconds(timeline, ends, machine)
     memory = tuple(rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel))
     return Prediction(setup, machine, timeline, ends, seconds, memory)
+
+
+def _with_additions(schedule: Schedule) -> Schedule:
+    """The additions to weight gradients behind each backward."""
+
+    def parts(action: Action) -> tuple[Action, ...]:
+        return (action._replace(kind=Kind.I), action._replace(kind=Kind.W)) if action.kind is Kind.B else (action,)
+
+    ranks = (tuple(part for action in actions for part in parts(action)) for actions in schedule.ranks)
+    return replace(schedule, ranks=tuple(ranks))
 
 
 def shortest(setup: TrainingSetup, machine: Machine, schedule: Schedule) -> float:

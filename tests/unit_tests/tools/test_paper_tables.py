@@ -26,7 +26,7 @@ REACHED = {
     "TeraPipe latencies, further": (0.07, 0.17),
     "TeraPipe, gain of slices, further": (0.055, 0.14),
     "Zero Bubble bubble rates": (0.005, 0.01),
-    "Zero Bubble, ZB-2p against auto": (0.005, 0.011),
+    "Zero Bubble, ZB-2p against auto": (0.005, 0.0085),
     "Zero Bubble memory": (0.03, 0.065),
 }
 
