@@ -51,7 +51,7 @@ class Export(Callback):
 
 
 def config(bridge: AutoBridge) -> ConfigContainer:
-    """Five iterations of four micro-batches of random tokens."""
+    """Five iterations of four micro-batches of random tokens, and evaluations between them."""
     config = _pretrain_common()
     config.model = bridge.to_megatron_provider()
     for_two_cpu_ranks(config.model)
@@ -62,8 +62,6 @@ def config(bridge: AutoBridge) -> ConfigContainer:
     config.mixed_precision = None
     config.optimizer.bf16 = config.optimizer.fp16 = False
     config.optimizer.params_dtype = torch.float32
-    config.optimizer.use_distributed_optimizer = config.ddp.use_distributed_optimizer = False
-    config.ddp.overlap_grad_reduce = config.ddp.overlap_param_gather = False
     config.dist.distributed_backend = "gloo"
     config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model = "NullTokenizer", None
     config.tokenizer.vocab_size = VOCABULARY - 1
@@ -72,7 +70,7 @@ def config(bridge: AutoBridge) -> ConfigContainer:
     config.dataset.pin_memory = config.dataset.persistent_workers = False
     config.train.train_iters = 5
     config.train.global_batch_size, config.train.micro_batch_size = 4 * BATCH, BATCH
-    config.validation.eval_iters = 0
+    config.validation.eval_iters = config.validation.eval_interval = 2
     config.scheduler.lr_warmup_iters = 1
     config.optimizer.lr = 1e-3
     config.logger.log_interval = 1

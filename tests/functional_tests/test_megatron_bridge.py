@@ -47,3 +47,6 @@ def test_its_own_loop_trains_by_segments_as_without_and_the_model_comes_back(tmp
     whole = run("bridge_training_worker.py", tmp_path, 1)
     assert len(whole.losses()) == 5 and whole.losses()[-1] < whole.losses()[0] - 0.5
     assert by_segments.losses() == pytest.approx(whole.losses(), abs=1e-5)
+    evaluated = whole.losses("lm loss value")
+    assert len(evaluated) >= 3  # after two iterations, after four, and at the end
+    assert by_segments.losses("lm loss value") == pytest.approx(evaluated, abs=1e-5)
