@@ -14,20 +14,23 @@ from .model_shape import ModelShape
 class Software:
     """How the program runs the step; the defaults are those of this package.
 
-    `flash_attention`: no scores in memory. `overlaps_messages`: ranks compute while messages travel; otherwise both
-    sides of a message wait for it, as in Megatron's schedules without --overlap-p2p-communication.
-    `overlaps_tensor_parallel`: collectives of the backward run beside weight gradients. `overlaps_data_parallel`:
-    gradients of a model chunk are summed, and its parameters gathered, beside the compute of others
-    (--overlap-grad-reduce, --overlap-param-gather).
-    `concatenates_prefix`: keys and values of a segment are joined to copies of those before it, as in the code of the
-    authors of Seq1F1B, and not written into one buffer. `gradient_bytes` is the size of a gradient that is summed.
-    `fuses_kernels`: activation functions, rotary positions and the loss are one kernel each, and hold no terms in
-    between; softmax that is not fused casts its scores to 32 bit and back. `scatters_messages`: each tensor-parallel
-    rank sends its part of a message (arXiv 2104.04473, section 4.1); otherwise one of them sends all, which the
-    receivers broadcast. `adds_gradients_last`: the gradients of weights are added to those there when the input
-    gradient is on its way, which is the W of a schedule, as in the code of the authors of TeraPipe. `frees_late`: the
-    host runs ahead, and tensors of tensor-parallel collectives stay until the device is done with the action (PyTorch
-    before 2.8, unless TORCH_NCCL_AVOID_RECORD_STREAMS is set).
+    - `flash_attention`: no scores in memory.
+    - `overlaps_messages`: ranks compute while messages travel; otherwise both sides of a message wait for it, as in
+      Megatron's schedules without --overlap-p2p-communication.
+    - `overlaps_tensor_parallel`: collectives of the backward run beside weight gradients.
+    - `overlaps_data_parallel`: gradients of a model chunk are summed, and its parameters gathered, beside the compute
+      of others (--overlap-grad-reduce, --overlap-param-gather).
+    - `concatenates_prefix`: keys and values of a segment are joined to copies of those before it, as in the code of
+      the authors of Seq1F1B, and not written into one buffer.
+    - `gradient_bytes`: the size of a gradient that is summed.
+    - `fuses_kernels`: activation functions, rotary positions and the loss are one kernel each, and hold no terms in
+      between; softmax that is not fused casts its scores to 32 bit and back.
+    - `scatters_messages`: each tensor-parallel rank sends its part of a message (arXiv 2104.04473, section 4.1);
+      otherwise one of them sends all, which the receivers broadcast.
+    - `adds_gradients_last`: the gradients of weights are added to those there when the input gradient is on its way,
+      which is the W of a schedule, as in the code of the authors of TeraPipe.
+    - `frees_late`: the host runs ahead, and tensors of tensor-parallel collectives stay until the device is done with
+      the action (PyTorch before 2.8, unless TORCH_NCCL_AVOID_RECORD_STREAMS is set).
     """
 
     flash_attention: bool = True
