@@ -79,9 +79,9 @@ What is off, and why, as far as we found it:
   message has left, 3.8 ms a slice for 175B: only that makes 128 slices slower than 16. The slices of settings 1, 6 and
   of figure 7 are not in the sources; as many equal ones as are fastest by prediction stand for them. Times of setting 1
   spread by 7 % and 13 %, more than its gain is off. Of figure 6(a), 4, 8 and 16 slices take the same time to 1 %; by
-  prediction eight would be a tenth faster than four. In setting 5 a slice of 700 tokens takes 37 % of the whole
-  sequence as published, 39 % by prediction, since its products leave half of the multiprocessors idle by our count of
-  tiles.
+  prediction eight would be a tenth faster than four. In setting 5 a slice of 700 tokens takes 0.375 of the time of the
+  whole sequence as published, 0.405 by prediction, since its products leave half of the multiprocessors idle by our
+  count of tiles.
 - Zero Bubble: ZB-2p has no counterpart here; `auto` in the same memory shortens the step instead. All ranks take the
   optimizer step together, so that a step is no shorter than its work on the last rank, which starts when the first
   forward arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank begin and end on its own, which its
