@@ -20,7 +20,7 @@ import torch.distributed as dist  # isort: skip
 
 from benchmarking.device import use_own_gpu
 from benchmarking.model import Batch, build_model, use_ranks
-from benchmarking.prediction import cost_of_segments, predicted_seconds, table
+from benchmarking.prediction import predicted_seconds, profile_of, table
 from benchmarking.variants import Variant, model_shape, ours
 from megatron.seq1f1b.costs import A100, CPU_CORE, analytic_costs, authors_flops, bottleneck_time
 from megatron.seq1f1b.partition import cut_sequence
@@ -105,10 +105,10 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     for _, variant in timed:
         for values in (variant.seconds, variant.cpu_seconds, variant.spans):
             del values[:1]
-    profiles, others = timed[: len(_PROFILES)], timed[len(_PROFILES) :]
-    stages, message = cost_of_segments([variant for _, variant in profiles]), message_seconds(args)
+    profiled, others = timed[: len(_PROFILES)], timed[len(_PROFILES) :]
+    profile, message = profile_of([variant for _, variant in profiled]), message_seconds(args)
     return [
-        (name, statistics.median(variant.seconds), predicted_seconds(variant, stages, message))
+        (name, statistics.median(variant.seconds), predicted_seconds(variant, profile, message))
         for name, variant in others
     ]
 

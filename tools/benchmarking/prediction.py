@@ -6,46 +6,49 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from statistics import median
 
-from megatron.seq1f1b.costs import StageCost, action_costs
-from megatron.seq1f1b.costs.measured_time import Point, fit
-from megatron.seq1f1b.schedule import Kind, lower
+from megatron.seq1f1b.costs.measured_time import MeasuredTime, Point, fit
+from megatron.seq1f1b.schedule import Costs, Kind, lower
 from megatron.seq1f1b.simulator import execute_lowered
 
 from .results import as_run
 from .variants import Variant
 
-
-def cost_of_segments(profiled: Sequence[Variant]) -> tuple[StageCost, ...]:
-    """What a segment of any length costs on every stage, by the median times of single actions (`measured_time.fit`).
-
-    `profiled` are runs with backwards split into I and W, each with segments of another length.
-    """
-    return tuple(_cost_of_stage(profiled, stage) for stage in range(profiled[0].shape.num_stages))
+# By kind of action, F, I and W, what a segment of any length takes on every stage.
+Profile = dict[Kind, tuple[MeasuredTime, ...]]
 
 
-def _cost_of_stage(profiled: Sequence[Variant], stage: int) -> StageCost:
-    forward, backward, weight = (
-        fit([point for variant in profiled for point in _points(variant, stage, kinds)])
-        for kinds in ((Kind.F,), (Kind.I, Kind.W), (Kind.W,))
-    )
-    return StageCost(forward, backward, weight, forward + backward)
+def profile_of(runs: Sequence[Variant]) -> Profile:
+    """By the median times of single actions, in runs with segments of another length each (`measured_time.fit`)."""
+    stages = range(runs[0].shape.num_stages)
+    return {
+        kind: tuple(fit([point for run in runs for point in _points(run, stage, kind)]) for stage in stages)
+        for kind in (Kind.F, Kind.I, Kind.W)
+    }
 
 
-def _points(variant: Variant, stage: int, kinds: tuple[Kind, ...]) -> Iterator[Point]:
+def _points(run: Variant, stage: int, kind: Kind) -> Iterator[Point]:
     seconds = defaultdict(list)
-    for action, start, end in (span for step in variant.spans for rank in step for span in rank):
-        seconds[action.kind, action.stage, action.segment].append(end - start)
-    for segment, (start, end) in enumerate(pairwise(accumulate(variant.lengths, initial=0))):
-        time = sum(median(seconds[kind, stage, segment]) for kind in kinds)
-        yield Point(end - start, start, time)
+    for action, start, end in (span for step in run.spans for rank in step for span in rank):
+        if (action.kind, action.stage) == (kind, stage):
+            seconds[action.segment].append(end - start)
+    for segment, (start, end) in enumerate(_bounds(run)):
+        yield Point(end - start, start, median(seconds[segment]))
 
 
-def predicted_seconds(variant: Variant, stages: Sequence[StageCost], message_seconds: float) -> float:
+def predicted_seconds(variant: Variant, profile: Profile, message_seconds: float) -> float:
     """The schedule of a variant, lowered, with such costs and messages."""
-    costs = action_costs(stages, [1] * len(stages), variant.lengths)
-    messages = tuple((message_seconds,) * len(variant.lengths) for _ in stages)
-    costs = replace(costs, message_f=messages, message_b=messages)
+    f, i, w = (
+        # A fitted time of next to nothing may come out below it.
+        tuple(tuple(max(0.0, time(start, end)) for start, end in _bounds(variant)) for time in profile[kind])
+        for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    costs = replace(Costs.uniform(variant.shape, message=message_seconds), f=f, i=i, w=w)
     return execute_lowered(lower(as_run(variant)), costs).makespan
+
+
+def _bounds(variant: Variant) -> Iterator[tuple[int, int]]:
+    """Where each segment starts and ends."""
+    return pairwise(accumulate(variant.lengths, initial=0))
 
 
 def table(rows: Sequence[tuple[str, float, float]]) -> str:
