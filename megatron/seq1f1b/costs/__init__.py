@@ -9,7 +9,7 @@ from .flops import authors_flops, layer_flops
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
 from .stage_costs import AnalyticTime, StageCost, analytic_costs, bottleneck_time
-from .traced_costs import is_trace, read_traced_costs, traced_costs
+from .traced_costs import is_trace, read_traced_costs
 
 __all__ = [
     "A100",
@@ -34,6 +34,5 @@ __all__ = [
     "layer_flops",
     "read_profile",
     "read_traced_costs",
-    "traced_costs",
     "write_profile",
 ]

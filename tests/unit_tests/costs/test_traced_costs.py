@@ -13,10 +13,9 @@ from megatron.seq1f1b.costs import (
     analytic_costs,
     is_trace,
     read_traced_costs,
-    traced_costs,
 )
 from megatron.seq1f1b.costs.measured_time import Point
-from megatron.seq1f1b.costs.traced_costs import fit_time
+from megatron.seq1f1b.costs.traced_costs import fit_time, traced_costs
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 
