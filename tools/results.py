@@ -26,8 +26,7 @@ def headline_text() -> str:
             headlines.thirty_billion_at_64k,
             "arXiv 2406.03488: 1F1B and its interleaved form cannot. Predicted for the authors' code and 16 "
             "micro-batches. Agrees. [Rehearsed](rehearsal.md), too, on 8 micro-batches: 1F1B exceeds 80 GiB on "
-            "pipeline ranks 0 to 3, its interleaved form on 0 to 6, Seq1F1B and its "
-            "interleaved form on none.",
+            "pipeline ranks 0 to 3, its interleaved form on 0 to 6, Seq1F1B and its interleaved form on none.",
             "bash scripts/paper/seq1f1b.sh --predict",
         ),
         "TeraPipe speeds GPT-3 175B up 5.0 times on 48 p3.16xlarge": (

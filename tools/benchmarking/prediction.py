@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from megatron.seq1f1b.costs.measured_time import MeasuredTime, Point, fit
+from megatron.seq1f1b.partition import segment_times
 from megatron.seq1f1b.schedule import Costs, Kind, lower
 from megatron.seq1f1b.simulator import execute_lowered
 
@@ -31,7 +32,7 @@ def _points(run: Variant, stage: int, kind: Kind) -> Iterator[Point]:
     for action, start, end in (span for step in run.spans for rank in step for span in rank):
         if (action.kind, action.stage) == (kind, stage):
             seconds[action.segment].append(end - start)
-    for segment, (start, end) in enumerate(_bounds(run)):
+    for segment, (start, end) in enumerate(pairwise(accumulate(run.lengths, initial=0))):
         yield Point(end - start, start, median(seconds[segment]))
 
 
@@ -39,16 +40,11 @@ def predicted_seconds(variant: Variant, profile: Profile, message_seconds: float
     """The schedule of a variant, lowered, with such costs and messages."""
     f, i, w = (
         # A fitted time of next to nothing may come out below it.
-        tuple(tuple(max(0.0, time(start, end)) for start, end in _bounds(variant)) for time in profile[kind])
+        tuple(tuple(max(0.0, seconds) for seconds in segment_times(variant.lengths, time)) for time in profile[kind])
         for kind in (Kind.F, Kind.I, Kind.W)
     )
     costs = replace(Costs.uniform(variant.shape, message=message_seconds), f=f, i=i, w=w)
     return execute_lowered(lower(as_run(variant)), costs).makespan
-
-
-def _bounds(variant: Variant) -> Iterator[tuple[int, int]]:
-    """Where each segment starts and ends."""
-    return pairwise(accumulate(variant.lengths, initial=0))
 
 
 def table(rows: Sequence[tuple[str, float, float]]) -> str:

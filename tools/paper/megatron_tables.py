@@ -18,8 +18,6 @@ _SC21 = Software(
 )
 _LATER = Software(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 
-_VOCABULARY = 51200
-
 
 def sc21_setup(row: dict[str, str]) -> TrainingSetup:
     return TrainingSetup(
@@ -82,7 +80,7 @@ def activations() -> Iterator[Row]:
 def _later_setup(row: dict[str, str]) -> TrainingSetup:
     micro_batch = int(row["micro_batch"])
     return TrainingSetup(
-        model=gpt(int(row["num_layers"]), int(row["hidden_size"]), int(row["num_heads"]), _VOCABULARY),
+        model=gpt(int(row["num_layers"]), int(row["hidden_size"]), int(row["num_heads"]), int(row["vocab_size"])),
         sequence_length=int(row["seq_length"]),
         num_microbatches=int(row["global_batch"]) // int(row["dp"]) // micro_batch,
         micro_batch_size=micro_batch,

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import groupby
 
 from megatron.seq1f1b.costs.machine import Machine, read_machine
@@ -51,6 +52,43 @@ def best_slices(setting: dict[str, str], machine: Machine) -> tuple[int, ...]:
     return min(cuts, key=lambda cut: predict(setup_of(setting, cut), machine).seconds)
 
 
+@cache
+def latencies() -> tuple[Row, ...]:
+    machine, settings = read_machine("v100-p3"), _settings()
+    found = []
+    for row in read("terapipe_latency_main"):
+        setting = settings[row["setting"]]
+        scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
+        slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
+        # The source omits the slices of setting 1.
+        if not scheme and row["algorithm"] == "w/ TeraPipe":
+            slices = best_slices(setting, machine)
+        label = f"{row['model']}, {row['algorithm']}"
+        setup = setup_of(setting, slices)
+        found.append(_row("TeraPipe latencies", f"setting {row['setting']}", label, row, setup, machine))
+    return tuple(found)
+
+
+@cache
+def further_latencies() -> tuple[Row, ...]:
+    """Of the paper's figures and of settings that the other table lacks."""
+    machine, settings = read_machine("v100-p3"), _settings()
+    found = []
+    for row in read("terapipe_latency_figures"):
+        setting = {**settings[row["setting"]], **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
+        length, scheme = int(row["seqlen"]), row["slices"]
+        if scheme.isdigit():
+            slices, label = even(length, int(scheme)), "w/o TeraPipe" if scheme == "1" else f"{scheme} equal slices"
+        elif scheme == "best":
+            slices, label = best_slices(setting, machine), "w/ TeraPipe"
+        else:  # such as [120]*4 + [64]
+            counts = re.findall(r"\[(\d+)\](?:\*(\d+))?", scheme)
+            slices, label = tuple(int(each) for each, count in counts for _ in range(int(count or 1))), "w/ TeraPipe"
+        group = f"figure {row['figure']}, setting {row['setting']}, {length} tokens"
+        found.append(_row("TeraPipe latencies, further", group, label, row, setup_of(setting, slices), machine))
+    return tuple(found)
+
+
 def gains() -> Iterator[Row]:
     """How many times faster a step is with slices."""
     return _gains("TeraPipe, gain of slices", latencies())
@@ -69,46 +107,10 @@ def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
             yield Row(table, row.label if len(sliced) > 1 else group, "times", published, predicted)
 
 
-def latencies() -> Iterator[Row]:
-    machine, settings = _machine(), _settings()
-    for row in read("terapipe_latency_main"):
-        setting = settings[row["setting"]]
-        scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
-        slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
-        # The source omits the slices of setting 1.
-        if not scheme and row["algorithm"] == "w/ TeraPipe":
-            slices = best_slices(setting, machine)
-        label = f"{row['model']}, {row['algorithm']}"
-        yield _row("TeraPipe latencies", f"setting {row['setting']}", label, row, setup_of(setting, slices), machine)
-
-
-def further_latencies() -> Iterator[Row]:
-    """Of the paper's figures and of settings that the other table lacks."""
-    machine, settings = _machine(), _settings()
-    for row in read("terapipe_latency_figures"):
-        setting = {**settings[row["setting"]], **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
-        length, scheme = int(row["seqlen"]), row["slices"]
-        if scheme == "best":
-            slices = best_slices(setting, machine)
-        elif "[" in scheme:
-            found = re.findall(r"\[(\d+)\](?:\*(\d+))?", scheme)
-            slices = tuple(int(each) for each, count in found for _ in range(int(count or 1)))
-        else:
-            slices = even(length, int(scheme))
-        group = f"figure {row['figure']}, setting {row['setting']}, {length} tokens"
-        label = f"{scheme} equal slices" if scheme.isdigit() else "w/ TeraPipe"
-        label = "w/o TeraPipe" if len(slices) == 1 else label
-        yield _row("TeraPipe latencies, further", group, label, row, setup_of(setting, slices), machine)
-
-
 def _row(table: str, group: str, label: str, row: dict[str, str], setup: TrainingSetup, machine: Machine) -> Row:
     seconds = predict(setup, machine).seconds
     published = float(row["latency_s"])
     return Row(table, f"{group}, {label}", "s", published, seconds, group=group, setup=setup, machine=machine)
-
-
-def _machine() -> Machine:
-    return read_machine("v100-p3")
 
 
 def _settings() -> dict[str, dict[str, str]]:

@@ -64,5 +64,7 @@ def message_time(machine: Machine, source: int, destination: int, num_bytes: flo
     devices, network = machine.devices_per_node, machine.network
     if source // devices == destination // devices:
         return machine.node.latency + num_bytes / machine.node.message_bandwidth
-    share = network.bandwidth / senders if senders > 1 else network.message_bandwidth
-    return network.latency + num_bytes / min(share, network.message_bandwidth)
+    bandwidth = network.message_bandwidth
+    if senders > 1:  # over TCP, collectives reach less than one message alone
+        bandwidth = min(bandwidth, network.bandwidth / senders)
+    return network.latency + num_bytes / bandwidth

@@ -52,7 +52,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has
     """The time of the tokens [start, end) of every sequence of a micro-batch, without recomputation."""
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
     widths = _Widths.of(setup, has_experts)
-    forward_matmul, input_matmul, weight = _products(setup, machine, widths, rows, has_experts)
+    forward_matmul, input_matmul, weight, addition = _products(setup, machine, widths, rows, has_experts)
     forward_attention, input_attention = _attention(setup, machine, widths, start, end)
     forward_other, input_other = _moving(setup, machine, widths, rows)
     forward_exchange, input_exchange = _tensor_exchange(setup, machine, widths, rows, weight)
@@ -72,7 +72,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has
         input_exchange,
         context_exchange + routed.all_to_all,
         weight + routed.weight,
-        _addition(setup, machine, has_experts),
+        addition,
     )
 
 
@@ -100,8 +100,8 @@ class _Widths(NamedTuple):
 
 def _products(
     setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float, has_experts: bool
-) -> tuple[float, float, float]:
-    """Matrix products of the forward, of input gradients and of weight gradients."""
+) -> tuple[float, float, float, float]:
+    """Matrix products of the forward, of input gradients and of weight gradients, and what adds these up after all."""
     device, hidden = machine.device, setup.model.hidden_size
     queries, keys, into_activation, activated = widths
     # outputs, inputs
@@ -109,15 +109,11 @@ def _products(
     forward = sum(matmul_time(device, rows, out, into) for out, into in weights)
     back = sum(matmul_time(device, rows, into, out) for out, into in weights)
     weight = sum(matmul_time(device, out, into, rows) for out, into in weights)
+    gradients = setup.software.gradient_bytes * setup.layer_parameters(has_experts)
+    if setup.software.adds_gradients_last:
+        return forward, back, weight, moving_time(device, 3 * gradients, 1)
     # A product that adds to gradients reads and writes them meanwhile.
-    adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.layer_parameters(has_experts))
-    return forward, back, weight if setup.software.adds_gradients_last else max(weight, adding)
-
-
-def _addition(setup: TrainingSetup, machine: Machine, has_experts: bool) -> float:
-    if not setup.software.adds_gradients_last:
-        return 0.0
-    return moving_time(machine.device, 3 * setup.software.gradient_bytes * setup.layer_parameters(has_experts), 1)
+    return forward, back, max(weight, moving_time(device, 2 * gradients)), 0.0
 
 
 def _attention(setup: TrainingSetup, machine: Machine, widths: _Widths, start: int, end: int) -> tuple[float, float]:

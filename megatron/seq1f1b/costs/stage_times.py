@@ -92,7 +92,8 @@ def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[f
     Every tensor-parallel rank sends its part; without sequence parallelism the receivers gather the parts. Or one of
     them sends all, which the receivers broadcast.
     """
-    scatters = setup.software.scatters_messages
+    parts = setup.tensor_parallel if setup.software.scatters_messages else 1
+    senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
     tables = []
     stages = setup.placement.num_stages
     for step in (1, -1):
@@ -107,8 +108,6 @@ def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[f
                     row.append(0.0)
                     continue
                 source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
-                parts = setup.tensor_parallel if scatters else 1
-                senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
                 time = message_time(machine, source, destination, size / parts, senders)
                 if not setup.sequence_parallel:
                     time += all_gather_time(machine, setup.tensor_group, size)

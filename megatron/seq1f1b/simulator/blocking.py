@@ -3,8 +3,8 @@
 What a rank sends and receives between two of its actions is one batch: it starts when both ends of a message have come
 to theirs, and the rank goes on when all its messages are through (megatron.core, p2p_communication, batched
 send-receive). With several model chunks a forward and the backward that follows it share one batch, as in the steady
-state of Megatron's interleaved schedule. A W runs while
-the messages before it travel; those behind it are received after it.
+state of Megatron's interleaved schedule. A W runs while the messages before it travel; those behind it are received
+after it.
 """
 
 from collections.abc import Iterator
