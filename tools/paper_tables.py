@@ -77,11 +77,11 @@ What is off, and why, as far as we found it:
   65536 tokens than at 49152, and there 14 GiB more than at 32768; its first stage is within a GiB of what there is.
 - TeraPipe: what its code does is predicted as it does it. Weight gradients are added by kernels of their own once a
   message has left, 3.8 ms a slice for 175B: without that, 128 slices would take 2.1 s and not 3.1. The slices of
-  settings 1, 6 and of figure 7 are not in the sources; as many equal ones as are fastest by prediction stand for them. Times of setting 1
-  spread by 7 % and 13 %, more than its gain is off. Of figure 6(a), 4, 8 and 16 slices take the same time to 1 %; by
-  prediction eight would be a tenth faster than four. In setting 5 a slice of 700 tokens takes 0.375 of the time of the
-  whole sequence as published, 0.405 by prediction, since its products leave half of the multiprocessors idle by our
-  count of tiles.
+  settings 1, 6 and of figure 7 are not in the sources; as many equal ones as are fastest by prediction stand for them.
+  Times of setting 1 spread by 7 % and 13 %, more than its gain is off. Of figure 6(a), 4, 8 and 16 slices take the same
+  time to 1 %; by prediction eight would be a tenth faster than four. In setting 5 a slice of 700 tokens takes 0.375 of
+  the time of the whole sequence as published, 0.405 by prediction, since its products leave half of the multiprocessors
+  idle by our count of tiles.
 - Zero Bubble: ZB-2p has no counterpart here; `auto` in the same memory shortens the step instead. All ranks take the
   optimizer step together, so that a step is no shorter than its work on the last rank, which starts when the first
   forward arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank begin and end on its own, which its
