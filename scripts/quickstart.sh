@@ -49,16 +49,20 @@ train() {
         die "training failed; see the end of $log: $(grep -E 'Error|error:' "$log" | tail -n 1)"
 }
 
-# Megatron's line per iteration, shortened.
+# Megatron's line per iteration, shortened. Not in awk: mawk reads a pipe in blocks, so that lines come minutes late.
 show_progress() {
-    awk '
-        function after(words) { match($0, words ": *[0-9.E+-]+"); text = substr($0, RSTART, RLENGTH); sub(/.*: */, "", text); return text }
-        / iteration +[0-9]+\// {
-            match($0, /iteration +[0-9]+\/ +[0-9]+/); iteration = substr($0, RSTART + 9, RLENGTH - 9); gsub(/ /, "", iteration)
-            printf "  iteration %7s   %6.2f s   loss %.4f\n", iteration, after("elapsed time per iteration \\(ms\\)") / 1000, after("lm loss"); fflush()
-        }
-        /validation loss at iteration/ && /validation set/ { printf "  validation loss     %.4f\n", after("lm loss value"); fflush() }
-    '
+    local line number='([0-9.E+-]+)'
+    while IFS= read -r line; do
+        if [[ $line =~ \ iteration\ +([0-9]+)/\ +([0-9]+) ]]; then
+            local iteration=${BASH_REMATCH[1]}/${BASH_REMATCH[2]}
+            [[ $line =~ elapsed\ time\ per\ iteration\ \(ms\):\ *$number ]] || continue
+            local seconds=${BASH_REMATCH[1]}e-3
+            [[ $line =~ lm\ loss:\ *$number ]] || continue
+            LC_ALL=C printf '  iteration %7s   %6.2f s   loss %.4f\n' "$iteration" "$seconds" "${BASH_REMATCH[1]}"
+        elif [[ $line == *"validation loss at iteration"* && $line == *"validation set"* && $line =~ lm\ loss\ value:\ *$number ]]; then
+            LC_ALL=C printf '  validation loss     %.4f\n' "${BASH_REMATCH[1]}"
+        fi
+    done
 }
 
 bash scripts/setup.sh
