@@ -1,6 +1,6 @@
 """A profile of a device whose times follow TeraPipe's equation 9, for tests."""
 
-from megatron.seq1f1b.costs import Measurement, ModelShape, Profile, write_profile
+from megatron.seq1f1b.planning.costs import Measurement, ModelShape, Profile, write_profile
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
 LENGTHS = (512, 1024, 2048, 4096)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from megatron.seq1f1b.planner import Plan
+from megatron.seq1f1b.planning.planner import Plan
 from megatron.seq1f1b.report.training_time import plot_training_time
 from paper import headlines, layered
 from paper.gains import COLUMNS, MACHINE, TOKENS, Case, cases

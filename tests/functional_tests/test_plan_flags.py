@@ -10,9 +10,9 @@ import pytest
 
 from functional_tests.test_launch_flags import PARSE, environment
 from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
-from megatron.seq1f1b.costs import Experts, ModelShape
-from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.planner import Candidate, Question, candidates
+from megatron.seq1f1b.planning.costs import Experts, ModelShape
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.planner import Candidate, Question, candidates
 from patience import patient
 
 DENSE = ModelShape(8, 1024, 2816, 8, 128, 32768, num_kv_heads=4, is_gated=True)

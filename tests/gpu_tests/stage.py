@@ -14,9 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import cut_sequence
+from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.memory import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
 

@@ -14,7 +14,7 @@ from megatron.seq1f1b.model.masks import KEEP_APART
 from unit_tests.arguments.parsed import parsed
 
 ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
-PURE = ("schedule", "partition", "costs", "simulator", "planner")
+PURE = ("schedule", "partition", "planning")
 
 
 def test_a_parameter_stands_with_its_value_another_value_or_alone():

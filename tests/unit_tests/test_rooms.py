@@ -14,9 +14,7 @@ MAY_IMPORT = {
     "errors": set(),
     "schedule": {"errors"},
     "partition": {"errors"},
-    "costs": {"errors", "schedule", "partition"},
-    "simulator": {"errors", "schedule", "partition", "costs"},
-    "planner": {"errors", "schedule", "partition", "costs", "simulator"},
+    "planning": {"errors", "schedule", "partition"},
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
@@ -25,10 +23,10 @@ MAY_IMPORT = {
     "model": {"ranks", "patches", "local_hybrid"},
     "runtime": {"ranks", "patches", "schedule", "model"},
     "v_chunks": {"patches", "schedule", "runtime"},
-    "rehearsal": {"errors", "ranks", "patches", "schedule", "costs", "simulator", "report", "model", "runtime"},
+    "rehearsal": {"errors", "ranks", "patches", "schedule", "planning", "report", "model", "runtime"},
     "preprocessing": set(),
-    "arguments": {"errors", "ranks", "schedule", "partition", "costs", "simulator"},
-    "startup": {"ranks", "patches", "schedule", "costs", "model", "runtime", "arguments"},
+    "arguments": {"errors", "ranks", "schedule", "partition", "planning"},
+    "startup": {"ranks", "patches", "schedule", "planning", "model", "runtime", "arguments"},
     "executors": {"ranks", "patches", "schedule", "runtime", "arguments"},
 }
 # These stand on top: the entry points and the console command.
@@ -41,9 +39,7 @@ PURE = {
     "errors": set(),
     "schedule": set(),
     "partition": {"numpy"},
-    "costs": {"numpy"},
-    "simulator": {"numpy"},
-    "planner": {"numpy"},
+    "planning": {"numpy"},
 }
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.seq1f1b.costs import (
+from megatron.seq1f1b.partition import cut_sequence
+from megatron.seq1f1b.planning.costs import (
     A100,
     CPU_CORE,
     ModelShape,
@@ -22,7 +23,6 @@ from megatron.seq1f1b.costs import (
     check_profile,
     read_profile,
 )
-from megatron.seq1f1b.partition import cut_sequence
 from megatron.seq1f1b.runtime import PipelineExecutor, StepMeter
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.planner import Candidate, Plan, Question, Search, preset
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.planner import Candidate, Plan, Question, Search, preset
 
 # Model, GPUs, tokens of a sequence.
 CASES = (

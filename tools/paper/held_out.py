@@ -12,8 +12,8 @@ from math import exp, log
 
 import numpy as np
 
-from megatron.seq1f1b.costs.machine import Machine, read_machine
-from megatron.seq1f1b.simulator import predict
+from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
+from megatron.seq1f1b.planning.simulator import predict
 
 from . import megatron_tables, seq1f1b_tables, vtrain
 from .row import Row

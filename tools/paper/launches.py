@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
-from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planner import Candidate
-from megatron.seq1f1b.planner.presets import gpt
-from megatron.seq1f1b.simulator import predict
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.planner import Candidate
+from megatron.seq1f1b.planning.planner.presets import gpt
+from megatron.seq1f1b.planning.simulator import predict
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
 from .row import Row, read, slug

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby
 
-from megatron.seq1f1b.costs.machine import Machine, read_machine
-from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.partition import even
-from megatron.seq1f1b.planner.presets import gpt
+from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
+from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planning.planner.presets import gpt
+from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
-from megatron.seq1f1b.simulator import predict
 
 from .row import Row, read
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from megatron.seq1f1b.costs.machine import read_machine
-from megatron.seq1f1b.costs.training_setup import Software, TrainingSetup
-from megatron.seq1f1b.planner.presets import gpt
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planning.planner.presets import gpt
+from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
-from megatron.seq1f1b.simulator import predict
 
 from .row import Row, read
 

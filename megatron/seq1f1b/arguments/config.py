@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..costs import A100, CPU_CORE, action_costs
 from ..partition import DEFAULT_STRATEGY
+from ..planning.costs import A100, CPU_CORE, action_costs
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .device import device_memory, is_on_cpu, nearest_machine
 from .megatron_run import MegatronRun

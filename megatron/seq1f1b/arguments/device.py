@@ -3,8 +3,8 @@
 import argparse
 import os
 
-from ..costs.machine import Machine, read_machine
-from ..costs.memory import GIB
+from ..planning.costs.machine import Machine, read_machine
+from ..planning.costs.memory import GIB
 
 
 def is_on_cpu(flags: argparse.Namespace) -> bool:

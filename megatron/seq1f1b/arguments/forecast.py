@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..costs import action_costs
-from ..costs.layer_sizes import are_known
-from ..costs.machine import Machine
-from ..costs.memory import activation_tables, rank_memory
-from ..costs.stage_times import step_costs
-from ..costs.training_setup import TrainingSetup
+from ..planning.costs import action_costs
+from ..planning.costs.layer_sizes import are_known
+from ..planning.costs.machine import Machine
+from ..planning.costs.memory import activation_tables, rank_memory
+from ..planning.costs.stage_times import step_costs
+from ..planning.costs.training_setup import TrainingSetup
+from ..planning.simulator import estimate_step
 from ..schedule import Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, peak_memory
-from ..simulator import estimate_step
 from .megatron_run import MegatronRun
 from .sequence_partition import SequencePartition
 

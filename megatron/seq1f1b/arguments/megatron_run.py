@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
-from ..costs import ModelShape
 from ..partition import segment_multiple
+from ..planning.costs import ModelShape
 from .model_sizes import layers_per_stage, model_shape
 from .supported import BLOCKS
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from ..planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:

@@ -2,7 +2,7 @@
 
 from math import inf
 
-from ..costs.machine import Machine
+from ..planning.costs.machine import Machine
 from ..schedule import ScheduleChoice
 from .forecast import Forecast, forecast
 from .sequence_partition import SequencePartition

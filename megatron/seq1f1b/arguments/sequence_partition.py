@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..costs import (
+from ..errors import ParameterError
+from ..partition import STRATEGIES, check_lengths, cut_sequence, read_lengths, terapipe
+from ..planning.costs import (
     DeviceThroughput,
     StageCost,
     analytic_costs,
@@ -16,8 +18,6 @@ from ..costs import (
     read_profile,
     read_traced_costs,
 )
-from ..errors import ParameterError
-from ..partition import STRATEGIES, check_lengths, cut_sequence, read_lengths, terapipe
 from .megatron_run import MegatronRun
 from .naming import Naming
 

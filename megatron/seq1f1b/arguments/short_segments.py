@@ -5,8 +5,8 @@ import logging
 from itertools import accumulate
 from math import ceil
 
-from ..costs import CPU_CORE, layer_flops
-from ..costs.machine import Machine
+from ..planning.costs import CPU_CORE, layer_flops
+from ..planning.costs.machine import Machine
 from ..ranks import warn_on_rank_0
 from .config import PipelineConfig
 from .device import nearest_machine

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from ..costs import Experts, ModelShape
-from ..planner import Candidate
+from ..planning.costs import Experts, ModelShape
+from ..planning.planner import Candidate
 
 
 def model_flags(model: ModelShape, sequence_length: int) -> list[str]:

@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..costs import Experts, ModelShape
-from ..costs.training_setup import Software, TrainingSetup, even_layers
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
-from ..planner import Candidate, Question
-from ..planner.space import cut, expert_sizes
+from ..planning.costs import Experts, ModelShape
+from ..planning.costs.training_setup import Software, TrainingSetup, even_layers
+from ..planning.planner import Candidate, Question
+from ..planning.planner.space import cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement
 from .model_flags import model_shape
 from .parsing import Parser, count

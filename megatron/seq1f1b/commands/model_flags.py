@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..costs import ModelShape
+from ..planning.costs import ModelShape
 from .parsing import count
 
 

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..costs.machine import machine_names, read_machine
-from ..planner import PRESETS, Question, Search, predict_candidate, preset, way_out
+from ..planning.costs.machine import machine_names, read_machine
+from ..planning.planner import PRESETS, Question, Search, predict_candidate, preset, way_out
 from .candidate_flags import decided_flags, model_flags
 from .launch_flags import as_given, model_of, read_launch, undecided
 from .parsing import Parser, amount, count

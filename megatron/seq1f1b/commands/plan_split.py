@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..arguments import Naming
-from ..costs import (
+from ..errors import ParameterError
+from ..partition import (
+    STRATEGIES,
+    check_lengths,
+    cut_sequence,
+    read_lengths,
+    segment_times,
+    terapipe,
+)
+from ..planning.costs import (
     A100,
     CPU_CORE,
     FitError,
@@ -28,15 +37,6 @@ from ..costs import (
     is_trace,
     read_profile,
     read_traced_costs,
-)
-from ..errors import ParameterError
-from ..partition import (
-    STRATEGIES,
-    check_lengths,
-    cut_sequence,
-    read_lengths,
-    segment_times,
-    terapipe,
 )
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
 from .model_flags import add_model_flags, model_shape

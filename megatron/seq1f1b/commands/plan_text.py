@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ..costs.memory import GIB
-from ..costs.paper_flops import model_flops
-from ..costs.training_setup import parameters_of_model
-from ..planner import Plan, Question, breakdown
+from ..planning.costs.memory import GIB
+from ..planning.costs.paper_flops import model_flops
+from ..planning.costs.training_setup import parameters_of_model
+from ..planning.planner import Plan, Question, breakdown
 
 _COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
 

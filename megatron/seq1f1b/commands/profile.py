@@ -32,7 +32,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from ..costs import Measurement, ModelShape, Profile, write_profile  # noqa: E402
 from ..model import (  # noqa: E402
     Segment,
     SegmentContext,
@@ -41,6 +40,7 @@ from ..model import (  # noqa: E402
     defer_weight_gradients,
 )
 from ..model.kv_cache import KVCache  # noqa: E402
+from ..planning.costs import Measurement, ModelShape, Profile, write_profile  # noqa: E402
 from .model_flags import add_model_flags, model_shape  # noqa: E402
 from .parsing import Parser, count  # noqa: E402
 

@@ -11,10 +11,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..costs import ModelShape
-from ..costs.machine import machine_names, read_machine
-from ..costs.training_setup import parameters_of_model
-from ..planner import (
+from ..planning.costs import ModelShape
+from ..planning.costs.machine import machine_names, read_machine
+from ..planning.costs.training_setup import parameters_of_model
+from ..planning.planner import (
     LAWS,
     PRESETS,
     Question,
@@ -26,7 +26,7 @@ from ..planner import (
     soonest,
     way_out,
 )
-from ..planner.presets import gpt_of
+from ..planning.planner.presets import gpt_of
 from .candidate_flags import decided_flags, model_flags
 from .parsing import PICTURES, Parser, amount, check_output, count
 from .plan import show

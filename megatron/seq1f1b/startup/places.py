@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..costs import ModelShape
-from ..costs.flops import layer_flops
+from ..planning.costs import ModelShape
+from ..planning.costs.flops import layer_flops
 
 
 class Place(NamedTuple):

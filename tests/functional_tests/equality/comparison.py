@@ -20,9 +20,9 @@ from functional_tests.equality.experts import logged
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
 from functional_tests.equality.models import Model
 from functional_tests.equality.step import run
-from megatron.seq1f1b.costs import AnalyticTime
 from megatron.seq1f1b.model import latents
 from megatron.seq1f1b.partition import balanced_by_documents
+from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor
 from megatron.seq1f1b.schedule import choose
 

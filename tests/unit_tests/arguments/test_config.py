@@ -10,7 +10,7 @@ from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import run_of_arguments
 from megatron.seq1f1b.arguments.forecast import forecast
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
-from megatron.seq1f1b.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.schedule import (
     FAMILIES,
     FAMILY_NAMES,

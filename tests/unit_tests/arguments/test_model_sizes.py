@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.seq1f1b.arguments.model_sizes import layers_per_stage, model_shape
-from megatron.seq1f1b.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 DENSE = dict(
     num_layers=4,

@@ -7,7 +7,7 @@ from megatron.seq1f1b.arguments import run_of_arguments
 from megatron.seq1f1b.commands.candidate_flags import decided_flags
 from megatron.seq1f1b.commands.launch_flags import read_launch
 from unit_tests.arguments.parsed import parsed
-from unit_tests.planner.test_flags import sample, words_of
+from unit_tests.planning.planner.test_flags import sample, words_of
 
 
 def test_training_cuts_sequences_where_the_plan_does():

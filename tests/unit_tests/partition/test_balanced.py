@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.costs import A100, CPU_CORE, ModelShape, analytic_costs, authors_flops, bottleneck_time
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import balanced, cut_sequence, even, segment_times, uniform_comp
+from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, authors_flops, bottleneck_time
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 128, 128256, num_kv_heads=8, is_gated=True)

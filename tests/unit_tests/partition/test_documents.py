@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from megatron.seq1f1b.costs import (
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.partition import (
+    balanced_by_documents,
+    cut_sequence,
+    segment_times,
+    within_documents,
+)
+from megatron.seq1f1b.planning.costs import (
     A100,
     CPU_CORE,
     AnalyticTime,
@@ -13,14 +20,7 @@ from megatron.seq1f1b.costs import (
     authors_flops,
     bottleneck_time,
 )
-from megatron.seq1f1b.costs.measured_time import MeasuredTime
-from megatron.seq1f1b.errors import ParameterError
-from megatron.seq1f1b.partition import (
-    balanced_by_documents,
-    cut_sequence,
-    segment_times,
-    within_documents,
-)
+from megatron.seq1f1b.planning.costs.measured_time import MeasuredTime
 
 MODEL = ModelShape(
     num_layers=32,

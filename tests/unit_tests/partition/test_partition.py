@@ -7,7 +7,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.costs import A100, ModelShape, analytic_costs, authors_flops, bottleneck_time
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import (
     STRATEGIES,
@@ -17,6 +16,7 @@ from megatron.seq1f1b.partition import (
     read_lengths,
     uniform_comp,
 )
+from megatron.seq1f1b.planning.costs import A100, ModelShape, analytic_costs, authors_flops, bottleneck_time
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)

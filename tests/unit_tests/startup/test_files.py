@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.costs import ModelShape
+from megatron.seq1f1b.planning.costs import ModelShape
 from megatron.seq1f1b.startup import places
 from megatron.seq1f1b.startup.blends import check_split, data_prefixes
 from megatron.seq1f1b.startup.data_files import check_data

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from megatron.seq1f1b.planner import Training, candidates
+from megatron.seq1f1b.planning.planner import Training, candidates
 from paper import headlines, layered
 from results import gains_text
-from unit_tests.planner.question import MODEL, small
+from unit_tests.planning.planner.question import MODEL, small
 
 
 def test_30b_fits_by_segments_only():

@@ -1,0 +1,112 @@
+"""A machine as a file of cited constants: devices, the host that drives them, nodes, and the network between nodes.
+
+The machines of this package lie in `machines/`, one TOML file each; a user passes the path of a file of the same form.
+Every constant of such a file has its source beside it.
+"""
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ...errors import ParameterError
+
+_FOLDER = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. Rates are peaks of the data sheet; efficiencies are what large kernels reach of them."""
+
+    name: str
+    memory_gib: float  # what a process can allocate, GiB
+    peak_flops: float  # dense, 16 bit, FLOP/s
+    memory_bandwidth: float  # bytes/s
+    multiprocessors: int  # that work on the tiles of a matrix product
+    matmul_efficiency: float  # of a matrix product of full waves
+    memory_efficiency: float  # of kernels that only move data
+    flash_forward: float  # FlashAttention, heads of 128, long sequences
+    flash_backward: float
+    kernel_latency: float  # seconds from the start of one kernel to the start of the next, on an empty device
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the processor that launches kernels needs at least, whatever their size. Seconds."""
+
+    layer_forward: float
+    layer_backward: float
+    action: float  # per forward or backward of a model chunk: data, loss, bookkeeping of the schedule
+    step: float  # per iteration, outside the pipeline
+
+
+@dataclass(frozen=True)
+class Link:
+    """Inside a node, or between nodes. Bytes/s in each direction, seconds.
+
+    `bandwidth` is the bus bandwidth of collectives, as nccl-tests defines it: of one device inside a node, of a whole
+    node to others. `message_bandwidth` is the most that one device reaches with one peer, `latency` that of one hop.
+    """
+
+    bandwidth: float
+    message_bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    device: Device
+    host: Host
+    devices_per_node: int
+    node: Link
+    network: Link
+
+
+def machine_names() -> list[str]:
+    """The names of the machines in this package."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def read_machine(machine: str | Path) -> Machine:
+    """A machine of this package by its name, or any other by the path of its file.
+
+    Raises ParameterError if there is none, or if a constant is missing, unknown or no positive number.
+    """
+    path = _FOLDER / f"{machine}.toml"
+    if not path.is_file():
+        path = Path(machine)
+    try:
+        with path.open("rb") as file:
+            data = tomllib.load(file)
+    except OSError as error:
+        raise ParameterError(
+            "{machine}: there is no such file, and this package has {0}", ", ".join(machine_names()), machine=machine
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ParameterError("{machine}: {0} is not TOML: {1}", path, error, machine=machine) from error
+    try:
+        node = dict(data["node"])
+        devices = int(node.pop("devices"))
+        return Machine(
+            name=path.stem,
+            device=_part(Device, data["device"]),
+            host=_part(Host, data["host"]),
+            devices_per_node=devices,
+            node=_part(Link, node),
+            network=_part(Link, data["network"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ParameterError(
+            "{machine}: {0} lacks a constant or has a wrong one: {1}", path, error, machine=machine
+        ) from error
+
+
+def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
+    names = {field.name for field in fields(kind)}
+    if set(values) != names:
+        raise ValueError(f"a {kind.__name__.lower()} has {', '.join(sorted(names))}; given are {', '.join(values)}")
+    for name, value in values.items():
+        if name != "name" and not (isinstance(value, int | float) and value >= 0):
+            raise ValueError(f"{name} = {value!r} is no number, or negative")
+    return kind(**values)

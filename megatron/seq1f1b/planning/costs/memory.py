@@ -1,0 +1,233 @@
+"""How much memory a training step takes on a device. Bytes.
+
+What layers keep is in layer_sizes; gradients and states follow Megatron's mixed precision with Adam.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import NamedTuple
+
+from ...schedule import Action, Kind, Schedule
+from ...schedule.action import COMPUTE_KINDS
+from ...schedule.costs import Table
+from .kernels import BYTES
+from .layer_sizes import (
+    layer_activation,
+    layer_kept_for_weights,
+    layer_keys_values,
+    layer_keys_values_gradients,
+    layer_state,
+    layers_alike,
+)
+from .training_setup import TrainingSetup
+from .working_memory import LOGIT_KEPT, LOGIT_KEPT_FOR_WEIGHTS, backward_working, loss_bytes, whole_input
+from .working_memory import logits as logits_of
+
+GIB = 2**30
+# What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it
+# whenever the number of lengths of segments doubles, since blocks of one length do not serve another; and a share of
+# the logits, which need the largest blocks. Measured by both counters of the allocator, without any prediction:
+# tools/paper/allocator.py.
+_HELD_BACK, _FOR_EACH_DOUBLING, _OF_LOGITS = 0.02, 0.071, 0.38
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank at the moment of its peak, by use. Bytes."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    keys_values: float
+    states: float  # of recurrent layers
+    logits: float
+    working: float
+    messages: float
+    reserved: float  # unused, but not given back
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, float, float]:
+    """Activations, keys and values, and states that the forward of segment `index` leaves on a stage for its
+    backward."""
+    span = _span(setup, index)
+    activations = keys_values = states = 0.0
+    for layer, count in layers_alike(setup, stage):
+        activations += count * layer_activation(setup, layer, *span)
+        keys_values += count * layer_keys_values(setup, layer, *span)
+        if span[1] < setup.sequence_length:
+            states += count * layer_state(setup, layer)
+    return activations, keys_values, states
+
+
+def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
+    """What the input gradients of segment `index` leave in the layers of a stage for its weight gradients."""
+    span = _span(setup, index)
+    return sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers_alike(setup, stage))
+
+
+def _span(setup: TrainingSetup, index: int) -> tuple[int, int]:
+    """Where segment `index` starts and ends."""
+    end = sum(setup.segments[: index + 1])
+    return end - setup.segments[index], end
+
+
+def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
+    """`activation` and `kept` of `Costs`, in bytes; of these, schedules take no more to be kept than was held."""
+    stages = range(setup.placement.num_stages)
+    held = tuple(_by_segment(setup, stage, _held) for stage in stages)
+    kept = tuple(_by_segment(setup, stage, _kept_for_weights) for stage in stages)
+    return held, tuple(tuple(map(min, *rows)) for rows in zip(kept, held, strict=True))
+
+
+def _by_segment(
+    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], float]
+) -> tuple[float, ...]:
+    return tuple(of_segment(setup, stage, index) for index in range(len(setup.segments)))
+
+
+def _held(setup: TrainingSetup, stage: int, index: int) -> float:
+    return sum(stage_kept(setup, stage, index)) + LOGIT_KEPT * _logits_of_stage(setup, stage, index)
+
+
+def _kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
+    logits = LOGIT_KEPT_FOR_WEIGHTS * _logits_of_stage(setup, stage, index)
+    return stage_kept_for_weights(setup, stage, index) + logits
+
+
+def _logits_of_stage(setup: TrainingSetup, stage: int, index: int) -> float:
+    return logits_of(setup, setup.segments[index]) if stage == setup.placement.num_stages - 1 else 0.0
+
+
+def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of a rank: what no schedule changes."""
+    stages = setup.placement.stages_of(rank)
+    parameters = sum(setup.stage_parameters(stage) for stage in stages)
+    experts = sum(setup.stage_expert_parameters(stage) for stage in stages)
+    share, expert_share = (
+        group.size if setup.distributed_optimizer else 1 for group in (setup.data_group, setup.expert_data_group)
+    )
+    optimizer = 12 * (parameters / share + experts / expert_share)
+    return BYTES * (parameters + experts), setup.software.gradient_bytes * (parameters + experts), optimizer
+
+
+def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
+    """The memory of a rank at the moment of its peak."""
+    stages = setup.placement.stages_of(rank)
+    peak = _peak(setup, schedule.ranks[rank], stages)
+    activations = keys_values = states = logits = 0.0
+    for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
+        if waits_for_weights:
+            activations += count * stage_kept_for_weights(setup, stage, segment)
+        else:
+            kept = stage_kept(setup, stage, segment)
+            activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
+            states += count * kept[2]
+        each = LOGIT_KEPT_FOR_WEIGHTS if waits_for_weights else LOGIT_KEPT
+        logits += count * each * _logits_of_stage(setup, stage, segment)
+    # What goes back between the segments of one micro-batch: the gradient of one state a layer.
+    if len(setup.segments) > 1:
+        states += max(
+            sum(count * layer_state(setup, layer) for layer, count in layers_alike(setup, stage)) for stage in stages
+        )
+    longest = max(setup.segments)
+    messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
+
+    largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
+    weights, gradients, optimizer = static_memory(setup, rank)
+    dynamic = activations + keys_values + peak.gradients + states + logits + peak.loss + peak.working + messages
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        keys_values=keys_values + peak.gradients,
+        states=states,
+        logits=logits + peak.loss,
+        working=peak.working,
+        messages=messages,
+        reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(len(set(setup.segments)))) * dynamic
+        + _OF_LOGITS * largest_loss,
+    )
+
+
+class _Running(NamedTuple):
+    """What an action holds beside what forwards leave: the loss, and all else."""
+
+    loss: float
+    working: float
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """`units` are stage and segment of every unit in flight, and whether only its weight gradients are to come;
+    `gradients` those that later segments left for keys and values; `loss` and `working` what the action holds. Bytes.
+    """
+
+    units: tuple[tuple[int, int, bool], ...]
+    gradients: float
+    loss: float
+    working: float
+
+
+def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
+    """Of the action during which a rank holds most."""
+    activation = {stage: _by_segment(setup, stage, _held) for stage in stages}
+    kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages}
+    gradients = {
+        stage: sum(count * layer_keys_values_gradients(setup, layer) for layer, count in layers_alike(setup, stage))
+        for stage in stages
+    }
+    running = {(kind, stage): _running(setup, kind, stage) for kind in COMPUTE_KINDS for stage in stages}
+    last = len(setup.segments) - 1
+    now = left = most = left_then = 0.0
+    at = -1
+    for number, (kind, stage, _, segment) in enumerate(actions):
+        if kind is Kind.F:
+            now += activation[stage][segment]
+        elif kind is not Kind.W and segment == last:
+            left += gradients[stage]
+        total = now + left + sum(running[kind, stage][segment])
+        if total > most:
+            most, left_then, at = total, left, number
+        if kind is Kind.I:
+            now -= activation[stage][segment] - kept[stage][segment]
+        elif kind is not Kind.F:
+            now -= (activation if kind is Kind.B else kept)[stage][segment]
+        if kind in (Kind.B, Kind.I) and segment == 0:
+            left -= gradients[stage]
+    if at < 0:
+        return _Peak((), 0.0, 0.0, 0.0)
+    kind, stage, _, segment = actions[at]
+    return _Peak(_in_flight(actions[: at + 1]), left_then, *running[kind, stage][segment])
+
+
+def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, bool], ...]:
+    """Stage and segment of the units in flight during the last of the actions; whether their I is over."""
+    waits = {action[1:]: False for action in actions if action.kind is Kind.F}
+    for action in actions[:-1]:
+        if action.kind is Kind.I:
+            waits[action[1:]] = True
+        elif action.kind is not Kind.F:
+            del waits[action[1:]]
+    return tuple((stage, segment, is_over) for (stage, _, segment), is_over in waits.items())
+
+
+def _running(setup: TrainingSetup, kind: Kind, stage: int) -> tuple[_Running, ...]:
+    """By segment."""
+    found = []
+    has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
+    for index, length in enumerate(setup.segments):
+        # The kept ones are counted with the unit.
+        loss = loss_bytes(setup, length, kind is Kind.F) - LOGIT_KEPT * logits_of(setup, length) if has_loss else 0.0
+        if kind in (Kind.B, Kind.I):
+            found.append(_Running(loss, backward_working(setup, stage, *_span(setup, index))))
+        else:
+            found.append(_Running(loss, whole_input(setup, length)))
+    return tuple(found)

@@ -1,0 +1,167 @@
+"""How long the actions of a training step take on a machine, and what follows the last of them. Seconds."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from ...schedule import Costs, Placement
+from .collectives import all_gather_time, all_reduce_time, message_time
+from .kernels import BYTES, moving_time
+from .layer_times import EndTime, LayerTime, embedding_time, head_time, layer_time
+from .machine import Machine
+from .training_setup import TrainingSetup
+
+Row = tuple[float, ...]
+
+
+@lru_cache(maxsize=4096)
+def _parts(setup: TrainingSetup, machine: Machine) -> tuple[tuple[LayerTime, LayerTime, EndTime, EndTime], ...]:
+    """The times of a layer without and one with experts, the embedding and the head, by segment."""
+    found = []
+    for span in pairwise(accumulate(setup.segments, initial=0)):
+        dense = layer_time(setup, machine, *span)
+        sparse = layer_time(setup, machine, *span, has_experts=True) if setup.model.experts else dense
+        found.append((dense, sparse, embedding_time(setup, machine, *span), head_time(setup, machine, *span)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=8192)
+def _rows(
+    setup: TrainingSetup, machine: Machine, layers: tuple[int, int], first: bool, last: bool
+) -> tuple[Row, Row, Row]:
+    """`layers` without and with experts."""
+    host = machine.host
+    row_f, row_i, row_w = [], [], []
+    for dense, sparse, embedding, head in _parts(replace(setup, recompute="none"), machine):
+        counted = tuple(zip(layers, (dense, sparse), strict=True))
+        forward = sum(count * layer.forward for count, layer in counted)
+        back = sum(count * layer.input for count, layer in counted)
+        weight = sum(count * layer.weight for count, layer in counted)
+        attention = sum(count * layer.forward_attention for count, layer in counted)
+        repeated = {"none": 0.0, "selective": attention, "full": forward}[setup.recompute]
+        for end, there in ((embedding, first), (head, last)):
+            if there:
+                forward += end.forward
+                back += end.input
+                weight += end.weight
+        launch_f = sum(layers) * host.layer_forward
+        launch_b = sum(layers) * host.layer_backward + (launch_f if setup.recompute == "full" else 0.0)
+        total = max(back + weight + repeated, launch_b) + host.action
+        weight *= (total - host.action) / (back + weight + repeated) if setup.splits_backward else 1.0
+        if setup.software.adds_gradients_last:
+            weight = sum(count * layer.addition for count, layer in counted)
+            total += weight
+        row_f.append(max(forward, launch_f) + host.action)
+        row_i.append(total - weight)
+        row_w.append(weight)
+    return tuple(row_f), tuple(row_i), tuple(row_w)
+
+
+def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
+    """For every stage, durations of F, I and W by segment. Seconds."""
+    # What does not matter on a single stage is set alike, so that few set-ups are computed.
+    alone = replace(
+        setup,
+        num_microbatches=1,
+        data_parallel=1,
+        placement=Placement(1),
+        layers_per_stage=(setup.model.num_layers,),
+        family="zb-h1" if setup.splits_backward else "1f1b",
+        software=replace(setup.software, overlaps_data_parallel=False),
+    )
+    last = setup.placement.num_stages - 1
+    kinds = [(setup.stage_layers[stage], stage == 0, stage == last) for stage in range(last + 1)]
+    rows = {kind: _rows(alone, machine, *kind) for kind in set(kinds)}
+    return [rows[kind] for kind in kinds]
+
+
+@lru_cache(maxsize=256)
+def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
+    """Durations of F, I and W and of the messages, by stage and segment, in seconds; memory in bytes is in `memory`."""
+    from .memory import activation_tables
+
+    f, i, w = zip(*stage_rows(setup, machine), strict=True)
+    messages = message_times(setup, machine)
+    activation, kept = activation_tables(setup)
+    return Costs(f, i, w, messages[0], messages[1], activation, kept)
+
+
+def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """From a stage to the next, and back to the one before: by stage and segment.
+
+    Every tensor-parallel rank sends its part; without sequence parallelism the receivers gather the parts. Or one of
+    them sends all, which the receivers broadcast.
+    """
+    parts = setup.tensor_parallel if setup.software.scatters_messages else 1
+    senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
+    tables = []
+    stages = setup.placement.num_stages
+    for step in (1, -1):
+        table = []
+        for stage in range(stages):
+            row = []
+            for length in setup.segments:
+                rows = setup.micro_batch_size * length / setup.context_parallel
+                size = BYTES * rows * setup.model.hidden_size
+                there = stage + step
+                if not 0 <= there < stages:
+                    row.append(0.0)
+                    continue
+                source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
+                time = message_time(machine, source, destination, size / parts, senders)
+                if not setup.sequence_parallel:
+                    time += all_gather_time(machine, setup.tensor_group, size)
+                row.append(time)
+            table.append(tuple(row))
+        tables.append(tuple(table))
+    return tuple(tables)
+
+
+def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
+    """Seconds to sum the gradients of so many parameters over the ranks that hold the same, and to gather the
+    parameters where the optimizer state is sharded; those of `experts` have a group of their own."""
+    reduce = gather = 0.0
+    for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
+        gradients = setup.software.gradient_bytes * count
+        if not count:
+            continue
+        if setup.distributed_optimizer:
+            reduce += all_gather_time(machine, group, gradients)
+            gather += all_gather_time(machine, group, BYTES * count)
+        else:
+            reduce += all_reduce_time(machine, group, gradients)
+    return reduce, gather
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What follows the pipeline, on the ranks of one pipeline rank."""
+
+    reduce: float
+    update: float
+    gather: float
+
+
+def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
+    """Summing gradients over the data-parallel ranks, Adam, and gathering the parameters where the state is sharded.
+
+    With `overlaps_data_parallel` the first and the last are part of the schedule, but for tied embeddings.
+    """
+    stages = setup.placement.stages_of(rank)
+    parameters = sum(setup.stage_parameters(stage) for stage in stages)
+    experts = sum(setup.stage_expert_parameters(stage) for stage in stages)
+    software = setup.software
+    reduce = gather = 0.0
+    if not software.overlaps_data_parallel:
+        reduce, gather = replica_times(setup, machine, parameters, experts)
+    ends = (0, setup.placement.num_stages - 1)
+    if setup.tied_embeddings and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
+        apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
+        size = software.gradient_bytes * setup.embedding_parameters
+        reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
+    # All ranks clear, scale and measure gradients; Adam takes parameter, two moments, gradient and a 16-bit copy.
+    moved = 4 * software.gradient_bytes * (parameters + experts)
+    for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
+        share = group.size if setup.distributed_optimizer else 1
+        moved += (24 + software.gradient_bytes + BYTES) * count / share
+    return StepEnd(reduce, moving_time(machine.device, moved, 20), gather)

@@ -1,0 +1,142 @@
+"""A lowered schedule in simulated time: every rank does what the interpreter does, in the same order.
+
+A message needs both of its ends: it starts when it has been sent, its receive has been posted and the message before it
+on the channel has arrived. Sends and receives do not hold up a rank; a compute action waits for its message. A rank
+gathers and reduces the chunks of its model on one more stream, one after the other, beside its compute: the first
+forward of a chunk waits for the chunk's parameters, the end of the step for all gradients.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...schedule import Action, Channel, Costs, Kind, Schedule, Span, Timeline, channel_of
+from ...schedule.action import COMPUTE_KINDS
+
+_COMPUTE = frozenset(COMPUTE_KINDS)
+_INPUT = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+
+
+@dataclass(frozen=True)
+class ChunkCollectives:
+    """Seconds that the parameters of each stage take to gather and its gradients to reduce, beside compute."""
+
+    gather: tuple[float, ...]
+    reduce: tuple[float, ...]
+
+
+def execute_lowered(lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None = None) -> Timeline:
+    """The timeline of the compute actions, and of GATHER and REDUCE where there are `collectives`.
+
+    Raises ValueError if the costs do not fit, or if the schedule cannot run to its end.
+    """
+    costs.check(lowered.shape)
+    return _Machine(lowered, costs, collectives).run()
+
+
+@dataclass
+class _Queue:
+    """The messages of one channel, in the order of its sends."""
+
+    sent: list[tuple[float, float]] = field(default_factory=list)  # when, and how long it takes
+    posted: list[float] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+    received: int = 0
+    waiting: int | None = None  # the rank that cannot go on without the next message
+
+    def deliver(self) -> bool:
+        """Whether another message has arrived."""
+        number = len(self.arrived)
+        while len(self.arrived) < min(len(self.sent), len(self.posted)):
+            start, seconds = self.sent[len(self.arrived)]
+            before = self.arrived[-1] if self.arrived else 0.0
+            self.arrived.append(max(start, self.posted[len(self.arrived)], before) + seconds)
+        return len(self.arrived) > number
+
+
+class _Machine:
+    def __init__(self, lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None) -> None:
+        self.schedule, self.costs, self.collectives = lowered, costs, collectives
+        self.queues: dict[Channel, _Queue] = {}
+        self.channels = self._channels()
+        self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
+        self.runnable = list(range(len(lowered.ranks)))
+
+    def run(self) -> Timeline:
+        ranks = [self._advance(rank) for rank in self.runnable]
+        ended = 0
+        while self.runnable:
+            rank = self.runnable.pop()
+            queue = next(ranks[rank], None)
+            if queue is None:
+                ended += 1
+            else:
+                queue.waiting = rank
+        if ended < len(ranks):
+            raise ValueError("the schedule cannot run to its end; validate it to see why")
+        # GATHER and REDUCE may start after compute that they were put before.
+        in_order = (tuple(sorted(spans, key=lambda span: span.start)) for spans in self.spans)
+        return Timeline(self.schedule.shape, tuple(in_order), "s")
+
+    def _channels(self) -> dict[tuple[Kind, int], _Queue]:
+        """By kind of message and stage, the queue that the message of a stage goes through."""
+        placement = self.schedule.shape.placement
+        found = {}
+        for stage in range(placement.num_stages):
+            for kind, there in (
+                (Kind.SEND_F, stage + 1),
+                (Kind.RECV_B, stage + 1),
+                (Kind.SEND_B, stage - 1),
+                (Kind.RECV_F, stage - 1),
+            ):
+                if 0 <= there < placement.num_stages and placement.rank_of(there) != placement.rank_of(stage):
+                    found[kind, stage] = self.queues.setdefault(channel_of(Action(kind, stage), placement), _Queue())
+        return found
+
+    def _advance(self, rank: int) -> Iterator[_Queue]:
+        """Runs a rank; yields the queue without whose next message it cannot go on."""
+        spans, channels, costs = self.spans[rank], self.channels, self.costs
+        f, i, w = costs.f, costs.i, costs.w
+        now = aside = 0.0  # the ends of compute, and of gathering and reducing
+        parameters: dict[int, float] = {}  # when those of a stage are there
+        for action in self.schedule.ranks[rank]:
+            kind, stage, _, segment = action
+            if kind in _COMPUTE:
+                queue = channels.get((_INPUT[kind], stage)) if kind is not Kind.W else None
+                if queue is not None:
+                    while len(queue.arrived) <= queue.received:
+                        yield queue
+                    now = max(now, queue.arrived[queue.received])
+                    queue.received += 1
+                if kind is Kind.F:
+                    now = max(now, parameters.get(stage, 0.0))
+                    end = now + f[stage][segment]
+                else:
+                    end = now + (w[stage][segment] if kind is Kind.W else i[stage][segment])
+                    end += w[stage][segment] if kind is Kind.B else 0.0
+                spans.append(Span(action, now, end))
+                now = end
+            elif kind in (Kind.GATHER, Kind.REDUCE):
+                if self.collectives is not None:
+                    is_gather = kind is Kind.GATHER
+                    start = max(now, aside)
+                    aside = start + (self.collectives.gather if is_gather else self.collectives.reduce)[stage]
+                    if is_gather:
+                        parameters[stage] = aside
+                    spans.append(Span(action, start, aside))
+            else:
+                queue = channels[kind, stage]
+                if kind is Kind.SEND_F:
+                    queue.sent.append((now, costs.message_f[stage][segment]))
+                elif kind is Kind.SEND_B:
+                    queue.sent.append((now, costs.message_b[stage][segment]))
+                else:
+                    queue.posted.append(now)
+                if queue.deliver() and queue.waiting is not None:
+                    self.runnable.append(queue.waiting)
+                    queue.waiting = None
+
+
+def compute_only(timeline: Timeline) -> Timeline:
+    """The timeline without GATHER and REDUCE."""
+    ranks = (tuple(span for span in spans if span.action.kind in _COMPUTE) for spans in timeline.ranks)
+    return Timeline(timeline.shape, tuple(ranks), timeline.time_unit, timeline.meta)

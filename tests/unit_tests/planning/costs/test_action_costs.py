@@ -1,0 +1,51 @@
+"""From costs of segments to costs of actions, and the plan that `auto` makes of them."""
+
+import pytest
+
+from megatron.seq1f1b.partition import balanced
+from megatron.seq1f1b.planning.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
+from megatron.seq1f1b.runtime.plan import Plan
+from megatron.seq1f1b.schedule import Kind, Named, Placement, Planned, Shape, build, peak_memory, program, simulate
+from partition_profile import profile, weight
+
+MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
+LAYERS = (3, 1)
+
+
+def test_times_of_both_halves_add_up_to_the_backward():
+    stages, lengths = analytic_costs(MODEL, LAYERS, CPU_CORE), (3584, 1888, 1472, 1248)
+    costs = action_costs(stages, LAYERS, lengths)
+    start = 0
+    for segment, length in enumerate(lengths):
+        for stage, cost in enumerate(stages):
+            assert costs.duration(Kind.F, stage, segment) == cost.forward(start, start + length)
+            assert costs.duration(Kind.B, stage, segment) == pytest.approx(cost.backward(start, start + length))
+            # The matrix products of a layer, 24 h² a token, and on the last stage those of the head.
+            flops = LAYERS[stage] * 24 * 256**2 + (2 * 256 * 512 if stage else 0)
+            assert costs.duration(Kind.W, stage, segment) == pytest.approx(flops * length / CPU_CORE.matmul)
+        start += length
+    assert costs.activation == costs.kept == (tuple(3.0 * n for n in lengths), tuple(1.0 * n for n in lengths))
+
+
+def test_measured_weight_gradients_are_those_of_the_profile():
+    costs = action_costs(profile().costs(LAYERS), LAYERS, (1024, 2048))
+    assert costs.w[0] == pytest.approx((3 * weight(1024), 3 * weight(2048)))
+    assert costs.w[1] == pytest.approx((weight(1024) + 3e-6 * 1024, weight(2048) + 3e-6 * 2048))
+
+
+def test_auto_plans_for_the_costs_and_other_families_do_not_ask_for_them():
+    stages = analytic_costs(MODEL, (2, 2), CPU_CORE)
+    lengths = balanced(8192, 4, bottleneck_time(stages))
+    shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)
+    plan = Plan(Planned(), lambda lengths: action_costs(stages, (2, 2), lengths))
+    for rank in range(2):
+        assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == program("auto", shape, rank, costs)
+    planned, named = build("auto", shape, costs), build("zb-h1", shape)
+    assert simulate(planned, costs).makespan < simulate(named, costs).makespan
+    assert max(peak_memory(planned, costs)) <= max(peak_memory(build("1f1b", shape), costs))
+
+    def refuse(lengths):
+        raise AssertionError("asked for")
+
+    assert Plan(Named("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
+    assert Plan(Planned(), refuse).program(shape, lengths, 0, forward_only=True)

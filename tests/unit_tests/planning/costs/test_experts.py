@@ -1,0 +1,75 @@
+"""What mixtures of experts take: weights, memory, and times that follow from the tokens of an expert."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.planning.costs import Experts
+from megatron.seq1f1b.planning.costs.collectives import Group, all_to_all_time
+from megatron.seq1f1b.planning.costs.expert_times import expert_time
+from megatron.seq1f1b.planning.costs.layer_times import layer_time
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.memory import rank_memory
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup, parameters_of_model
+from megatron.seq1f1b.planning.planner import preset
+from megatron.seq1f1b.schedule import Placement, build
+
+MACHINE = read_machine("h100-80gb")
+SETUP = TrainingSetup(
+    preset("mixtral-8x7b"),
+    sequence_length=8192,
+    num_microbatches=4,
+    expert_parallel=8,
+    data_parallel=8,
+    placement=Placement(4),
+    distributed_optimizer=True,
+)
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235)],
+)
+def test_the_presets_have_the_published_sizes(name, billions):
+    assert parameters_of_model(preset(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_one_expert_for_all_tokens_is_a_feed_forward_block():
+    """A single expert that every token goes through computes what a dense layer does."""
+    dense = replace(SETUP.model, experts=None, expert_layers=())
+    alone = replace(SETUP.model, experts=Experts(1, 1, SETUP.model.ffn_hidden_size))
+    times = [
+        layer_time(replace(SETUP, model=model, expert_parallel=1), MACHINE, 0, 8192, has_experts=model is alone)
+        for model in (dense, alone)
+    ]
+    assert times[1].forward_matmul == pytest.approx(times[0].forward_matmul, rel=0.01)
+    assert times[1].weight == pytest.approx(times[0].weight, rel=0.01)
+
+
+def test_expert_parallelism_divides_the_experts_and_their_state():
+    few, many = (replace(SETUP, expert_parallel=size) for size in (1, 8))
+    assert many.layer_expert_parameters == few.layer_expert_parameters / 8
+    memory = [rank_memory(setup, build("1f1b", setup.shape), 0) for setup in (few, many)]
+    assert memory[1].weights < memory[0].weights / 3
+    # The optimizer state is sharded over all replicas of a weight: as much on every rank either way.
+    assert memory[1].optimizer == pytest.approx(memory[0].optimizer)
+
+
+def test_experts_of_few_tokens_are_slow():
+    model = preset("qwen3-30b-a3b")
+    setup = replace(SETUP, model=model, layers_per_stage=())
+    time = [expert_time(setup, MACHINE, rows).matmul / rows for rows in (128, 8192)]
+    assert time[0] > 2 * time[1]
+
+
+def test_tokens_take_longer_to_other_nodes():
+    inside, outside = (all_to_all_time(MACHINE, Group(size, 1), 1e9) for size in (8, 16))
+    assert outside > 3 * inside
+    assert all_to_all_time(MACHINE, Group(1, 1), 1e9) == 0
+
+
+def test_layers_without_experts_are_counted_as_such():
+    model = replace(SETUP.model, expert_layers=tuple(range(1, 32)))
+    setup = replace(SETUP, model=model)
+    assert setup.stage_layers == ((1, 7), (0, 8), (0, 8), (0, 8))
+    assert setup.stage_expert_parameters(0) == 7 / 8 * setup.stage_expert_parameters(1)

@@ -1,0 +1,125 @@
+"""What layers of each kind keep, and the memory of models that have them."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from megatron.seq1f1b.planning.costs.layer_sizes import (
+    are_known,
+    layer_activation,
+    layer_keys_values,
+    layer_keys_values_gradients,
+    layer_state,
+)
+from megatron.seq1f1b.planning.costs.memory import activation_tables, rank_memory, stage_kept
+from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup, parameters_of
+from megatron.seq1f1b.schedule import Placement, build
+
+LENGTH = 16384
+GPT = ModelShape(4, 1024, 4096, 16, 64, 32000, num_kv_heads=4, is_gated=True)
+NET, MAMBA = DeltaNet(8, 16, 128, 64), Mamba(32, 64, 8, 128)
+PLAIN = TrainingSetup(GPT, LENGTH, 4, tensor_parallel=2, sequence_parallel=True, segments=(LENGTH // 4,) * 4)
+
+
+def hybrid(pattern: str, **changes) -> TrainingSetup:
+    model = replace(GPT, num_layers=len(pattern), pattern=pattern, delta_net=NET, mamba=MAMBA)
+    return replace(PLAIN, model=model, layers_per_stage=(), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"recompute": "selective"},
+        {"software": Software(dropout=True)},
+        {"software": Software(flash_attention=False)},
+        {"software": Software(concatenates_prefix=True)},
+    ],
+    ids=str,
+)
+def test_attention_and_mlp_as_layers_of_their_own_keep_what_a_layer_of_a_gpt_does(changes):
+    whole, apart = replace(PLAIN, **changes), hybrid("*-", **changes)
+    span = LENGTH // 2, LENGTH
+    for size in (layer_activation, layer_keys_values):
+        assert sum(size(apart, layer, *span) for layer in (0, 1)) == pytest.approx(size(whole, 0, *span))
+    assert sum(parameters_of(apart.model, symbol) for symbol in "*-") == parameters_of(GPT, GPT.blocks(0))
+
+
+def test_the_activations_of_a_gpt_are_34_bytes_a_token_and_hidden_unit():
+    model = replace(GPT, num_kv_heads=None, is_gated=False)
+    setup = TrainingSetup(model, LENGTH, 1, software=Software(dropout=True))
+    kept = layer_activation(setup, 0, 0, 1) + layer_keys_values(setup, 0, 0, 1)
+    # The paper stores no log-sum-exp, and the mask of the dropout within attention takes a byte a score.
+    assert kept - 4 * model.num_heads == 34 * model.hidden_size
+
+
+def test_a_state_is_a_matrix_for_each_head_and_the_columns_before_the_convolution():
+    setup = hybrid("G*M-", micro_batch_size=3)
+    net = 4 * 16 * 128 * 64 + 2 * 3 * (2 * 8 * 128 + 16 * 64)
+    mamba = 4 * 32 * 64 * 128 + 2 * 3 * (32 * 64 + 2 * 8 * 128)
+    assert [layer_state(setup, layer) for layer in range(4)] == [3 * net / 2, 0, 3 * mamba / 2, 0]
+    assert [layer_keys_values(setup, layer, 0, 100) > 0 for layer in range(4)] == [False, True, False, False]
+
+
+def test_states_are_counted_by_segment_layer_and_unit_in_flight():
+    setup = hybrid("GG*-GG*-", placement=Placement(2), num_microbatches=3)
+    schedule = build("1f1b", setup.shape)
+    of_stage = 2 * layer_state(setup, 0)
+    tables, _ = activation_tables(setup)
+    without, _ = activation_tables(hybrid("--*---*-", placement=Placement(2)))
+    keys_values = layer_keys_values(setup, 2, 0, LENGTH // 4)
+    first, *others, last = (each - tables[0][-1] for each in tables[0])
+    assert [first - keys_values, *others, last] == [of_stage] * 3 + [0]
+    assert len({round(each) for each in (without[0][0] - keys_values, *without[0][1:])}) == 1
+    # In flight are 5 units and 4, most bytes where none is the last segment of its micro-batch. One more state is the
+    # gradient that goes back to the segment before.
+    states = [rank_memory(setup, schedule, rank).states for rank in (0, 1)]
+    assert states == [(5 + 1) * of_stage, (4 + 1) * of_stage]
+
+
+def test_recurrent_layers_take_less_than_attention_where_segments_are_long():
+    attention, recurrent = (
+        rank_memory(setup, build("1f1b", setup.shape), 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
+    )
+    assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4
+
+
+def test_keys_and_values_have_one_buffer_a_micro_batch_and_their_gradients_another():
+    setup = replace(PLAIN, placement=Placement(2), layers_per_stage=(), num_microbatches=3)
+    schedule = build("1f1b", setup.shape)
+    of_layer = layer_keys_values(setup, 0, 0, LENGTH // 4)
+    assert of_layer == 2 * 2 * 2 * GPT.head_dim * LENGTH  # two KV heads a rank, in 16 bit
+    assert layer_keys_values(setup, 0, LENGTH // 4, LENGTH // 2) == 0
+    # Two micro-batches are in flight, one of them between its first backward and its last. Gradients have 32 bit, those
+    # of the last segment no place in the buffer.
+    for rank in (0, 1):
+        assert rank_memory(setup, schedule, rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
+
+
+def test_within_a_window_kept_are_the_units_in_flight_and_gradients_of_a_window():
+    window = replace(GPT, window=1024, window_layers=(0, 2))
+    setup = replace(PLAIN, model=window)
+    sizes = [layer_keys_values_gradients(setup, layer) for layer in range(4)]
+    assert sizes[0] == sizes[2] == sizes[1] * 1024 / (LENGTH - LENGTH // 4) and sizes[1] == sizes[3]
+    full, within = (rank_memory(each, build("1f1b", each.shape), 0) for each in (PLAIN, setup))
+    # Four units are in flight, as many as a micro-batch has, of two micro-batches.
+    buffer = layer_keys_values(PLAIN, 0, 0, LENGTH // 4)
+    assert full.keys_values - within.keys_values == pytest.approx(2 * (sizes[1] - sizes[0]) + 2 * buffer)
+
+
+def test_of_segments_that_are_computed_again_a_window_is_kept():
+    plain = replace(PLAIN, model=replace(GPT, window=1024, window_layers=(0, 2)))
+    again = replace(plain, recompute="full")
+    sizes = [[layer_keys_values(setup, layer, 0, LENGTH // 4) for layer in range(4)] for setup in (plain, again)]
+    assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
+    assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
+    # Layers of both kinds count, though they have the same blocks.
+    assert stage_kept(again, 0, 0)[1] == sum(sizes[1])
+
+
+def test_known_are_the_layers_that_formulas_cover():
+    assert are_known(GPT) and are_known(hybrid("G*-M").model)
+    assert not are_known(replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))
+    assert are_known(replace(GPT, experts=Experts(4, 2, 64), expert_layers=(1,)))
+    assert not are_known(hybrid("*D").model)

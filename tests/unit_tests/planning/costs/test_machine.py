@@ -1,0 +1,57 @@
+"""Machine files: what the package has, what a user adds, and what is wrong with a file."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b.planning.costs import machine
+from megatron.seq1f1b.planning.costs.kernels import flash_time, matmul_time
+
+
+@pytest.mark.parametrize("name", machine.machine_names())
+def test_machines_of_the_package_can_be_read(name):
+    assert machine.read_machine(name).name == name
+
+
+def test_a_user_brings_a_file_of_his_own(tmp_path):
+    text = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace("devices = 8", "devices = 4"))
+    assert machine.read_machine(tmp_path / "mine.toml").devices_per_node == 4
+
+
+def test_an_unknown_machine_is_answered_with_those_there_are():
+    with pytest.raises(ValueError, match="machine=b300: there is no such file, and this package has a100-80gb"):
+        machine.read_machine("b300")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("peak_flops", "peak"), ("latency = 20e-6", ""), ("bandwidth = 360e9 ", "bandwidth = -1 ")]
+)
+def test_a_wrong_constant_is_named(tmp_path, old, new):
+    text = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=r"machine=.*mine.toml: .* lacks a constant or has a wrong one"):
+        machine.read_machine(tmp_path / "mine.toml")
+
+
+def test_large_products_come_near_the_rate_and_small_ones_do_not():
+    device = machine.read_machine("a100-80gb").device
+    rate = device.peak_flops * device.matmul_efficiency
+
+    def efficiency(rows: int) -> float:
+        return 2 * rows * 8192 * 8192 / matmul_time(device, rows, 8192, 8192) / rate
+
+    assert efficiency(16384) > 0.93
+    assert efficiency(128) < 0.6
+    assert efficiency(130) < efficiency(128)  # a second row of tiles for two rows
+
+
+def test_a_sequence_in_segments_takes_longer_in_attention_than_as_a_whole():
+    device = machine.read_machine("a100-80gb").device
+
+    def time(segments: int) -> float:
+        length = 8192 // segments
+        ends = range(length, 8193, length)
+        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128, 1) for end in ends)
+
+    assert time(1) < time(4) < time(64)

@@ -1,0 +1,109 @@
+"""FLOPs of a segment by kind of layer, and its cost on a stage."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.planning.costs import (
+    A100,
+    CPU_CORE,
+    DeviceThroughput,
+    Experts,
+    LatentAttention,
+    ModelShape,
+    analytic_costs,
+    bottleneck_time,
+)
+from megatron.seq1f1b.planning.costs.flops import head_flops, layer_flops
+
+GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
+# Every operation at one FLOP or element a second: costs are counts.
+COUNT = DeviceThroughput(matmul=1, attention=1, attention_backward=1, memory=1)
+
+
+def test_a_dense_layer_has_24_hidden_squared_flops_a_token_and_4_hidden_a_pair():
+    assert layer_flops(GPT_7B, 0) == (24 * 4096**2, 4 * 4096)
+
+
+def test_parameters_and_flops_of_known_models_agree():
+    # Two FLOPs per parameter that takes part: Llama-2 70B has 855,638,016 parameters in the matrices of a layer.
+    llama = ModelShape(80, 8192, 28672, 64, 128, 32000, num_kv_heads=8, is_gated=True)
+    assert layer_flops(llama, 0).per_token == 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    assert head_flops(llama) == 2 * 8192 * 32000
+    # Mixtral 8x7B: two of eight experts and a router.
+    mixtral = ModelShape(32, 4096, 14336, 32, 128, 32000, 8, True, None, Experts(8, 2, 14336), tuple(range(32)))
+    dense = layer_flops(replace(mixtral, experts=None), 0).per_token
+    assert layer_flops(mixtral, 0).per_token == dense + 2 * 3 * 4096 * 14336 + 2 * 4096 * 8
+
+
+def test_layers_without_experts_are_dense():
+    model = replace(GPT_7B, experts=Experts(16, 2, 1024, 2048), expert_layers=(1,))
+    assert layer_flops(model, 0) == layer_flops(GPT_7B, 0)
+    attention = 8 * 4096**2
+    assert layer_flops(model, 1).per_token == attention + 4 * 4096 * (2 * 1024 + 2048) + 2 * 4096 * 16
+
+
+def test_latent_attention_counts_its_low_rank_projections():
+    # DeepSeek-V2: 128 heads, ranks 1536 and 512, head sizes 128 + 64 and 128.
+    latent = LatentAttention(1536, 512, 128, 64, 128)
+    model = ModelShape(60, 5120, 12288, 128, 128, 102400, is_gated=True, latent=latent)
+    queries = 5120 * 1536 + 1536 * 128 * 192
+    keys_and_values = 5120 * (512 + 64) + 512 * 128 * 256
+    output = 128 * 128 * 5120
+    assert layer_flops(model, 0) == (2 * (queries + keys_and_values + output + 3 * 5120 * 12288), 2 * 128 * (192 + 128))
+    direct = layer_flops(replace(model, latent=replace(latent, query_rank=0)), 0)
+    assert direct.per_token == 2 * (5120 * 128 * 192 + keys_and_values + output + 3 * 5120 * 12288)
+
+
+def test_attention_counts_the_pairs_that_the_mask_leaves():
+    (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), [1], COUNT)
+    seen = sum(query + 1 for query in range(40, 100))
+    head = 2 * 4096 * 32768
+    lookup = 2 * 4096
+    assert cost.forward(40, 100) == 60 * (24 * 4096**2 + head + lookup) + 4 * 4096 * seen
+    # Backward: twice the matrix products, two and a half times the attention; three elements a lookup.
+    assert cost.backward(40, 100) == 60 * (2 * (24 * 4096**2 + head) + 3 * 4096) + 2.5 * 4 * 4096 * seen
+    assert cost.total(40, 100) == pytest.approx(cost.forward(40, 100) + cost.backward(40, 100))
+
+
+def test_segments_add_up_to_the_sequence():
+    for cost in analytic_costs(GPT_7B, [8, 8, 8, 8], replace(A100, overhead=0)):
+        parts = sum(cost.total(start, start + 1000) for start in range(0, 8000, 1000))
+        assert parts == pytest.approx(cost.total(0, 8000))
+
+
+def test_embedding_is_on_the_first_stage_and_head_on_the_last():
+    first, middle, last = analytic_costs(replace(GPT_7B, num_layers=6), [2, 2, 2], COUNT)
+    assert first.forward(0, 10) - middle.forward(0, 10) == pytest.approx(10 * 2 * 4096)
+    assert last.forward(0, 10) - middle.forward(0, 10) == pytest.approx(10 * 2 * 4096 * 32768)
+
+
+def test_recomputation_adds_the_forward_of_the_layers_but_not_of_the_head():
+    one_layer = replace(GPT_7B, num_layers=1)
+    (plain,), (recomputing,) = (analytic_costs(one_layer, [1], COUNT, recompute) for recompute in (False, True))
+    attention = 4 * 4096 * 10 * 11 / 2
+    assert recomputing.backward(0, 10) - plain.backward(0, 10) == 10 * 24 * 4096**2 + attention
+
+
+def test_short_segments_are_slow_on_a_cpu():
+    attention_only = replace(CPU_CORE, matmul=1e30, memory=1e30, overhead=0)
+    (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), [1], attention_only)
+    per_pair = {n: cost.total(10000, 10000 + n) / (n * (20001 + n) / 2) for n in (100, 191, 192, 767, 768, 4096)}
+    assert per_pair[192] / per_pair[768] == pytest.approx(1.35)
+    assert per_pair[191] / per_pair[768] == pytest.approx(2.3)
+    assert per_pair[100] == pytest.approx(per_pair[191]) and per_pair[768] == pytest.approx(per_pair[4096])
+
+
+def test_slowest_is_the_highest_of_all_stages_for_every_segment():
+    # The last stage leads where the head dominates, the first, with more layers, where the prefix is long.
+    costs = analytic_costs(replace(GPT_7B, vocab_size=400000), [18, 14], A100)
+    pace = bottleneck_time(costs)
+    segments = [(0, 128), (1000, 3000), (60000, 65536), (131072, 262144)]
+    assert [pace(*segment) for segment in segments] == [max(c.total(*segment) for c in costs) for segment in segments]
+    assert {max((c.total(*segment), i) for i, c in enumerate(costs))[1] for segment in segments} == {0, 1}
+
+
+def test_stages_have_to_hold_all_layers():
+    with pytest.raises(ParameterError, match="num_layers=32 are not the 30 layers"):
+        analytic_costs(GPT_7B, [15, 15], A100)

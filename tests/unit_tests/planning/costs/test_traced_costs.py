@@ -1,0 +1,85 @@
+"""Costs of segments from a trace: what went into a simulated step comes out of its timeline."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.planning.costs import (
+    CPU_CORE,
+    AnalyticTime,
+    ModelShape,
+    action_costs,
+    analytic_costs,
+    is_trace,
+    read_traced_costs,
+)
+from megatron.seq1f1b.planning.costs.measured_time import Point
+from megatron.seq1f1b.planning.costs.traced_costs import fit_time, traced_costs
+from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
+
+MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
+LAYERS = (3, 1)
+LENGTHS = (3584, 1888, 1472, 1248)
+
+
+def timeline(family: str, lengths=LENGTHS, told=LENGTHS) -> Timeline:
+    """A step with the analytic costs of MODEL, as if it had been measured."""
+    costs = action_costs(analytic_costs(MODEL, LAYERS, CPU_CORE), LAYERS, lengths)
+    step = simulate(build(family, Shape(Placement(2), 3, len(lengths))), costs)
+    meta = {} if told is None else {"segment_lengths": list(told)}
+    return Timeline(step.shape, step.ranks, "s", meta)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_costs_are_those_that_the_step_was_made_of(family):
+    costs, error = traced_costs(timeline(family))
+    ends = (0, 3584, 5456, 6928, 8192)
+    for found, made in zip(costs, analytic_costs(MODEL, LAYERS, CPU_CORE), strict=True):
+        for start, end in pairwise(ends):
+            for part in ("forward", "backward", "weight"):
+                assert getattr(found, part)(start, end) == pytest.approx(getattr(made, part)(start, end), rel=0.02)
+    assert error.highest < 0.01
+
+
+def test_equal_segments_tell_a_part_per_pair_too():
+    costs, _ = traced_costs(timeline("1f1b", (2048,) * 4, (2048,) * 4))
+    made = analytic_costs(MODEL, LAYERS, CPU_CORE)
+    assert costs[0].total(0, 4096) == pytest.approx(made[0].total(0, 4096), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "time",
+    [AnalyticTime(0.2, 1e-4, 1e-8), AnalyticTime(0.0, 1e-4, 1e-8), AnalyticTime(0.0, 0.0, 1e-8), AnalyticTime(0.3)],
+    ids=str,
+)
+def test_fit_finds_the_parts_of_a_time(time):
+    bounds = [(0, 900), (900, 1500), (1500, 1900), (1900, 2100)]
+    fitted = fit_time([Point(end - start, start, time(start, end)) for start, end in bounds])
+    assert fitted(300, 1000) == pytest.approx(time(300, 1000), rel=1e-6)
+
+
+def test_no_part_of_a_time_is_negative():
+    fitted = fit_time([Point(100, 0, 1.0), Point(200, 100, 1.5), Point(300, 300, 1.0)])
+    assert min(fitted.fixed, fitted.per_token, fitted.per_pair) >= 0
+
+
+@pytest.mark.parametrize(
+    "told, num_stages, sentence",
+    [(LENGTHS, 4, "it has 2 stages, the model 4"), (None, 2, "does not have the lengths of at least two segments")],
+)
+def test_a_trace_that_does_not_fit_is_an_error(tmp_path, told, num_stages, sentence):
+    path = tmp_path / "trace.json"
+    write_timeline(timeline("1f1b", told=told), path)
+    with pytest.raises(ParameterError, match=sentence):
+        read_traced_costs(path, num_stages)
+
+
+def test_a_profile_is_no_trace(tmp_path):
+    path = tmp_path / "profile.json"
+    for content in ("no JSON", json.dumps({"parts": {}}), "[]"):
+        path.write_text(content)
+        assert not is_trace(path)
+    write_timeline(timeline("1f1b"), path)
+    assert is_trace(path)

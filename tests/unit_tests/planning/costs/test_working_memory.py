@@ -1,0 +1,125 @@
+"""What an action holds while it runs, and the moment at which a rank holds most."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.planning.costs.memory import GIB, activation_tables, rank_memory, static_memory
+from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planning.costs.working_memory import backward_working, loss_bytes
+from megatron.seq1f1b.planning.planner import preset
+from megatron.seq1f1b.planning.planner.presets import gpt
+from megatron.seq1f1b.schedule import Placement, Schedule, build
+
+LENGTH = 65536
+WHOLE = TrainingSetup(preset("30b"), LENGTH, 8, placement=Placement(8))
+SHARED = replace(WHOLE, tensor_parallel=8, sequence_parallel=True)
+IN_SEGMENTS = replace(SHARED, segments=(LENGTH // 4,) * 4)
+UNIT = LENGTH * WHOLE.model.hidden_size  # a byte for each token and hidden unit
+
+
+def test_tensor_parallel_ranks_share_all_but_the_input_of_a_product_and_its_gradient():
+    # The residual stream and the gradient of an input; the gradients before and after the activation function.
+    assert backward_working(WHOLE, 0, 0, LENGTH) == (2 + 2 + 16) * UNIT
+    # With sequence parallelism the input is gathered, too.
+    assert backward_working(SHARED, 0, 0, LENGTH) == (2 / 8 + 2 + 2 + 16 / 8) * UNIT
+    without = replace(SHARED, sequence_parallel=False)
+    assert backward_working(without, 0, 0, LENGTH) == (2 + 2 + 16 / 8) * UNIT
+
+
+def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
+    """The table of docs/rehearsal.md, whose layers do not fuse rotary positions: temporaries of the ranks whose fullest
+    moment is in the backward of the first and of the second segment, and all but what lies outside the allocator."""
+    setup = replace(SHARED, segments=(25344, 16256, 12928, 11008), distributed_optimizer=True)
+    temporaries = [backward_working(setup, 0, *span) / GIB for span in ((0, 25344), (25344, 41600))]
+    assert temporaries == pytest.approx([1.02, 0.65], rel=0.15)
+    schedule = build("1f1b", setup.shape)
+    memory = [rank_memory(setup, schedule, rank) for rank in range(8)]
+    counted = [50.64, 47.54, 42.37, 40.22, 37.85, 35.15, 29.98, 29.47]
+    assert [(each.total - each.reserved) / GIB for each in memory] == pytest.approx(counted, rel=0.03)
+    assert [each.keys_values / GIB for each in memory] == pytest.approx([8.5, 8.5, 7, 7, 7, 7, 5.5, 5.5], rel=0.001)
+
+
+def test_later_segments_hold_gradients_of_longer_prefixes():
+    sizes = [backward_working(IN_SEGMENTS, 0, start, start + LENGTH // 4) for start in range(0, LENGTH, LENGTH // 4)]
+    assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
+
+
+def test_unfused_kernels_hold_seven_tensors_of_the_activation_function():
+    unfused = replace(WHOLE, software=Software(fuses_kernels=False))
+    assert backward_working(unfused, 0, 0, LENGTH) == (2 + 2 + 7 * 8) * UNIT
+    assert loss_bytes(unfused, LENGTH) / loss_bytes(WHOLE, LENGTH) == 10 / 6
+
+
+def test_what_is_freed_late_grows_with_the_layers_of_a_stage():
+    late = replace(SHARED, software=Software(frees_late=True))
+    deep = replace(late, placement=Placement(4), layers_per_stage=())
+    base = backward_working(SHARED, 0, 0, LENGTH)
+    more, more_in_deep = (backward_working(setup, 0, 0, LENGTH) - base for setup in (late, deep))
+    assert more_in_deep == pytest.approx(2 * more) and more > 0
+    # Without sequence parallelism nothing is gathered.
+    alone = replace(WHOLE, software=Software(frees_late=True))
+    assert backward_working(alone, 0, 0, LENGTH) == backward_working(WHOLE, 0, 0, LENGTH)
+
+
+def test_recomputation_holds_one_layer_more():
+    again = replace(SHARED, recompute="full")
+    assert backward_working(again, 0, 0, LENGTH) > backward_working(SHARED, 0, 0, LENGTH) + 2 * UNIT
+
+
+def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
+    setup = replace(WHOLE, sequence_length=2048, segments=(), software=Software(flash_attention=False))
+    of_stage = 8 * 32 * WHOLE.model.hidden_size
+    assert activation_tables(WHOLE)[1][1] == (of_stage * LENGTH,)
+    # No scores, and of the logits gradients in 16 bit.
+    assert activation_tables(setup)[1][1] == (of_stage * 2048,)
+    assert activation_tables(WHOLE)[1][7] == ((of_stage + 2 * WHOLE.model.vocab_size) * LENGTH,)
+
+
+def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
+    """16 layers of 4096 on 8 GPUs with sequence parallelism, where output gradients of blocks are whole: activations of
+    both pipeline ranks, and all, in GiB."""
+    setup = TrainingSetup(
+        gpt(16, 4096, 32, 32768),
+        32768,
+        4,
+        tensor_parallel=4,
+        placement=Placement(2),
+        family="zb-h1",
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        segments=(8192,) * 4,
+    )
+    schedule = build("zb-h1", setup.shape)
+    memory = [rank_memory(setup, schedule, rank) for rank in (0, 1)]
+    assert [each.activations / GIB for each in memory] == pytest.approx([10.03, 11.05], rel=0.03)
+    assert [(each.total - each.reserved) / GIB for each in memory] == pytest.approx([21.32, 23.39], rel=0.04)
+
+
+def test_weight_gradients_that_wait_hold_no_scores():
+    setup = replace(WHOLE, sequence_length=2048, segments=(), family="zb-h1", software=Software(flash_attention=False))
+    apart, whole = (rank_memory(setup, build(family, setup.shape), 7) for family in ("zb-h1", "1f1b"))
+    activation, kept = activation_tables(setup)
+    # The last rank holds one unit, and with weight gradients apart those of seven more.
+    more = apart.activations + apart.keys_values + apart.logits - whole.activations - whole.keys_values - whole.logits
+    assert more == pytest.approx(7 * kept[7][0], rel=0.05) and kept[7][0] < 0.7 * activation[7][0]
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("lengths", [(LENGTH,), (LENGTH // 4,) * 4, (32768, 16384, 8192, 8192)])
+def test_the_peak_is_that_of_the_fullest_prefix_of_actions(family, lengths):
+    setup = replace(SHARED, segments=lengths, family=family)
+    schedule = build(family, setup.shape)
+    for rank in (0, 7):
+        whole = rank_memory(setup, schedule, rank)
+        assert whole.total > sum(static_memory(setup, rank)) + whole.reserved
+        actions = schedule.ranks[rank]
+        cut = [len(actions) // 4, len(actions) // 2]
+        parts = [Schedule(schedule.shape, tuple(each[:length] for each in schedule.ranks)) for length in cut]
+        assert all(rank_memory(setup, part, rank).total <= whole.total for part in parts)
+
+
+def test_a_rank_without_actions_holds_what_no_schedule_changes():
+    nothing = Schedule(WHOLE.shape, ((),) * 8)
+    memory = rank_memory(WHOLE, nothing, 1)
+    assert (memory.activations, memory.working, memory.keys_values) == (0, 0, 0)

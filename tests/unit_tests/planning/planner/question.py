@@ -1,0 +1,27 @@
+"""A question that every configuration of can be simulated."""
+
+from dataclasses import replace
+from functools import cache
+
+from megatron.seq1f1b.planning.costs import ModelShape
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.planner import Question
+
+MODEL = ModelShape(6, 1024, 4096, 8, 128, 32768)
+
+
+@cache
+def small(**changes) -> Question:
+    question = Question(
+        MODEL,
+        read_machine("a100-80gb"),
+        num_devices=4,
+        sequence_length=8192,
+        global_batch_size=4,
+        memory_gib=16,
+        families=("1f1b", "zb-h1"),
+        segments=(1, 2, 4),
+        chunks=(1, 2),
+        micro_batches=(1, 2),
+    )
+    return replace(question, **changes)

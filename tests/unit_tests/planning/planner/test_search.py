@@ -1,0 +1,104 @@
+"""The planner finds what trying everything would find, and keeps the memory of a device."""
+
+import pytest
+
+from megatron.seq1f1b.arguments.naming import Naming
+from megatron.seq1f1b.planning.planner import Search, breakdown, candidates, plan, predict_candidate, way_out
+from megatron.seq1f1b.planning.planner.bounds import least_bytes, least_seconds, least_seconds_of_all
+from megatron.seq1f1b.planning.planner.space import scheduled, setups
+from megatron.seq1f1b.report.frontier import Point, frontier
+from unit_tests.planning.planner.question import small
+
+# From all that fits to hardly anything.
+LIMITS = (16, 4, 2.5, 1.7)
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return [predict_candidate(each, small()) for each in candidates(small())]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_best_of_everything_that_fits(everything, limit):
+    fitting = [each for each in everything if each.memory_gib <= limit]
+    expected = sorted(each.prediction.seconds for each in fitting)[:5]
+    found = plan(small(memory_gib=limit))
+    assert [each.prediction.seconds for each in found] == pytest.approx(expected, rel=1e-12)
+    assert all(each.memory_gib <= limit for each in found)
+
+
+def test_the_limits_differ_in_what_fits(everything):
+    fitting = [sum(each.memory_gib <= limit for each in everything) for limit in LIMITS]
+    assert fitting == sorted(fitting, reverse=True) and len(set(fitting)) == len(LIMITS) and fitting[-1] > 0
+
+
+def test_bounds_are_bounds(everything):
+    for each in everything:
+        setup = each.candidate.setup
+        assert least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
+        assert least_bytes(setup) <= each.memory_gib * 2**30 * (1 + 1e-9)
+
+
+def test_no_candidate_of_a_set_up_is_below_its_bound():
+    for setup in setups(small()):
+        least = least_seconds_of_all(setup, small().machine)
+        for each in scheduled(small(), setup):
+            assert least <= least_seconds(each.setup, small().machine) * (1 + 1e-9)
+
+
+def test_a_search_answers_for_less_memory_as_a_new_one_would():
+    search = Search(small())
+    search.best()
+    assert search.best(3, 2.5) == plan(small(memory_gib=2.5), 3)
+
+
+def test_what_is_not_accepted_takes_no_part(everything):
+    def is_whole(candidate):
+        return len(candidate.setup.segments) == 1
+
+    whole = [each for each in everything if is_whole(each.candidate) and each.memory_gib <= 4]
+    (found,) = Search(small(memory_gib=4)).best(1, accept=is_whole)
+    assert found.prediction.seconds == min(each.prediction.seconds for each in whole)
+
+
+def test_auto_takes_part_where_it_is_fast():
+    with_auto = plan(small(families=("1f1b", "zb-h1", "auto")), best=1)
+    assert with_auto[0].prediction.seconds <= plan(small(), best=1)[0].prediction.seconds
+
+
+def test_progress_ends_where_it_is_to_end():
+    steps = []
+    plan(small(), progress=lambda done, total: steps.append((done, total)))
+    assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
+
+
+def test_a_breakdown_adds_up(everything):
+    for each in everything[::7]:
+        parts = breakdown(each.prediction)
+        assert sum(parts.values()) == pytest.approx(each.prediction.seconds)
+        assert min(parts.values()) >= -1e-9
+
+
+def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
+    question = small(num_devices=7, global_batch_size=4)
+    assert plan(question) == []
+    assert "7 devices" in str(way_out(question)) and "global_batch_size=7" in str(way_out(question))
+    assert "; --global-batch-size 7 can be divided" in Naming.FLAGS.sentence(way_out(question))
+    assert plan(small(num_devices=7, global_batch_size=7))
+
+
+def test_what_does_not_fit_is_a_sentence_with_the_nearest_that_does():
+    question = small(memory_gib=0.9)
+    assert plan(question) == []
+    sentence = Naming.FLAGS.sentence(way_out(question))
+    assert "no configuration fits" in sentence
+    named = {"--gpus": "num_devices", "--seq-length": "sequence_length"}
+    words = sentence.replace(",", " ").split()
+    changes = [{named[flag]: int(value)} for flag, value in zip(words, words[1:], strict=False) if flag in named]
+    assert changes
+    assert all(plan(small(memory_gib=0.9, **change)) for change in changes)
+
+
+def test_a_frontier_is_what_nothing_beats():
+    points = [Point(2, 5, "a"), Point(1, 3, "b"), Point(3, 4, "c"), Point(2, 4, "d"), Point(4, 6, "e")]
+    assert [each.name for each in frontier(points)] == ["b", "a", "e"]

@@ -1,0 +1,102 @@
+"""Laws of the critical batch size, and the configuration that trains soonest."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.planning.planner import LAWS, batch_law, device_counts, soonest
+from megatron.seq1f1b.planning.planner.critical_batch import loss
+from megatron.seq1f1b.planning.planner.presets import gpt_of
+from megatron.seq1f1b.planning.planner.time_to_train import _divisible
+from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.planning.simulator.long_step import predict_long
+from unit_tests.planning.planner.question import small
+
+MILLION = 1e6
+
+
+def test_the_law_by_tokens_meets_what_its_authors_measured():
+    """1.2B on 24.6e9 tokens of 512 each: 2048 sequences take 25000 steps where 256 take 176000, which is less than
+    20 % more than an eighth; 4096 take 15360, which is more (plots/chinchilla.ipynb of the authors)."""
+    assert 25000 < 1.2 * 176000 * 256 / 2048 and 15360 > 1.2 * 176000 * 256 / 4096
+    assert 2048 < LAWS["tokens"].largest(1.2e9, 187500 * 256 * 512) / 512 < 4096
+
+
+def test_the_law_by_noise_doubles_with_every_eighth_of_loss():
+    """As arXiv 2001.08361 describes equation 1.4: twice as large for every 13 % of loss."""
+    assert loss(1.5e9, 22e9) == pytest.approx(2.4, abs=0.2)
+    growth = 0.87 ** (-1 / 0.21)
+    assert growth == pytest.approx(2, rel=0.05)
+    largest = LAWS["noise-scale"].largest
+    assert largest(1e9, 1e11) < largest(1e10, 1e11) < largest(1e10, 1e12)
+
+
+def test_the_law_of_olmo_averages_over_the_run():
+    largest = LAWS["olmo"].largest
+    assert largest(1e9, 100e9) == pytest.approx(1024 * 4096)
+    assert largest(1e9, 336e9) == pytest.approx(1536 * 4096)
+    assert 2048 * 4096 < largest(1e9, 2e12) < 4096 * 4096
+
+
+def test_the_three_term_law_is_flat_around_its_optimum():
+    law = LAWS["three-term"]
+    assert law.largest(1e9, 1e11) == pytest.approx(2 * 1.12 * MILLION, rel=0.02)
+    assert [law.overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
+
+
+def test_a_batch_of_the_users_own_takes_the_place_of_a_law():
+    law = batch_law("tokens").bounded_by(4e6)
+    assert law.largest(1e9, 1e12) == 4e6 and law.overhead(1.0) == 1.2
+    with pytest.raises(ValueError, match="critical_batch_law=x is unknown; take noise-scale, tokens"):
+        batch_law("x")
+
+
+def test_a_batch_can_be_divided_by_powers_of_two():
+    assert [_divisible(number) for number in (0.3, 1, 7.9, 100, 1074)] == [1, 1, 7, 96, 1024]
+
+
+def test_more_devices_train_sooner_and_take_more_hours():
+    question = replace(
+        small(),
+        num_devices=16,
+        sequence_length=2048,
+        chunks=(1,),
+        segments=(1,),
+        micro_batches=(1,),
+        families=("1f1b",),
+    )
+    law = batch_law("tokens").bounded_by(16 * 2048)
+    few, many = soonest(question, 1e9, law, (4, 16), shares=(1.0,))
+    assert many.days < few.days and many.device_hours >= 0.99 * few.device_hours
+    assert few.steps * 16 * 2048 == pytest.approx(1.2e9)
+    assert few.memory_gib <= question.memory_gib
+    assert device_counts(question) == [8, 16] and device_counts(small()) == [4]
+
+
+def test_where_nothing_fits_there_is_none():
+    assert list(soonest(small(memory_gib=0.1), 1e9, batch_law("olmo"), (4,), shares=(1.0,))) == [None]
+
+
+@pytest.mark.parametrize("family, chunks, segments", [("1f1b", 1, 1), ("1f1b", 2, 4), ("breadth-first", 2, 1)])
+def test_a_long_step_is_that_of_two_short_ones_and_more_of_the_same(family, chunks, segments):
+    from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+    from megatron.seq1f1b.schedule import Placement
+
+    question = small()
+    setup = TrainingSetup(
+        replace(question.model, num_layers=8),
+        sequence_length=8192,
+        num_microbatches=37,
+        placement=Placement(4, chunks),
+        segments=(8192 // segments,) * segments,
+        family=family,
+    )
+    found, whole = predict_long(setup, question.machine), predict(setup, question.machine)
+    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.memory == pytest.approx(max(memory.total for memory in whole.memory), rel=0.01)
+
+
+@pytest.mark.parametrize("billions", [1, 7, 70, 175, 1000])
+def test_a_gpt_of_a_number_of_parameters_has_about_as_many(billions):
+    shape = gpt_of(billions * 1e9)
+    assert 12 * shape.num_layers * shape.hidden_size**2 == pytest.approx(billions * 1e9, rel=0.25)

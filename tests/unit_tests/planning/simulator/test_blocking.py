@@ -1,0 +1,71 @@
+"""Ranks that wait for every message."""
+
+from itertools import product
+
+import pytest
+
+from megatron.seq1f1b.planning.simulator import execute_blocking
+from megatron.seq1f1b.schedule import Action, Costs, Kind, Placement, Schedule, Shape, build, simulate
+
+# With several chunks Megatron, too, takes whole groups of as many micro-batches as there are ranks.
+CASES = [
+    (family, Shape(Placement(ranks), microbatches, segments))
+    for family, ranks, microbatches, segments in product(("1f1b", "gpipe"), (1, 2, 4), (1, 3, 5), (1, 2, 4))
+] + [("1f1b", Shape(Placement(ranks, 2), 2 * ranks, segments)) for ranks, segments in ((2, 1), (4, 1), (2, 2), (4, 4))]
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES, ids=str)
+def test_every_action_runs_and_never_earlier_than_where_messages_overlap(family, shape):
+    schedule = build(family, shape)
+    costs = Costs.uniform(shape, message=0.25)
+    blocking, free = execute_blocking(schedule, costs), simulate(schedule, costs)
+    assert [[span.action for span in spans] for spans in blocking.ranks] == [list(rank) for rank in schedule.ranks]
+    assert blocking.makespan >= free.makespan - 1e-9
+
+
+def test_without_messages_to_wait_for_it_is_the_time_of_the_schedule():
+    shape = Shape(Placement(4), 8)
+    schedule, costs = build("1f1b", shape), Costs.uniform(shape)
+    assert execute_blocking(schedule, costs).makespan == simulate(schedule, costs).makespan
+
+
+def test_one_rank_waits_for_the_slow_exchange_of_its_neighbours():
+    """Two ranks, one micro-batch: forward, message, forward and backward, message, backward."""
+    shape = Shape(Placement(2), 1)
+    costs = Costs.uniform(shape, f=1, i=1, w=1, message=0.5)
+    assert execute_blocking(build("1f1b", shape), costs).makespan == pytest.approx(1 + 0.5 + 1 + 2 + 0.5 + 2)
+
+
+def test_a_schedule_that_needs_messages_ahead_is_a_mistake_and_no_hang():
+    shape = Shape(Placement(4, 2), 3)
+    with pytest.raises(ValueError, match="ranks that wait for every message cannot run this schedule to its end"):
+        execute_blocking(build("gpipe", shape), Costs.uniform(shape))
+
+
+def _split(microbatches):
+    """Two ranks, all forwards, then each I with its W behind it."""
+    shape = Shape(Placement(2), microbatches)
+    ranks = tuple(
+        (
+            *(Action(Kind.F, stage, m, 0) for m in range(microbatches)),
+            *(Action(kind, stage, m, 0) for m in range(microbatches) for kind in (Kind.I, Kind.W)),
+        )
+        for stage in range(2)
+    )
+    return Schedule(shape, ranks)
+
+
+def test_a_w_runs_while_the_message_before_it_travels():
+    """Forward, message, forward and I, message beside the W, I and W."""
+    schedule = _split(1)
+    timeline = execute_blocking(schedule, Costs.uniform(schedule.shape, f=1, i=1, w=0.25, message=0.5))
+    assert timeline.makespan == pytest.approx(1 + 0.5 + 1 + 1 + 0.5 + 1 + 0.25)
+    last = timeline.ranks[1][-1]
+    assert (last.action.kind, last.start, last.end) == (Kind.W, 3.5, 3.75)
+
+
+def test_what_follows_a_w_is_received_after_it():
+    schedule = _split(2)
+    timeline = execute_blocking(schedule, Costs.uniform(schedule.shape, f=1, i=1, w=5, message=0.5))
+    _, _, _, weights, following, _ = timeline.ranks[0]
+    assert following.start == pytest.approx(weights.end + 0.5)

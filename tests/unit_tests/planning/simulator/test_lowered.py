@@ -1,0 +1,70 @@
+"""The lowered schedule in simulated time."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.planning.simulator import ChunkCollectives, execute_lowered
+from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, Shape, build, lower, simulate
+
+SHAPE = Shape(Placement(2), 3)
+
+
+def spans_of(timeline, kind):
+    return [span for spans in timeline.ranks for span in spans if span.action.kind is kind]
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb-h1", "breadth-first"])
+@pytest.mark.parametrize("chunks, style", [(1, "looped"), (2, "looped"), (2, "v")])
+@pytest.mark.parametrize("message", [0.0, 0.3])
+def test_quick_messages_arrive_as_if_nothing_stood_in_their_way(family, chunks, style, message):
+    shape = Shape(Placement(3, chunks, style), 4, 2)
+    costs = Costs.uniform(shape, message=message)
+    schedule = build(family, shape)
+    assert execute_lowered(lower(schedule), costs).ranks == simulate(schedule, costs).ranks
+
+
+def test_messages_of_a_channel_follow_each_other():
+    """Two forwards of one second each feed a channel whose messages take three."""
+    shape = Shape(Placement(2), 2)
+    costs = replace(Costs.uniform(shape, w=0.0), message_f=((3.0,), (0.0,)))
+    timeline = execute_lowered(lower(build("gpipe", shape)), costs)
+    starts = [span.start for span in timeline.ranks[1] if span.action.kind is Kind.F]
+    assert starts == [4.0, 7.0]
+    assert [span.start for span in simulate(build("gpipe", shape), costs).ranks[1]][:2] == [4.0, 5.0]
+
+
+def test_a_message_waits_for_its_receive():
+    """The second is posted only with the first forward, which here takes long to come."""
+    shape = Shape(Placement(2), 2)
+    costs = replace(Costs.uniform(shape, w=0.0), f=((1.0,), (5.0,)), message_f=((2.0,), (0.0,)))
+    timeline = execute_lowered(lower(build("gpipe", shape)), costs)
+    first, second = (span for span in timeline.ranks[1] if span.action.kind is Kind.F)
+    assert (first.start, second.start) == (3.0, 8.0)
+
+
+def test_parameters_are_waited_for_and_gradients_are_reduced_beside_compute():
+    shape = Shape(Placement(2, 2), 2)
+    costs = Costs.uniform(shape)
+    schedule = lower(build("breadth-first", shape))
+    without = execute_lowered(schedule, costs)
+    collectives = ChunkCollectives((1.5,) * 4, (2.0,) * 4)
+    timeline = execute_lowered(schedule, costs, collectives)
+    assert spans_of(timeline, Kind.F)[0].start == 1.5
+    assert len(spans_of(timeline, Kind.REDUCE)) == len(spans_of(timeline, Kind.GATHER)) == 4
+    # Only the last reduction of a rank is not hidden.
+    assert timeline.end <= without.end + 1.5 + 2 * 2.0
+    assert all(list(spans) == sorted(spans, key=lambda span: span.start) for spans in timeline.ranks)
+
+
+def test_slower_channels_never_make_a_step_shorter():
+    schedule = lower(build("1f1b", SHAPE))
+    ends = [execute_lowered(schedule, Costs.uniform(SHAPE, message=time)).end for time in (0, 0.5, 1, 2, 4)]
+    assert ends == sorted(ends) and ends[0] < ends[-1]
+
+
+def test_a_schedule_that_cannot_end_is_a_mistake():
+    schedule = lower(build("1f1b", SHAPE))
+    wrong = Schedule(SHAPE, (schedule.ranks[0], tuple(reversed(schedule.ranks[1]))))
+    with pytest.raises(ValueError, match="cannot run to its end"):
+        execute_lowered(wrong, Costs.uniform(SHAPE))

@@ -1,0 +1,59 @@
+"""The predicted step: laws that hold on any machine."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.schedule import Placement
+
+MACHINE = read_machine("a100-80gb")
+MODEL = ModelShape(32, 4096, 16384, 32, 128, 32768)
+SETUP = TrainingSetup(
+    MODEL,
+    sequence_length=32768,
+    num_microbatches=8,
+    tensor_parallel=8,
+    placement=Placement(4),
+    sequence_parallel=True,
+    distributed_optimizer=True,
+)
+
+
+def test_segments_take_less_memory_and_leave_a_smaller_bubble():
+    whole, cut = predict(SETUP, MACHINE), predict(replace(SETUP, segments=(8192,) * 4), MACHINE)
+    assert cut.bubble < whole.bubble
+    assert max(m.activations for m in cut.memory) < 0.5 * max(m.activations for m in whole.memory)
+
+
+def test_full_recomputation_costs_time_and_saves_memory():
+    kept, repeated = predict(SETUP, MACHINE), predict(replace(SETUP, recompute="full"), MACHINE)
+    assert 1.2 < repeated.seconds / kept.seconds < 1.4
+    assert max(m.total for m in repeated.memory) < 0.5 * max(m.total for m in kept.memory)
+
+
+def test_the_sharded_optimizer_takes_its_part_only():
+    alone, sharded = (
+        predict(replace(SETUP, data_parallel=4, distributed_optimizer=flag), MACHINE) for flag in (False, True)
+    )
+    assert sharded.memory[0].optimizer == pytest.approx(alone.memory[0].optimizer / 4)
+    assert sharded.ends[0].update < alone.ends[0].update
+
+
+def test_tokens_per_second_are_those_of_the_whole_cluster():
+    prediction = predict(SETUP, MACHINE)
+    assert prediction.tokens_per_second == pytest.approx(8 * 32768 / prediction.seconds)
+
+
+def test_the_timeline_is_in_seconds_and_holds_every_action():
+    timeline = predict(SETUP, MACHINE).timeline
+    assert timeline.time_unit == "s"
+    assert [len(spans) for spans in timeline.ranks] == [16] * 4
+
+
+def test_segments_that_do_not_add_up_are_a_mistake():
+    with pytest.raises(ValueError, match="segments of 100 tokens do not make 32768"):
+        replace(SETUP, segments=(50, 50))
