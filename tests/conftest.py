@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import slowness
+from support.patience import slowness
 
 TIERS = ("unit", "functional", "exhaustive")
 NOT_REACHED = "not within the time of --budget"

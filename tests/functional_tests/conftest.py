@@ -1,6 +1,6 @@
 import pytest
 
-from functional_tests.launch import Launcher
+from support.launch import Launcher
 
 
 @pytest.fixture(scope="session")

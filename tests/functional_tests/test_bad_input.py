@@ -9,9 +9,9 @@ import struct
 
 import pytest
 
-from functional_tests.launch import ROOT, TINY_GPT
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from megatron.seq1f1b.startup.values import LIMITS, SIGNED, UNLIMITED
+from support.launch import ROOT, TINY_GPT
 
 SPLIT = "--sequence-splits 2 "
 MOCK = "--mock-data "
@@ -250,7 +250,7 @@ def ended(launch, folder):
         given = flags.removeprefix("ranks=2 ").removeprefix("hybrid ").replace("{}", str(folder))
         starts.append((script, num_ranks, [*TINY_GPT, *given.split()]))
     (folder / "starts.json").write_text(json.dumps(starts))
-    script = ROOT / "tests" / "functional_tests" / "start_worker.py"
+    script = ROOT / "tests" / "functional_tests" / "workers" / "start_worker.py"
     job = launch(1, [folder / "starts.json"], script, timeout=400, env={"PYTHONPATH": str(ROOT)}).check()
     assert (folder / "ended.json").exists(), job.log[-4000:]
     return dict(zip(chosen, json.loads((folder / "ended.json").read_text()), strict=True))

@@ -2,7 +2,7 @@
 
 import json
 
-from functional_tests.launch import ROOT
+from support.launch import ROOT
 
 TINY = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 

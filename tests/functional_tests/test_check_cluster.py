@@ -4,8 +4,8 @@ import os
 import subprocess
 
 from check_cluster import Facts, verdict
-from functional_tests.launch import ENVIRONMENT, ROOT
-from patience import patient
+from support.launch import ENVIRONMENT, ROOT
+from support.patience import patient
 
 
 def run(*flags):

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from functional_tests.launch import ROOT, TINY_GPT
+from support.launch import ROOT, TINY_GPT
 
 MODEL = (*TINY_GPT, "--mock-data", "--train-iters", "4", "--untie-embeddings-and-output-weights")
 HYBRID = ROOT / "pretrain_hybrid.py"

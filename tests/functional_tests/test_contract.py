@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).with_name("contract_worker.py")
+WORKER = Path(__file__).parent / "workers" / "contract_worker.py"
 
 
 @pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.exhaustive)])

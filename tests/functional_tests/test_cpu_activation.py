@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from functional_tests.launch import ROOT
-from patience import patient
+from support.launch import ROOT
+from support.patience import patient
 
 # In a process of its own: redirects last as long as the process.
 BEFORE_AND_AFTER = """

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from few import few_of
-from functional_tests.launch import PRETRAIN, TINY_GPT, torchrun
+from support.few import few_of
+from support.launch import PRETRAIN, TINY_GPT, torchrun
 
 MOCK = (*TINY_GPT, "--mock-data")
 

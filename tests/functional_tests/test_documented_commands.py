@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from functional_tests.launch import ROOT
-from functional_tests.slurm_cluster import environment
-from patience import patient
+from support.launch import ROOT
+from support.patience import patient
+from support.slurm_cluster import environment
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TESTS = ROOT / "tests"

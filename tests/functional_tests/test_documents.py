@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from functional_tests.launch import TINY_GPT
+from support.launch import TINY_GPT
 
 END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -90,7 +90,7 @@ def test_conversations(launch, tmp_path):
     flags[flags.index("NullTokenizer")] = "SFTTokenizer"
     flags += ["--sft", "--sft-tokenizer-prompt-format", "identity", "--tokenizer-model", tmp_path / "tokenizer"]
     flags += ["--data-path", tmp_path / "chats.jsonl"]
-    script = Path(__file__).with_name("sft_script.py")
+    script = Path(__file__).parent / "scripts" / "sft_script.py"
     whole = launch(2, [*flags, "--pipeline-schedule", "1f1b"], script=script).check()
     cut = launch(2, [*flags, "--sequence-splits", "3", "--sequence-split-strategy", "balanced"], script=script).check()
     assert cut.losses() == pytest.approx(whole.losses(), abs=1e-5)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from few import few_of
 from functional_tests.equality.suites import groups, representatives
+from support.few import few_of
 
 WORKER = Path(__file__).parent / "equality" / "worker.py"
 GROUPS = [group for group in groups() if group.model.transformer_engine is None]

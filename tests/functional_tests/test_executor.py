@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("executor_worker.py")
+WORKER = Path(__file__).parent / "workers" / "executor_worker.py"
 
 
 def test_what_callers_rely_on(launch):

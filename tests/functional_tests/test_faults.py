@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.launch import ROOT, TINY_GPT, torchrun
+from support.launch import ROOT, TINY_GPT, torchrun
 
-SCRIPT = Path(__file__).with_name("faulty_script.py")
+SCRIPT = Path(__file__).parent / "scripts" / "faulty_script.py"
 FLAGS = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2, "--sequence-splits", 2, "--train-iters", 7]
 
 # The fault, the iteration that its run starts with, and how many losses it prints.

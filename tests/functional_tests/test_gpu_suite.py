@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from functional_tests.launch import ENVIRONMENT, ROOT
+from support.launch import ENVIRONMENT, ROOT
 
 
 def gpu_test(*flags):

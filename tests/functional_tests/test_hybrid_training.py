@@ -2,7 +2,7 @@
 
 import pytest
 
-from functional_tests.launch import ROOT, TINY_GPT
+from support.launch import ROOT, TINY_GPT
 
 HYBRID = ROOT / "pretrain_hybrid.py"
 LAYERS, TINY = TINY_GPT[:2], TINY_GPT[2:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import patient
+from support.patience import patient
 
 ROOT = Path(__file__).parents[2]
 

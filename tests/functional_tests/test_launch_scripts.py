@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.slurm_cluster import environment
-from patience import patient
+from support.patience import patient
+from support.slurm_cluster import environment
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = "scripts/pretrain_gpt.sh"

@@ -8,7 +8,7 @@ import torch
 from megatron.seq1f1b.install import install
 from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
 
-WORKER = Path(__file__).with_name("library_worker.py")
+WORKER = Path(__file__).parent / "workers" / "library_worker.py"
 
 
 def result(launch, path, *options, **environment) -> list[tuple]:

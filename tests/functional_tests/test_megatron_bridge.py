@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from functional_tests.launch import ROOT, Job, torchrun
+from support.launch import ROOT, Job, torchrun
 
-WORKERS = ROOT / "tests" / "functional_tests"
+WORKERS = ROOT / "tests" / "functional_tests" / "workers"
 # Made by hand, see docs/hugging-face.md; its transformers is not the one of the other tests.
 BRIDGE = ROOT / ".venv" / "megatron-bridge"
 # Made by scripts/setup.sh; what Megatron-Bridge imports.
@@ -16,7 +16,7 @@ TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
 
 def run(worker: str, *arguments: object) -> Job:
     """On two ranks, with Megatron-Bridge."""
-    paths = os.pathsep.join(map(str, (ROOT, BRIDGE, TRANSFORMER_ENGINE)))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", BRIDGE, TRANSFORMER_ENGINE)))
     env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     return torchrun(WORKERS / worker, 2, arguments, timeout=300, env=env).check()
 

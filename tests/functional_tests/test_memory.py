@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("memory_worker.py")
+WORKER = Path(__file__).parent / "workers" / "memory_worker.py"
 
 
 def test_peak_is_that_of_the_units_in_flight_and_their_keys_and_values(launch):

@@ -3,7 +3,7 @@ does."""
 
 import pytest
 
-from functional_tests.launch import TINY_GPT
+from support.launch import TINY_GPT
 
 EVALUATE = ("--eval-iters", "2", "--eval-interval", "3")
 PIPELINE = (*TINY_GPT, *EVALUATE, "--mock-data", "--pipeline-model-parallel-size", "2")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.browser import PATIENCE, browser, served
 from megatron.seq1f1b.report import plot_timelines, to_trace
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, Timeline, build, simulate
+from support.browser import PATIENCE, browser, served
 
 # A query of Perfetto's as a list of the values of one column.
 QUERY = """app.trace.engine.query(`{}`).then((result) => {{

@@ -13,7 +13,7 @@ from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
 from megatron.seq1f1b.planning.costs import Experts, ModelShape
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner import Candidate, Question, candidates
-from patience import patient
+from support.patience import patient
 
 DENSE = ModelShape(8, 1024, 2816, 8, 128, 32768, num_kv_heads=4, is_gated=True)
 MIXTURE = replace(DENSE, experts=Experts(8, 2, 512, shared_ffn_hidden_size=256), expert_layers=tuple(range(2, 8)))

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from functional_tests.browser import PATIENCE, browser, served
-from functional_tests.launch import ROOT
 from megatron.seq1f1b.report.playground import answer
+from support.browser import PATIENCE, browser, served
+from support.launch import ROOT
 
 READY = "document.getElementById('status').textContent !== 'Loading Python ...'"
 CAPTION = "document.querySelector('figcaption').textContent"

@@ -4,8 +4,8 @@ import os
 import re
 import subprocess
 
-from functional_tests.launch import ROOT
-from patience import patient
+from support.launch import ROOT
+from support.patience import patient
 
 
 def test_quick_start_trains_twice_and_compares(tmp_path):

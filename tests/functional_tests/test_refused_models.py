@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.launch import ROOT, TINY_GPT
+from support.launch import ROOT, TINY_GPT
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
-SCRIPT = Path(__file__).with_name("vision_script.py")
+SCRIPT = Path(__file__).parent / "scripts" / "vision_script.py"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from few import few_of
-from functional_tests.launch import ROOT
-from functional_tests.slurm_cluster import environment
+from support.few import few_of
+from support.launch import ROOT
+from support.slurm_cluster import environment
 
 # Long enough for activations to outweigh what is the same for any length.
 MODEL = (
@@ -59,7 +59,7 @@ def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
     flags = ("--device", "cpu", *TWO_STAGES, *words.split())
     rehearse(launch, ranks, *flags, "--dry-run-output", tmp_path).check()
     report = json.loads((tmp_path / "rehearsal.json").read_text())
-    script = FUNCTIONAL_TESTS / "rehearsal_worker.py"
+    script = FUNCTIONAL_TESTS / "workers" / "rehearsal_worker.py"
     launch(ranks, [*MODEL, *flags], script=script, env={"COUNTS": str(tmp_path)}, timeout=400).check()
     for rehearsed in report["pipeline_ranks"]:
         moments = json.loads((tmp_path / f"{rehearsed['rank']}.json").read_text())
@@ -113,7 +113,7 @@ def test_hybrid_models(launch):
 
 
 def test_ends_that_disagree_fail(launch):
-    script = FUNCTIONAL_TESTS / "unmatched_messages_script.py"
+    script = FUNCTIONAL_TESTS / "scripts" / "unmatched_messages_script.py"
     job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, *EVEN.split(), script=script)
     assert job.code == 1
     assert (

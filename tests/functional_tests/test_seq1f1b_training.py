@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.launch import ROOT, TINY_GPT
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, read_timeline, write_csv
+from support.launch import ROOT, TINY_GPT
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
@@ -157,7 +157,7 @@ def test_attention_dropout_and_recomputation_that_repeats_it(launch):
 
 def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     """`python -m megatron.seq1f1b SCRIPT`; without the spec of pretrain_gpt.py, whose layers have our attention."""
-    script = Path(__file__).with_name("foreign_script.py")
+    script = Path(__file__).parent / "scripts" / "foreign_script.py"
     job = launch(2, [script, *PIPELINE, *EVALUATE, "--sequence-splits", "4"], script=OVERLAY).check()
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
     refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--qk-clip"], script=OVERLAY)

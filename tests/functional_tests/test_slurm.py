@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.slurm_cluster import ROOT, Cluster, running_cluster
+from support.slurm_cluster import ROOT, Cluster, running_cluster
 
 SBATCH = "scripts/slurm/pretrain_gpt.sbatch"
-STAND_IN = str(Path(__file__).with_name("stand_in_rank.sh"))
+STAND_IN = str(Path(__file__).parent / "scripts" / "stand_in_rank.sh")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from functional_tests.launch import TINY_GPT
+from support.launch import TINY_GPT
 
-SCRIPT = Path(__file__).with_name("soak_script.py")
+SCRIPT = Path(__file__).parent / "scripts" / "soak_script.py"
 MEGABYTE = 2**20
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from functional_tests.launch import TINY_GPT
+from support.launch import TINY_GPT
 
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 SEGMENTS = ("--sequence-splits", "4")

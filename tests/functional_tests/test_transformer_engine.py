@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from few import few_of
 from functional_tests.equality.suites import groups, representatives
-from functional_tests.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
+from support.few import few_of
+from support.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
 
 WORKER = ROOT / "tests" / "functional_tests" / "equality" / "worker.py"
 # Made by scripts/setup.sh, away from other packages.
@@ -36,7 +36,7 @@ def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_s
     if not (PACKAGES / "transformer_engine").is_dir():
         pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
     folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
-    job = torchrun(WORKER.parents[1] / "transformer_engine_worker.py", 1, timeout=200, env=folders)
+    job = torchrun(WORKER.parents[1] / "workers" / "transformer_engine_worker.py", 1, timeout=200, env=folders)
     assert "equal\n" in job.check().log
 
 

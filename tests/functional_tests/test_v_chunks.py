@@ -2,7 +2,7 @@
 
 import pytest
 
-from functional_tests.launch import TINY_GPT
+from support.launch import TINY_GPT
 
 CHUNKS = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 LOOPED = ("--num-virtual-stages-per-pipeline-rank", "2", "--pipeline-schedule", "1f1b", "--sequence-splits", "2")

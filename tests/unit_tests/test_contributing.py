@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from patience import patient
+from support.patience import patient
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

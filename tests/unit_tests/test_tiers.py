@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from patience import patient
+from support.patience import patient
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,8 +31,9 @@ def test_of_the_rest():
 
 
 def run(folder: Path, *options: str) -> str:
-    (folder / "tests" / "unit_tests").mkdir(parents=True)
-    for file in (ROOT / "pyproject.toml", ROOT / "tests" / "conftest.py", ROOT / "tests" / "patience.py"):
+    for name in ("unit_tests", "support"):
+        (folder / "tests" / name).mkdir(parents=True)
+    for file in (ROOT / "pyproject.toml", ROOT / "tests" / "conftest.py", ROOT / "tests" / "support" / "patience.py"):
         shutil.copy(file, folder / file.relative_to(ROOT))
     (folder / "tests" / "unit_tests" / "test_some.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]

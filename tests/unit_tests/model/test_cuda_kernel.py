@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-import fake_flash
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.kernels import (
     AttentionRule,
@@ -33,6 +32,7 @@ from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineFused
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
+from support import fake_flash
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
 from megatron.seq1f1b.schedule import Named
-from one_rank import Batches, Stage, forward_step, run
+from support.one_rank import Batches, Stage, forward_step, run
 
 
 def executor(schedule: str = "1f1b", k: int = 2, **options) -> PipelineExecutor:

@@ -13,7 +13,7 @@ from megatron.core.rerun_state_machine import (
 
 from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.schedule import Named
-from one_rank import Stage, run
+from support.one_rank import Stage, run
 
 
 @pytest.fixture

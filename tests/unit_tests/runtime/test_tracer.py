@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
 from megatron.seq1f1b.runtime.tracer import Measured, from_barrier
 from megatron.seq1f1b.schedule import Named, Placement, Shape, Span, parse_action
-from one_rank import Stage, run
+from support.one_rank import Stage, run
 
 SHAPE = Shape(Placement(3), 1)
 

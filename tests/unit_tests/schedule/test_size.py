@@ -7,7 +7,7 @@ import pytest
 
 from megatron.seq1f1b.schedule import Placement, Shape, program
 from megatron.seq1f1b.schedule.clock import Clock
-from patience import patient
+from support.patience import patient
 
 WHOLE = """
 import resource

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b import commands
-from patience import patient
+from support.patience import patient
 
 ROOT = Path(__file__).parents[3]
 FACES = {

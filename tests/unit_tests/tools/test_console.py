@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron.seq1f1b import commands
-from patience import patient
+from support.patience import patient
 
 
 @pytest.mark.parametrize(

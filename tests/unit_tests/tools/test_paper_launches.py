@@ -13,7 +13,7 @@ from paper.launches import TABLES, launches
 from paper.row import slug
 from paper.seq1f1b_tables import throughput
 from paper_tables import markdown, with_logs
-from patience import patient
+from support.patience import patient
 
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = sorted(path.stem for path in (ROOT / "scripts" / "paper").glob("*.sh") if path.stem != "run")

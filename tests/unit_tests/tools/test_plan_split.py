@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.seq1f1b.commands import run
-from partition_profile import write_example
+from support.partition_profile import write_example
 
 MODEL = ["--num-layers", "8", "--hidden-size", "1024", "--num-attention-heads", "8", "--vocab-size", "1024"]
 SMALL = [*MODEL, "--seq-length", "16384"]

@@ -25,7 +25,7 @@ from megatron.seq1f1b.preprocessing.tokenizer import (
     load_trained_tokenizer,
 )
 from megatron.seq1f1b.preprocessing.workers import results, started_workers, tokenize
-from patience import patient
+from support.patience import patient
 
 # Three batches, so that two workers have to keep their order.
 TEXTS = [f"def f_{i}(x):\n\treturn x + {i}  # größer 🙂\n" for i in range(3000)]

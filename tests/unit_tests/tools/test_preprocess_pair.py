@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.seq1f1b.commands import preprocess as preprocess_data
 from megatron.seq1f1b.preprocessing.durable import move
 from megatron.seq1f1b.preprocessing.pair import put_in_place, recover
-from patience import patient
+from support.patience import patient
 
 # Replaces a pair, and kills itself before its n-th change of a name in the file system.
 KILLED = """

@@ -6,7 +6,7 @@ from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.plan import Plan
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Planned, Shape, build, peak_memory, program, simulate
-from partition_profile import profile, weight
+from support.partition_profile import profile, weight
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
 LAYERS = (3, 1)

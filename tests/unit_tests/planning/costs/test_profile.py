@@ -11,7 +11,7 @@ from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import cut_sequence, segment_times
 from megatron.seq1f1b.planning.costs import bottleneck_time, check_profile, read_profile, write_profile
 from megatron.seq1f1b.planning.costs.measured_time import MeasuredTime, Point, fit, least_squares, relative_errors
-from partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
+from support.partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
 
 
 @given(st.lists(st.floats(-10, 10), min_size=4, max_size=4))

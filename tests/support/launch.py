@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patience import patient
+from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"

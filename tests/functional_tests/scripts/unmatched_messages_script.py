@@ -25,4 +25,4 @@ def send_something_else(self, channel, tensor, action=None):
 
 if __name__ == "__main__":
     Communicator.send = send_something_else
-    runpy.run_path(str(Path(__file__).parents[2] / "pretrain_gpt.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[3] / "pretrain_gpt.py"), run_name="__main__")

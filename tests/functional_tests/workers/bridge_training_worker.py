@@ -25,7 +25,6 @@ else:
 import megatron.bridge.training.setup  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from bridge_llama import BATCH, SEQUENCE, VOCABULARY, check_logits, for_two_cpu_ranks, save_llama  # noqa: E402
 from megatron.bridge import AutoBridge  # noqa: E402
 from megatron.bridge.recipes.common import _pretrain_common  # noqa: E402
 from megatron.bridge.training.callbacks import Callback  # noqa: E402
@@ -33,6 +32,8 @@ from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.bridge.training.gpt_step import forward_step  # noqa: E402
 from megatron.bridge.training.pretrain import pretrain  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+
+from support.bridge_llama import BATCH, SEQUENCE, VOCABULARY, check_logits, for_two_cpu_ranks, save_llama  # noqa: E402
 
 # Asserts CUDA otherwise.
 setup = megatron.bridge.training.setup

@@ -19,7 +19,8 @@ from megatron.core.hyper_comm_grid import HyperCommGrid  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from upstream_functions import replace_functions  # noqa: E402
+
+from support.upstream_functions import replace_functions  # noqa: E402
 
 ALONE, PIPELINE, INTERLEAVED = (
     "forward_backward_no_pipelining",

@@ -15,9 +15,10 @@ megatron.seq1f1b.install(sequence_splits=3)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from bridge_llama import check_logits, for_two_cpu_ranks, save_llama  # noqa: E402
 from megatron.bridge import AutoBridge  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+
+from support.bridge_llama import check_logits, for_two_cpu_ranks, save_llama  # noqa: E402
 
 
 def to_megatron(bridge: AutoBridge) -> list[torch.nn.Module]:

@@ -29,4 +29,4 @@ def counted(pretrain, *args, **kwargs) -> None:
 
 if __name__ == "__main__":
     megatron.training.pretrain = training.pretrain = partial(counted, training.pretrain)
-    runpy.run_path(str(Path(__file__).parents[2] / "pretrain_gpt.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[3] / "pretrain_gpt.py"), run_name="__main__")
