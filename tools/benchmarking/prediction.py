@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from megatron.seq1f1b.partition import segment_times
-from megatron.seq1f1b.planning.costs.measured_time import MeasuredTime, Point, fit
+from megatron.seq1f1b.planning.costs.profile import MeasuredTime, Point, fit
 from megatron.seq1f1b.planning.simulator import execute_lowered
 from megatron.seq1f1b.schedule import Costs, Kind, lower
 

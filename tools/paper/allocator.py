@@ -1,7 +1,7 @@
 """What PyTorch's allocator holds beyond the peak of what is allocated, by its own two counters.
 
 `third_party_allocator.csv` has both for every stage of runs with one to eight lengths of segments; no prediction of
-ours takes part in the fit, whose result is in costs/memory.py.
+ours takes part in the fit, whose result is in costs/step_memory.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.seq1f1b.planning.costs.working_memory import loss_bytes
+from megatron.seq1f1b.planning.costs.layer_bytes import loss_bytes
 
 from .row import read
 from .seq1f1b_tables import third_party_setup

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.memory import GIB, rank_memory
+from megatron.seq1f1b.planning.costs.step_memory import GIB, rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict

@@ -6,8 +6,8 @@ from statistics import mean
 from megatron.seq1f1b.partition import uniform_comp
 from megatron.seq1f1b.planning.costs.flops import authors_flops
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.memory import GIB, rank_memory
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.step_memory import GIB, rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict

@@ -10,8 +10,8 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.memory import rank_memory
 from megatron.seq1f1b.planning.costs.stage_times import step_costs
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate

@@ -4,7 +4,7 @@ import argparse
 import os
 
 from ..planning.costs.machine import Machine, read_machine
-from ..planning.costs.memory import GIB
+from ..planning.costs.step_memory import GIB
 
 
 def is_on_cpu(flags: argparse.Namespace) -> bool:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..planning.costs import action_costs
-from ..planning.costs.layer_sizes import are_known
+from ..planning.costs.layer_bytes import are_known
 from ..planning.costs.machine import Machine
-from ..planning.costs.memory import activation_tables, rank_memory
 from ..planning.costs.stage_times import step_costs
+from ..planning.costs.step_memory import activation_tables, rank_memory
 from ..planning.costs.training_setup import TrainingSetup
 from ..planning.simulator import estimate_step
 from ..schedule import Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, peak_memory

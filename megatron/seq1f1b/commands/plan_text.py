@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..planning.costs.memory import GIB
 from ..planning.costs.paper_flops import model_flops
+from ..planning.costs.step_memory import GIB
 from ..planning.costs.training_setup import parameters_of_model
 from ..planning.planner import Plan, Question, breakdown
 

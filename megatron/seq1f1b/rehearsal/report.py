@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..planning.costs.outside import bytes_outside
+from ..planning.costs.machine import bytes_outside
 from .ledger import Category, Moment, at
 from .messages import Traffic, mismatches
 

@@ -20,7 +20,7 @@ from megatron.seq1f1b.planning.costs import (
     authors_flops,
     bottleneck_time,
 )
-from megatron.seq1f1b.planning.costs.measured_time import MeasuredTime
+from megatron.seq1f1b.planning.costs.profile import MeasuredTime
 
 MODEL = ModelShape(
     num_layers=32,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.outside import bytes_outside
+from megatron.seq1f1b.planning.costs.machine import bytes_outside
 from megatron.seq1f1b.rehearsal.ledger import Category, Moment
 from megatron.seq1f1b.rehearsal.messages import Message, Traffic
 from megatron.seq1f1b.rehearsal.report import GIB, RehearsalReport, StageReport

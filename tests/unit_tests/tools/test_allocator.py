@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.seq1f1b.planning.costs import memory
+from megatron.seq1f1b.planning.costs import step_memory as memory
 from paper import allocator
 
 

@@ -3,12 +3,19 @@
 Start with stage_costs (what a segment costs on a stage) and action_costs (what the actions of a schedule cost).
 """
 
-from .action_costs import action_costs
-from .device_throughput import A100, CPU_CORE, DeviceThroughput
 from .flops import authors_flops, layer_flops
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
-from .stage_costs import AnalyticTime, StageCost, analytic_costs, bottleneck_time
+from .stage_costs import (
+    A100,
+    CPU_CORE,
+    AnalyticTime,
+    DeviceThroughput,
+    StageCost,
+    action_costs,
+    analytic_costs,
+    bottleneck_time,
+)
 from .traced_costs import is_trace, read_traced_costs
 
 __all__ = [

@@ -8,10 +8,16 @@ parallelism exchange follows arXiv 2205.05198, section 4.2.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .collectives import all_reduce_time, all_to_all_time
-from .expert_times import NO_EXPERTS, expert_time
-from .kernels import BYTES, flash_time, matmul_time, moving_time, unfused_attention_time
 from .machine import Machine
+from .operations import (
+    BYTES,
+    all_reduce_time,
+    all_to_all_time,
+    flash_time,
+    matmul_time,
+    moving_time,
+    unfused_attention_time,
+)
 from .training_setup import TrainingSetup
 
 
@@ -203,3 +209,38 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> E
     back = matmul_time(device, rows, hidden, columns) + moving_time(device, 16 * logits, 4) + once
     adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.embedding_parameters)
     return EndTime(forward, back, max(matmul_time(device, columns, hidden, rows), adding))
+
+
+@dataclass(frozen=True)
+class ExpertTime:
+    """`matmul` and `all_to_all` of the forward, which the input gradients take again, and `other` of the forward."""
+
+    matmul: float
+    other: float
+    all_to_all: float
+    weight: float
+
+
+NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
+
+
+def expert_time(setup: TrainingSetup, machine: Machine, rows: float) -> ExpertTime:
+    """The time of `rows` tokens of a tensor-parallel group."""
+    model, experts, device = setup.model, setup.model.experts, machine.device
+    assert experts is not None, "a layer of experts without experts"
+    hidden, ffn = model.hidden_size, experts.ffn_hidden_size
+    fc1 = ffn * (2 if model.is_gated else 1)
+    tokens = rows / setup.tensor_parallel
+    routed = tokens * experts.active
+    here = experts.total / setup.expert_parallel
+    # Each expert has its part of what the ranks of the group send: one grouped product.
+    weights = ((fc1, hidden), (hidden, ffn))  # outputs, inputs
+    matmul = sum(matmul_time(device, routed / here, out, into, here) for out, into in weights)
+    weight = sum(matmul_time(device, out, into, routed / here, here) for out, into in weights)
+    adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.layer_expert_parameters)
+    # The router; sorting tokens by expert and back, each a read and a write; the activation function.
+    router = matmul_time(device, tokens, experts.total, hidden)
+    other = moving_time(device, BYTES * routed * (4 * hidden + fc1 + ffn), 12)
+    # Tokens go to their experts and come back.
+    exchanged = 2 * all_to_all_time(machine, setup.expert_group, BYTES * routed * hidden)
+    return ExpertTime(matmul + router, other, exchanged, max(weight, adding) + router)

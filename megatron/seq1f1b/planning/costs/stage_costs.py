@@ -1,14 +1,73 @@
-"""What a segment costs on a stage of the pipeline: the times of its forward, its backward, its weight gradients."""
+"""What a segment costs on a stage, by FLOPs over throughput, and what the actions of a schedule cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ...errors import ParameterError
-from ...partition import SegmentTime
-from .device_throughput import DeviceThroughput
+from ...partition import SegmentTime, segment_times
+from ...schedule import Costs
 from .flops import head_flops, joining_flops, layer_flops
 from .model_shape import ModelShape
+
+
+def cpu_slowdown(num_rows: int) -> float:
+    """Time of PyTorch's CPU flash attention for `num_rows` queries, relative to the same work in long segments.
+
+    The operator picks its tile by the number of queries: 256 rows from 768 on, 64 from 192 on, 32 below. Measured on a
+    Xeon (Cascade Lake), forward and backward alike.
+    """
+    if num_rows >= 768:
+        return 1.0
+    return 1.35 if num_rows >= 192 else 2.3
+
+
+@dataclass(frozen=True)
+class DeviceThroughput:
+    """Achievable throughput of the ranks that hold one stage together (a tensor-parallel group).
+
+    `matmul`, `attention` and `attention_backward` in FLOP/s; `memory` in elements/s, for the embedding, which is a
+    lookup; `overhead` in seconds per layer, segment and direction, for what does not shrink with a segment: launches,
+    small kernels, a step of the scheduler. The backward of a matrix product takes `matmul_backward_flops` times the
+    FLOPs of its forward, that of flash attention, which computes the scores again, `attention_backward_flops` times.
+    `slowdown` gives, for a number of queries, how much longer the attention takes than in long segments; kernels are
+    at full speed from `full_speed_rows` queries on.
+
+    Where sequences are cut depends on the ratios of these only.
+    """
+
+    matmul: float
+    attention: float
+    attention_backward: float
+    memory: float
+    overhead: float = 0.0
+    matmul_backward_flops: float = 2.0
+    attention_backward_flops: float = 2.5
+    slowdown: Callable[[int], float] | None = None
+    full_speed_rows: int = 128
+
+    def times(self, factor: float) -> "DeviceThroughput":
+        """The throughput of `factor` devices together, each with the same overhead."""
+        return replace(
+            self,
+            matmul=self.matmul * factor,
+            attention=self.attention * factor,
+            attention_backward=self.attention_backward * factor,
+            memory=self.memory * factor,
+        )
+
+
+# Round figures of one device. For your own, measure with tools/profile_segments.py.
+A100 = DeviceThroughput(matmul=220e12, attention=180e12, attention_backward=150e12, memory=5e11, overhead=1e-4)
+CPU_CORE = DeviceThroughput(
+    matmul=80e9,
+    attention=70e9,
+    attention_backward=75e9,
+    memory=1e9,
+    overhead=5e-4,
+    slowdown=cpu_slowdown,
+    full_speed_rows=768,
+)
 
 
 class StageTime(Protocol):
@@ -158,3 +217,21 @@ def _layer(model: ModelShape, layer: int, device: DeviceThroughput) -> tuple[Ana
     # The gradient of a matrix product by its weight takes as much as that by its input.
     weight = AnalyticTime(per_token=device.matmul_backward_flops / 2 * per_token / device.matmul)
     return forward, backward, weight
+
+
+def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:
+    """Times of F, I and W in the unit of `stages`, for segments of `lengths` tokens; messages take no time.
+
+    Activation memory is counted in tokens times layers. A W keeps as much as its F did: the inputs of the linear layers
+    and their output gradients are together about as large as all that the forward of a layer saves.
+    """
+    forward, backward, weight = (
+        tuple(tuple(segment_times(lengths, getattr(stage, part))) for stage in stages)
+        for part in ("forward", "backward", "weight")
+    )
+    inputs = tuple(
+        tuple(whole - part for whole, part in zip(*rows, strict=True)) for rows in zip(backward, weight, strict=True)
+    )
+    held = tuple(tuple(float(layers * length) for length in lengths) for layers in layers_per_stage)
+    nothing = ((0.0,) * len(lengths),) * len(stages)
+    return Costs(forward, inputs, weight, nothing, nothing, held, held)

@@ -5,10 +5,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from ...schedule import Costs, Placement
-from .collectives import all_gather_time, all_reduce_time, message_time
-from .kernels import BYTES, moving_time
 from .layer_times import EndTime, LayerTime, embedding_time, head_time, layer_time
 from .machine import Machine
+from .operations import BYTES, all_gather_time, all_reduce_time, message_time, moving_time
 from .training_setup import TrainingSetup
 
 Row = tuple[float, ...]
@@ -78,7 +77,7 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
 @lru_cache(maxsize=256)
 def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
     """Durations of F, I and W and of the messages, by stage and segment, in seconds; memory in bytes is in `memory`."""
-    from .memory import activation_tables
+    from .step_memory import activation_tables
 
     f, i, w = zip(*stage_rows(setup, machine), strict=True)
     messages = message_times(setup, machine)

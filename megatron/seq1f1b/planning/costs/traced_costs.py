@@ -12,8 +12,7 @@ from statistics import mean, median
 
 from ...errors import ParameterError
 from ...schedule import UNUSABLE, Kind, Timeline, read_json, read_timeline, reason
-from .measured_time import Point, least_squares, relative_errors
-from .profile import FitError
+from .profile import FitError, Point, least_squares, relative_errors
 from .stage_costs import AnalyticTime, StageCost
 
 

@@ -6,8 +6,8 @@ from functools import cached_property, lru_cache
 
 from ...errors import ParameterError
 from ...schedule import Placement, Shape
-from .collectives import Group
 from .model_shape import ModelShape
+from .operations import Group
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """Which configuration for a model, a cluster and a batch. Start with question and search."""
 
-from .critical_batch import LAWS, BatchLaw, batch_law
 from .explain import breakdown
 from .presets import PRESETS, preset
-from .question import Candidate, Question
-from .search import Plan, Search, plan, predict_candidate
-from .space import candidates
-from .time_to_train import Training, device_counts, lean, soonest
-from .way_out import way_out
+from .search import Plan, Search, plan, predict_candidate, way_out
+from .space import Candidate, Question, candidates
+from .time_to_train import LAWS, BatchLaw, Training, batch_law, device_counts, lean, soonest
 
 __all__ = [
     "LAWS",

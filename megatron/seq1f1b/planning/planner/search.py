@@ -1,18 +1,67 @@
-"""The best configurations: ranked by throughput among those that fit."""
+"""The best configurations: ranked by throughput among those that fit; where none fits, the nearest that does."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
+from ...errors import ParameterError
 from ...schedule import Schedule, build
 from ..costs import action_costs
-from ..costs.memory import GIB, rank_memory
+from ..costs.machine import Machine
+from ..costs.stage_times import stage_rows, step_end
+from ..costs.step_memory import GIB, activation_tables, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator import Prediction, predict, shortest
-from .bounds import least_bytes, least_seconds, least_seconds_of_all
-from .question import Candidate, Question
-from .space import scheduled, setups, stage_costs
+from .space import Candidate, Question, scheduled, setups, stage_costs
+
+# So many micro-batches at once fill all tiles and waves.
+_MANY = 256
+
+
+def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
+    """No step is shorter than the compute of a rank, with that before its first and after its last action elsewhere.
+
+    With weight gradients apart, those of a rank may fill the time after its last input gradient.
+    """
+    rows = stage_rows(setup, machine)
+    work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
+    longest = around = 0.0
+    ranks = setup.pipeline_parallel
+    for rank in range(ranks):
+        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
+        # The end of the step looks alike on all ranks between the first and the last.
+        if rank in (0, 1, ranks - 1):
+            reduce = step_end(setup, machine, rank).reduce
+        longest = max(longest, around + total + reduce)
+        f, i, w = rows[rank]
+        around += f[0] if setup.splits_backward else f[0] + i[0] + w[0]
+    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
+    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
+
+
+def least_seconds_of_all(setup: TrainingSetup, machine: Machine) -> float:
+    """What no schedule of the set-up and no way to cut its sequences falls below.
+
+    The busiest rank never idles, and its kernels lose nothing to launches, nor to tiles and waves that are not full, as
+    it would be for ever larger micro-batches.
+    """
+    endless = replace(setup, micro_batch_size=_MANY * setup.micro_batch_size)
+    work = [(sum(f) + sum(i) + sum(w)) / _MANY for f, i, w in stage_rows(endless, machine)]
+    ranks = range(setup.pipeline_parallel)
+    busiest = max(sum(work[stage] for stage in setup.placement.stages_of(rank)) for rank in ranks)
+    update = max(step_end(setup, machine, rank).update for rank in {0, setup.pipeline_parallel - 1})
+    return setup.num_microbatches * busiest + update + machine.host.step
+
+
+def least_bytes(setup: TrainingSetup) -> float:
+    """What the fullest rank holds at least: weights, gradients, optimizer state, and on the first rank the activations
+    of one micro-batch, which every schedule holds at once."""
+    ranks = range(setup.pipeline_parallel)
+    activation, _ = activation_tables(replace(setup, segments=(setup.sequence_length,)))
+    held = sum(activation[stage][0] for stage in setup.placement.stages_of(0))
+    return max(sum(static_memory(setup, rank)) + (held if rank == 0 else 0.0) for rank in ranks)
+
 
 Progress = Callable[[int, int], None]  # takes the number of set-ups done, and of all
 
@@ -150,3 +199,51 @@ def _auto_is_possible(candidate: Candidate) -> bool:
     actions = 3 * setup.shape.num_units * setup.placement.num_stages
     splits = setup.pipeline_parallel > 1 and setup.recompute != "full" and setup.model.experts is None
     return splits and actions <= _MOST_ACTIONS_OF_AUTO
+
+
+_DOUBLINGS = 12
+
+
+def way_out(question: Question) -> ParameterError:
+    """The error for a question without a plan."""
+    model = question.model
+    if not any(True for _ in setups(question)):
+        return ParameterError(
+            "no layout of {0} devices divides a batch of {1} sequences, {2} layers and {3} heads; "
+            f"{{global_batch_size:{_next_batch(question)}}} can be divided",
+            question.num_devices,
+            question.global_batch_size,
+            model.num_layers,
+            model.num_kv_heads or model.num_heads,
+        )
+    least = min(map(least_bytes, setups(question))) / GIB
+    why = (
+        f"the leanest takes at least {least:.0f} GiB, for weights, gradients, optimizer state and one micro-batch"
+        if least > question.memory_limit
+        else "the leanest has too many activations in flight"
+    )
+    return ParameterError(
+        f"no configuration fits {{0:.0f}} GiB a device: {{1}}; {_nearest(question)}", question.memory_limit, why
+    )
+
+
+def _next_batch(question: Question) -> int:
+    return -(-question.global_batch_size // question.num_devices) * question.num_devices
+
+
+def _nearest(question: Question) -> str:
+    """More devices, and shorter sequences, by doubling and halving; in the form of a ParameterError's sentence."""
+    found = []
+    lean = replace(question, families=("1f1b",), strategies=("even",), recomputes=("full", "none"), micro_batches=(1,))
+    for doubling in range(1, _DOUBLINGS):
+        devices = question.num_devices << doubling
+        batch = max(question.global_batch_size, 1)
+        if plan(replace(lean, num_devices=devices, global_batch_size=batch), best=1):
+            found.append(f"{{num_devices:{devices}}}")
+            break
+    for halving in range(1, _DOUBLINGS):
+        length = question.sequence_length >> halving
+        if length >= 1024 and plan(replace(lean, sequence_length=length), best=1):
+            found.append(f"{{sequence_length:{length}}}")
+            break
+    return f"it would with {' or with '.join(found)}" if found else "take a smaller model"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.collectives import Group, all_reduce_time, bus_bandwidth, message_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.operations import Group, all_reduce_time, bus_bandwidth, message_time
 
 MACHINE = read_machine("a100-vtrain")
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.planning.costs import Experts
-from megatron.seq1f1b.planning.costs.collectives import Group, all_to_all_time
-from megatron.seq1f1b.planning.costs.expert_times import expert_time
-from megatron.seq1f1b.planning.costs.layer_times import layer_time
+from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.memory import rank_memory
+from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup, parameters_of_model
 from megatron.seq1f1b.planning.planner import preset
 from megatron.seq1f1b.schedule import Placement, build

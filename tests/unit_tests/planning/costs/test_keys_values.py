@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron.seq1f1b.planning.costs.layer_sizes import layer_keys_values
+from megatron.seq1f1b.planning.costs.layer_bytes import layer_keys_values
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import preset
 

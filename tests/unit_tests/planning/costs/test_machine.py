@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b.planning.costs import machine
-from megatron.seq1f1b.planning.costs.kernels import flash_time, matmul_time
+from megatron.seq1f1b.planning.costs.operations import flash_time, matmul_time
 
 
 @pytest.mark.parametrize("name", machine.machine_names())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import cut_sequence, segment_times
 from megatron.seq1f1b.planning.costs import bottleneck_time, check_profile, read_profile, write_profile
-from megatron.seq1f1b.planning.costs.measured_time import MeasuredTime, Point, fit, least_squares, relative_errors
+from megatron.seq1f1b.planning.costs.profile import MeasuredTime, Point, fit, least_squares, relative_errors
 from support.partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
 
 

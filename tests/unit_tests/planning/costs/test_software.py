@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.kernels import moving_time
 from megatron.seq1f1b.planning.costs.layer_times import layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.operations import moving_time
 from megatron.seq1f1b.planning.costs.stage_times import message_times, stage_rows
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.schedule import Placement

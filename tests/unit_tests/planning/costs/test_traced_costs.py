@@ -15,7 +15,7 @@ from megatron.seq1f1b.planning.costs import (
     is_trace,
     read_traced_costs,
 )
-from megatron.seq1f1b.planning.costs.measured_time import Point
+from megatron.seq1f1b.planning.costs.profile import Point
 from megatron.seq1f1b.planning.costs.traced_costs import fit_time, traced_costs
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.memory import GIB, activation_tables, rank_memory, static_memory
+from megatron.seq1f1b.planning.costs.layer_bytes import backward_working, loss_bytes
+from megatron.seq1f1b.planning.costs.step_memory import GIB, activation_tables, rank_memory, static_memory
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
-from megatron.seq1f1b.planning.costs.working_memory import backward_working, loss_bytes
 from megatron.seq1f1b.planning.planner import preset
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement, Schedule, build

@@ -9,7 +9,7 @@ from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
 from megatron.seq1f1b.commands.launch_flags import as_given, model_of, read_launch, undecided
 from megatron.seq1f1b.planning.costs import Experts
 from megatron.seq1f1b.planning.planner import PRESETS, candidates, preset
-from megatron.seq1f1b.planning.planner.question import Candidate
+from megatron.seq1f1b.planning.planner.space import Candidate
 from unit_tests.planning.planner.question import MODEL, small
 
 

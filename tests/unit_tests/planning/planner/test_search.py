@@ -4,7 +4,7 @@ import pytest
 
 from megatron.seq1f1b.arguments.naming import Naming
 from megatron.seq1f1b.planning.planner import Search, breakdown, candidates, plan, predict_candidate, way_out
-from megatron.seq1f1b.planning.planner.bounds import least_bytes, least_seconds, least_seconds_of_all
+from megatron.seq1f1b.planning.planner.search import least_bytes, least_seconds, least_seconds_of_all
 from megatron.seq1f1b.planning.planner.space import scheduled, setups
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planning.planner.question import small

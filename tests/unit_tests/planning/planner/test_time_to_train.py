@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.planning.planner import LAWS, batch_law, device_counts, soonest
-from megatron.seq1f1b.planning.planner.critical_batch import loss
 from megatron.seq1f1b.planning.planner.presets import gpt_of
-from megatron.seq1f1b.planning.planner.time_to_train import _divisible
+from megatron.seq1f1b.planning.planner.time_to_train import _divisible, loss
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.planning.simulator.long_step import predict_long
 from unit_tests.planning.planner.question import small

@@ -1,6 +1,6 @@
 """How much memory a training step takes on a device. Bytes.
 
-What layers keep is in layer_sizes; gradients and states follow Megatron's mixed precision with Adam.
+What layers keep is in layer_bytes; gradients and states follow Megatron's mixed precision with Adam.
 """
 
 from collections import Counter
@@ -12,18 +12,22 @@ from typing import NamedTuple
 from ...schedule import Action, Kind, Schedule
 from ...schedule.action import COMPUTE_KINDS
 from ...schedule.costs import Table
-from .kernels import BYTES
-from .layer_sizes import (
+from .layer_bytes import (
+    LOGIT_KEPT,
+    LOGIT_KEPT_FOR_WEIGHTS,
+    backward_working,
     layer_activation,
     layer_kept_for_weights,
     layer_keys_values,
     layer_keys_values_gradients,
     layer_state,
     layers_alike,
+    loss_bytes,
+    whole_input,
 )
+from .layer_bytes import logits as logits_of
+from .operations import BYTES
 from .training_setup import TrainingSetup
-from .working_memory import LOGIT_KEPT, LOGIT_KEPT_FOR_WEIGHTS, backward_working, loss_bytes, whole_input
-from .working_memory import logits as logits_of
 
 GIB = 2**30
 # What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it

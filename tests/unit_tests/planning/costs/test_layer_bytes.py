@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
-from megatron.seq1f1b.planning.costs.layer_sizes import (
+from megatron.seq1f1b.planning.costs.layer_bytes import (
     are_known,
     layer_activation,
     layer_keys_values,
     layer_keys_values_gradients,
     layer_state,
 )
-from megatron.seq1f1b.planning.costs.memory import activation_tables, rank_memory, stage_kept
+from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, stage_kept
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup, parameters_of
 from megatron.seq1f1b.schedule import Placement, build
 
