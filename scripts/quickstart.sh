@@ -4,7 +4,7 @@
 #
 #   bash scripts/quickstart.sh                      # about seven minutes on two cores
 #   TRAIN_ITERS=5 bash scripts/quickstart.sh        # a first look
-#   OUTPUT=/somewhere bash scripts/quickstart.sh    # default: ./quickstart
+#   OUTPUT=/somewhere bash scripts/quickstart.sh    # a new folder, or one of an earlier quick start; default: ./quickstart
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -24,6 +24,10 @@ die() {
 for name in TRAIN_ITERS SEQ_LENGTH NUM_MICRO_BATCHES SEQUENCE_SPLITS VOCAB_SIZE; do
     [[ ${!name} =~ ^[1-9][0-9]*$ ]] || die "$name=${!name} is not a positive integer."
 done
+[[ $OUTPUT != -* ]] || OUTPUT=./$OUTPUT # else an option of what it is handed to
+# shellcheck source=scripts/own_folder.sh
+source scripts/own_folder.sh
+own_folder "$OUTPUT"
 
 # train NAME FLAGS...: one training run; its log in $OUTPUT/NAME/log.txt, progress on the terminal.
 train() {

@@ -7,6 +7,8 @@
 # it: pip install -e . --no-deps
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=scripts/own_folder.sh
+source scripts/own_folder.sh
 
 # Whether a command is a Python >= 3.12. A pyenv shim can exist and fail, so it is really run.
 is_python() {
@@ -48,7 +50,9 @@ uv=$(find_uv "$python")
 export UV_PYTHON_DOWNLOADS=never
 
 if ! is_python .venv/bin/python; then
+    own_folder .venv
     "$uv" venv --quiet --clear --python "$python" .venv
+    touch .venv/.made-by-seq1f1b
 fi
 echo "Installing into .venv ($(.venv/bin/python --version)) ..."
 "$uv" pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[report,test,tensorboard,docs]'

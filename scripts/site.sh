@@ -2,17 +2,20 @@
 # Build the documentation as a site, its playground with the Python that runs in the browser (Pyodide; needs npm).
 #
 #   bash scripts/site.sh            # in build/site
-#   bash scripts/site.sh FOLDER
+#   bash scripts/site.sh FOLDER     # a new one, or one of an earlier build
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 version=314.0.7
 : "${PYTHON:=.venv/bin/python}"
+# shellcheck source=scripts/own_folder.sh
+source scripts/own_folder.sh
+own_folder "${1:-build/site}" # MkDocs empties it but for hidden files
 if ! grep -qs "\"version\": \"$version\"" build/pyodide/package.json; then
-    mkdir -p build
-    rm -rf build/pyodide build/package
-    tar -xzf "build/$(npm pack --silent --pack-destination build "pyodide@$version")" -C build
-    mv build/package build/pyodide
-    rm "build/pyodide-$version.tgz"
+    own_folder build/pyodide
+    archive=$(npm pack --silent --pack-destination build "pyodide@$version")
+    rm -rf build/pyodide/* # of another version
+    tar -xzf "build/$archive" --strip-components 1 -C build/pyodide
+    rm "build/$archive"
 fi
 "$PYTHON" -m mkdocs build --quiet --strict --site-dir "${1:-build/site}"
