@@ -1,21 +1,31 @@
 """The README shows what the code does."""
 
 import re
+from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
 
-import pytest
-
+from megatron.seq1f1b.arguments import add_arguments
 from megatron.seq1f1b.arguments.supported import as_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
 
-@pytest.mark.parametrize("name, is_for_readme", [("README.md", True), ("docs/compatibility.md", False)])
-def test_the_table_of_features_is_the_one_that_the_code_uses(name, is_for_readme):
-    text = (ROOT / name).read_text()
+def test_the_table_of_features_is_the_one_that_the_code_uses():
+    text = (ROOT / "docs" / "compatibility.md").read_text()
     shown = re.search(r"<!-- features: .*?-->\n(.*?)\n<!-- end of features -->", text, re.DOTALL)
-    assert shown[1] == as_markdown(is_for_readme), "run tools/compatibility.py"
+    assert shown[1] == as_markdown(False), "run tools/compatibility.py"
+
+
+def test_the_page_of_flags_has_every_flag():
+    text = (ROOT / "docs" / "flags.md").read_text()
+    parser = add_arguments(ArgumentParser(add_help=False))
+    flags = {action.option_strings[0] for action in parser._actions if action.help is not SUPPRESS}
+    assert len(flags) > 10 and all(f"`{flag}" in text for flag in flags), flags
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 130
 
 
 def test_every_link_leads_somewhere():

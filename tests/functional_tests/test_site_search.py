@@ -1,0 +1,23 @@
+"""The search of the documentation finds flags, whose leading dashes its query language reads as operators."""
+
+import subprocess
+import sys
+
+import pytest
+
+from functional_tests.browser import browser, served
+from functional_tests.launch import ROOT
+
+LINKS = "[...document.querySelectorAll('#mkdocs-search-results a')].map((each) => each.href)"
+
+
+def test_a_search_finds_a_flag(tmp_path):
+    pytest.importorskip("mkdocs")
+    site = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", "-d", site], cwd=ROOT, check=True)
+    (tmp_path / "browser").mkdir()
+    with browser(tmp_path / "browser") as page, served(site) as address:
+        page.open(f"{address}/index.html?q=--sequence-splits")
+        page.wait_for(f"{LINKS}.length > 0")
+        assert any("/flags/" in link for link in page.evaluate(LINKS))
+        assert not page.problems, page.problems
