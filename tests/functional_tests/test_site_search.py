@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from functional_tests.browser import browser, served
-from functional_tests.launch import ROOT
+from support.browser import browser, served
+from support.launch import ROOT
 
 LINKS = "[...document.querySelectorAll('#mkdocs-search-results a')].map((each) => each.href)"
 
