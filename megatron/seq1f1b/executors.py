@@ -10,9 +10,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
-from .arguments import Naming, PipelineConfig, pipeline_config
-from .arguments.from_program import run_of_program
-from .arguments.warnings import log_warnings
+from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
 from .patches import Patch, PatchTable, Scope, patched
 from .runtime import Packing, PipelineExecutor, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
@@ -34,14 +32,12 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
 class ProgramExecutor:
     """For a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    `options` are our parsed flags; `keep_documents_apart` is for batches with `cu_seqlens` or a boolean
-    `attention_mask`. The first step makes the configuration, and raises ValueError for what is not supported.
+    `configure(run)` makes the configuration, in the first step, and raises ValueError for what is not supported;
+    `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
-    def __init__(self, options: Namespace, keep_documents_apart: bool = False) -> None:
-        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
-            options.pipeline_schedule = "1f1b"
-        self._options = options
+    def __init__(self, configure: Callable[[MegatronRun], PipelineConfig], keep_documents_apart: bool = False) -> None:
+        self._configure = configure
         self._keep_documents_apart = keep_documents_apart
         self._run: Callable | None = None
         self._training_steps = 0
@@ -58,8 +54,7 @@ class ProgramExecutor:
         if self._run is None:
             micro_batch_size = step.get("micro_batch_size")
             run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
-            config = pipeline_config(self._options, run, Naming.KEYWORDS)
-            log_warnings(config, self._options)
+            config = self._configure(run)
             packing = _packing(config) if config.follows_documents else None
             self._run = _executor(config, lambda: self._training_steps, packing=packing)
         self._training_steps += not forward_only
@@ -93,7 +88,7 @@ def _executor(config: PipelineConfig, iteration_now: Callable[[], int], **option
         num_segments=config.num_segments,
         cut=cache(config.cut),  # used in every step
         tracer=_tracer(config, iteration_now),
-        costs=None if config.run.model is None else config.action_costs,
+        costs=None if not config.run.has_sizes else config.action_costs,
         **options,
     )
 

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from . import arguments, cpu, rehearsal, startup
-from .arguments import PipelineConfig, add_arguments, has_our_flags, parse_options
+from . import cpu, rehearsal, startup
+from .arguments import (
+    MegatronRun,
+    Naming,
+    PipelineConfig,
+    add_arguments,
+    has_our_flags,
+    parse_options,
+    run_of_arguments,
+)
+from .arguments import pipeline_config as make_config
 from .patches import Patch, PatchTable, Scope, patched
+from .planning.advice import advice
+from .planning.run_costs import RunCosts
+from .ranks import is_rank_0
+from .startup.summary import summary
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +36,8 @@ if TYPE_CHECKING:
 
     from .model import Segment
     from .runtime import Reading
+
+_log = logging.getLogger(__name__)
 
 
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
@@ -56,7 +73,9 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     if is_library:
         from .executors import ProgramExecutor
 
-        overlay.executor = ProgramExecutor(options, keep_documents_apart)
+        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
+            options.pipeline_schedule = "1f1b"
+        overlay.executor = ProgramExecutor(partial(_configured, options, naming=Naming.KEYWORDS), keep_documents_apart)
     overlay.patches = patched(_patches(overlay, is_library, add_flags))
     if is_rehearsal:
         from .executors import watched
@@ -76,10 +95,25 @@ def validate(args: Namespace) -> PipelineConfig:
 
     What is not supported ends the program: one sentence on rank 0, a non-zero exit on all ranks.
     """
-    config = startup.validate(args)
+    try:
+        config = _configured(args, run_of_arguments(args))
+    except ValueError as error:
+        startup.end(str(error), error)
+    vars(args).update(config.in_force())
+    if config.schedule is not None and is_rank_0() and not args.dry_run:
+        print(summary(config), flush=True)
     overlay = _installed()
     if overlay is not None:
         overlay.use(config)
+    return config
+
+
+def _configured(flags: Namespace, run: MegatronRun, naming: Naming = Naming.FLAGS) -> PipelineConfig:
+    """The configuration of our parsed flags; what their user may not expect of it is logged on rank 0."""
+    config = make_config(flags, run, RunCosts(flags, run), naming)
+    if is_rank_0():
+        for sentence in advice(config, flags):
+            _log.warning("%s.", sentence)
     return config
 
 
@@ -145,7 +179,7 @@ class Overlay:
         if self.config is None:
             from megatron.training import get_args
 
-            self.config = arguments.pipeline_config(get_args(), arguments.run_of_arguments(get_args()))
+            self.config = _configured(get_args(), run_of_arguments(get_args()))
             if self.config.places_chunks_in_a_v:
                 raise ValueError(
                     "--pipeline-placement v: the script must call megatron.seq1f1b.validate before pretrain"
@@ -175,7 +209,7 @@ class Overlay:
                 return parser if has_our_flags(parser) else add_arguments(parser)
 
             parsed = parse_and_validate(provider, *args, **kwargs)
-            self.use(startup.validate(parsed))
+            validate(parsed)
             return parsed
 
         return parse

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron.seq1f1b.arguments.supported import Scope, first_unsupported
+from megatron.seq1f1b.arguments.supported import Use, first_unsupported
 from megatron.seq1f1b.runtime import PipelineExecutor
 from megatron.seq1f1b.schedule import Named
 
@@ -30,7 +30,7 @@ def replace_functions() -> None:
     functions = UpstreamFunctions(
         PipelineExecutor(Named("1f1b"), 1, lambda length: (length,)),
         {name: getattr(schedules, name) for name in NAMES},
-        lambda config: first_unsupported(vars(config), {Scope.ANY_SCHEDULE}) is not None,
+        lambda config: first_unsupported(vars(config), {Use.ANY_SCHEDULE}) is not None,
     )
     for name in NAMES:
         setattr(schedules, name, getattr(functions, name))

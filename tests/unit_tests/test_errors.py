@@ -11,6 +11,7 @@ from megatron.seq1f1b.arguments import Naming, run_of_arguments
 from megatron.seq1f1b.arguments.flags import parse_options
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.model.masks import KEEP_APART
+from megatron.seq1f1b.planning.run_costs import RunCosts
 from unit_tests.arguments.parsed import parsed
 
 ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
@@ -71,14 +72,14 @@ def test_flags_on_a_command_line_are_keywords_in_a_program(options, settings, fl
     run = run_of_arguments(parsed(**settings))
     for naming, sentence in ((Naming.FLAGS, flags), (Naming.KEYWORDS, keywords)):
         with pytest.raises(ValueError) as error:
-            arguments.pipeline_config(parse_options({"device": "cuda"} | options), run, naming=naming)
+            ours = parse_options({"device": "cuda"} | options)
+            arguments.pipeline_config(ours, run, RunCosts(ours, run), naming)
         assert str(error.value) == sentence
 
 
 def test_later_cuts_keep_the_names():
-    config = arguments.pipeline_config(
-        parse_options({"sequence_splits": 4}), run_of_arguments(parsed()), naming=Naming.KEYWORDS
-    )
+    flags, run = parse_options({"sequence_splits": 4}), run_of_arguments(parsed())
+    config = arguments.pipeline_config(flags, run, RunCosts(flags, run), Naming.KEYWORDS)
     with pytest.raises(ValueError, match="^sequence_splits=4 leaves empty segments: seq_length=3 has only 3 pieces"):
         config.cut(3)
 

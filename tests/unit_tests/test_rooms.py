@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "errors": set(),
     "schedule": {"errors"},
     "partition": {"errors"},
-    "planning": {"errors", "schedule", "partition"},
+    "planning": {"errors", "schedule", "partition", "arguments"},
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "v_chunks": {"patches", "schedule", "runtime"},
     "rehearsal": {"errors", "ranks", "patches", "schedule", "planning", "report", "model", "runtime"},
     "preprocessing": set(),
-    "arguments": {"errors", "ranks", "schedule", "partition", "planning"},
+    "arguments": {"errors", "ranks", "schedule", "partition"},
     "startup": {"ranks", "patches", "schedule", "planning", "model", "runtime", "arguments"},
     "executors": {"ranks", "patches", "schedule", "runtime", "arguments"},
 }

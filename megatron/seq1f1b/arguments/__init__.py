@@ -1,21 +1,25 @@
-"""The front hall: from flags to one frozen PipelineConfig.
+"""From flags to one frozen PipelineConfig.
 
 Start with flags (ours), megatron_run (what Megatron is to train), supported (what goes together) and config.
 """
 
-from .config import PipelineConfig, pipeline_config
+from .config import PipelineConfig, pipeline_config, refuse_unsupported
 from .flags import add_arguments, has_our_flags, parse_options
-from .from_arguments import run_of_arguments
-from .megatron_run import MegatronRun
+from .megatron_run import MegatronRun, run_of_arguments, run_of_program
 from .naming import Naming
+from .predictions import Forecast, Predictions
 
 __all__ = [
+    "Forecast",
     "MegatronRun",
     "Naming",
     "PipelineConfig",
+    "Predictions",
     "add_arguments",
     "has_our_flags",
     "parse_options",
     "pipeline_config",
+    "refuse_unsupported",
     "run_of_arguments",
+    "run_of_program",
 ]

@@ -1,19 +1,19 @@
 """Our flags and Megatron's run as one frozen value."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..partition import DEFAULT_STRATEGY
-from ..planning.costs import A100, CPU_CORE, action_costs
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
-from .device import device_memory, is_on_cpu, nearest_machine
+from .device import is_on_cpu
 from .megatron_run import MegatronRun
 from .naming import Naming
-from .segment_count import best_num_segments
+from .predictions import Predictions
 from .sequence_partition import SequencePartition
-from .supported import Scope, first_unsupported, packs_documents, segments_are_possible
+from .supported import Use, first_unsupported, packs_documents, segments_are_possible, unsupported
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class PipelineConfig:
 
     `schedule` is None if Megatron's own is to run untouched.
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens.
-    `takes_authors_default` if --pipe-sp-splits was given without a strategy, which means equal lengths.
     """
 
     run: MegatronRun
@@ -31,7 +30,7 @@ class PipelineConfig:
     lengths: tuple[int, ...]
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
-    takes_authors_default: bool = False
+    is_on_cpu: bool
 
     @property
     def num_segments(self) -> int:
@@ -46,7 +45,7 @@ class PipelineConfig:
 
     def action_costs(self, lengths: Sequence[int]) -> Costs:
         """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises ValueError."""
-        return action_costs(self.partition.costs, self.run.layers_per_stage, lengths)
+        return self.partition.costs.of_actions(lengths)
 
     @property
     def places_chunks_in_a_v(self) -> bool:
@@ -59,6 +58,17 @@ class PipelineConfig:
         settings = self.run.settings
         return self.schedule is not None and packs_documents(settings) and segments_are_possible(settings)
 
+    def in_force(self) -> dict[str, Any]:
+        """Resolved flags, by name, to write back to parsed arguments; empty under Megatron's own schedule."""
+        if self.schedule is None:
+            return {}
+        found: dict[str, Any] = {"sequence_splits": self.num_segments}
+        if not isinstance(self.schedule, Given):
+            found["pipeline_schedule"] = self.schedule.name
+        if self.num_segments > 1 and self.partition.file is None:
+            found["sequence_split_strategy"] = self.partition.strategy
+        return found
+
     @property
     def wants_segment_attention(self) -> bool:
         """Whether a script should build the layers with our attention, also for Megatron's own schedules.
@@ -67,70 +77,88 @@ class PipelineConfig:
         Transformer Engine's attention has no kernels for a CPU.
         """
         settings = self.run.settings
-        is_theirs = settings["transformer_impl"] != "local" and self.partition.throughput is not CPU_CORE
-        if is_theirs or settings["attention_backend"].name == "local":
+        is_transformer_engines = settings["transformer_impl"] != "local" and not self.is_on_cpu
+        if is_transformer_engines or settings["attention_backend"].name == "local":
             return False
         return segments_are_possible(settings) and not packs_documents(settings)
 
 
-def pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming = Naming.FLAGS) -> PipelineConfig:
-    """Turn our parsed flags into the configuration of this process.
+def pipeline_config(
+    flags: argparse.Namespace, run: MegatronRun, costs: Predictions, naming: Naming = Naming.FLAGS
+) -> PipelineConfig:
+    """Turn our parsed flags into the configuration of this process; `costs` are those of the segments of `run`.
 
     Raises ValueError for what is not supported: a sentence that names the flag, or the keyword of a program, and the
     way out.
     """
     with naming.in_errors():
-        return _pipeline_config(flags, run, naming)
+        return _pipeline_config(flags, run, costs, naming)
 
 
-def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, naming: Naming) -> PipelineConfig:
+def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a feature in `settings` that does not go with our flags.
+
+    To be called when arguments are parsed, before Megatron's own checks, whose assertions would end the program first.
+    """
+    schedule = _schedule(flags, settings)
+    if schedule is not None:
+        _refuse(settings, schedule, _asks_for_segments(flags))
+
+
+def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions, naming: Naming) -> PipelineConfig:
     partition = SequencePartition(
         run=run,
+        costs=costs,
         strategy=_strategy(flags, run),
         num_segments=None if flags.sequence_splits == "auto" else flags.sequence_splits,
         file=flags.sequence_split_file,
-        profile=flags.sequence_split_profile,
-        throughput=CPU_CORE if is_on_cpu(flags) else A100,
         naming=naming,
     )
-    schedule = _schedule(flags, run)
+    schedule = _schedule(flags, run.settings)
     if flags.pipeline_placement != "looped":
         _check_placement(flags.pipeline_placement, schedule, run)
-    if schedule is not None:  # before a cut, which takes costs that an unsupported layer may not have
-        _refuse_unsupported(run, schedule, flags.sequence_splits not in (None, 1) or partition.file is not None)
-    if flags.sequence_splits == "auto" and partition.file is None:
-        partition = replace(partition, num_segments=_best_number(flags, schedule, partition))
-    lengths = (run.sequence_length,) if schedule is None else partition.cut(run.sequence_length)
-    config = PipelineConfig(
+    lengths: tuple[int, ...] = (run.sequence_length,)
+    if schedule is not None:
+        # Before a cut, which takes costs that an unsupported layer may not have, and when their number is known.
+        _refuse(run.settings, schedule, _asks_for_segments(flags))
+        if flags.sequence_splits == "auto" and partition.file is None:
+            partition = replace(partition, num_segments=_best_number(schedule, partition))
+        lengths = partition.cut(run.sequence_length)
+        _refuse(run.settings, schedule, len(lengths) > 1)
+    if isinstance(schedule, Given):
+        _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
+    return PipelineConfig(
         run=run,
         schedule=schedule,
         partition=partition,
         lengths=lengths,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
-        takes_authors_default=flags.has_authors_splits and flags.sequence_split_strategy is None,
+        is_on_cpu=is_on_cpu(flags),
     )
-    if schedule is not None:
-        _check(config, flags.pipeline_placement)
-    return config
+
+
+def _asks_for_segments(flags: argparse.Namespace) -> bool:
+    return flags.sequence_splits not in (None, 1) or flags.sequence_split_file is not None
 
 
 def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
     """The strategy that was given, or the default."""
     if flags.sequence_split_strategy is not None:
-        return flags.sequence_split_strategy
+        return str(flags.sequence_split_strategy)
     # A program may bring a model whose segments have no known costs.
-    return "even" if flags.has_authors_splits or run.model is None else DEFAULT_STRATEGY
+    return DEFAULT_STRATEGY if run.has_sizes and not flags.has_authors_splits else "even"
 
 
-def _best_number(flags: argparse.Namespace, schedule: ScheduleChoice, partition: SequencePartition) -> int:
+def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
     if isinstance(schedule, Given):
         return schedule.schedule.shape.num_segments
-    if partition.run.model is None:
+    if not partition.run.has_sizes:
         raise ValueError(
             "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
         )
-    return best_num_segments(partition, schedule, nearest_machine(flags), device_memory(flags))
+    length = partition.run.sequence_length
+    return partition.costs.best_num_segments(schedule, lambda number: partition.cut(length, number))
 
 
 def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
@@ -146,7 +174,7 @@ def _check_placement(placement: str, schedule: ScheduleChoice | None, run: Megat
         )
 
 
-def _schedule(flags: argparse.Namespace, run: MegatronRun) -> ScheduleChoice | None:
+def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
         try:
             return Given(read_csv(flags.pipeline_schedule_file))
@@ -159,41 +187,38 @@ def _schedule(flags: argparse.Namespace, run: MegatronRun) -> ScheduleChoice | N
     if name is None:
         return None
     schedule = choose(name, flags.pipeline_placement)
-    if isinstance(schedule, Planned) and first_unsupported(run.settings, {Scope.SPLIT_BACKWARDS}) is not None:
+    if isinstance(schedule, Planned) and first_unsupported(settings, {Use.SPLIT_BACKWARDS}) is not None:
         schedule = replace(schedule, split=False)
     return schedule
 
 
-def _check(config: PipelineConfig, placement: str) -> None:
-    """Raise ValueError for what does not fit together."""
-    if isinstance(config.schedule, Given):
-        _check_sizes(config.schedule.schedule.shape, config, placement)
-    _refuse_unsupported(config.run, config.schedule, config.num_segments > 1)
-
-
-def _refuse_unsupported(run: MegatronRun, schedule: ScheduleChoice, has_segments: bool) -> None:
-    scopes = {Scope.ANY_SCHEDULE}
+def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments: bool) -> None:
+    uses = {Use.ANY_SCHEDULE}
     if has_segments:
-        scopes.add(Scope.SEGMENTS)
+        uses.add(Use.SEGMENTS)
     if schedule.splits_backwards:
-        scopes.add(Scope.SPLIT_BACKWARDS)
+        uses.add(Use.SPLIT_BACKWARDS)
     if schedule.placement == "v":
-        scopes.add(Scope.V_CHUNKS)
-    message = first_unsupported(run.settings, scopes)
-    if message is not None:
-        raise ValueError(message)
+        uses.add(Use.V_CHUNKS)
+    sentence = first_unsupported(settings, uses)
+    if sentence is not None:
+        raise ValueError(sentence)
+    if settings.get("keep_documents_apart"):  # a program's, whose whole sequences have the attention of segments, too
+        for row in unsupported(settings, {Use.SEGMENTS}):
+            raise ValueError(
+                f"keep_documents_apart attends as segments do, and {row.feature} {row.because}; drop one of the two"
+            )
 
 
-def _check_sizes(shape: Shape, config: PipelineConfig, placement: str) -> None:
+def _check_sizes(shape: Shape, run: MegatronRun, num_segments: int, placement: str) -> None:
     """Raise ValueError if the sizes of the schedule in a file are not those of the other flags."""
-    run = config.run
     if run.settings.get("step_batch_size_schedule"):
         raise ValueError(
             "--step-batch-size-schedule changes the number of micro-batches, which --pipeline-schedule-file fixes; "
             "drop one"
         )
     stages = Placement(run.pipeline_parallel_size, run.num_chunks, placement)
-    asked = Shape(stages, run.num_microbatches, config.num_segments)
+    asked = Shape(stages, run.num_microbatches, num_segments)
     if shape != asked:
         raise ValueError(
             f"--pipeline-schedule-file is for {_words(shape)}, but the other flags are for {_words(asked)}"

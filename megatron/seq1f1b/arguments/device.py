@@ -3,8 +3,7 @@
 import argparse
 import os
 
-from ..planning.costs.machine import Machine, read_machine
-from ..planning.costs.step_memory import GIB
+_GIB = 2**30
 
 
 def is_on_cpu(flags: argparse.Namespace) -> bool:
@@ -14,15 +13,11 @@ def is_on_cpu(flags: argparse.Namespace) -> bool:
     return flags.device == "cpu" or flags.device == "auto" and not torch.cuda.is_available()
 
 
-def nearest_machine(flags: argparse.Namespace) -> Machine:
-    """The machine of this package that is most like the run's."""
+def gpu_name(flags: argparse.Namespace) -> str:
+    """The name of this machine's GPU; an A100 where the GPUs of the run are not at hand."""
     import torch
 
-    if is_on_cpu(flags):
-        return read_machine("cpu")
-    is_known = not flags.dry_run and torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if is_known else "A100"
-    return read_machine("a100-80gb" if "A100" in name else "h100-80gb")
+    return torch.cuda.get_device_name() if not flags.dry_run and torch.cuda.is_available() else "A100"
 
 
 def device_memory(flags: argparse.Namespace) -> float:
@@ -30,9 +25,9 @@ def device_memory(flags: argparse.Namespace) -> float:
     import torch
 
     if flags.dry_run:
-        return flags.device_memory * GIB
+        return float(flags.device_memory * _GIB)
     if is_on_cpu(flags):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return max(1, total // GIB) * GIB
+    return max(1, total // _GIB) * _GIB

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,7 +11,6 @@ from typing import Any
 from ..partition import STRATEGIES
 from ..ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
-from .rehearsal_flags import add_rehearsal_flags
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.set_defaults(has_authors_splits=False)
     _add_removed_arguments(parser, group)
     _add_run_arguments(group)
-    add_rehearsal_flags(group)
+    _add_rehearsal_arguments(group)
     _mend_help(parser)
     return parser
 
@@ -101,6 +101,40 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="Iterations to trace, counted from 1. Default: 3.",
     )
+
+
+def _add_rehearsal_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add `--dry-run` and what belongs to it."""
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="Rehearse the launch on this machine, without GPUs, torchrun or a queue: WORLD_SIZE=64 python "
+        "pretrain_gpt.py ... --dry-run. Every pipeline stage is built and runs one step on tensors without values; "
+        "shows whether the launch starts, its memory and messages. See docs/rehearsal.md.",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=_gibibytes,
+        default=80.0,
+        metavar="GIB",
+        help="Memory of a GPU that --dry-run compares with. Default: 80.",
+    )
+    group.add_argument(
+        "--dry-run-output",
+        type=Path,
+        metavar="DIR",
+        help="Write what --dry-run finds to DIR: rehearsal.json, and the memory over the step as memory.png.",
+    )
+
+
+def _gibibytes(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0 in GiB")
+    return size
 
 
 def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
@@ -192,7 +226,7 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     Raises ValueError for an unknown keyword or a wrong value.
     """
     parser = add_arguments(argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False))
-    words = []
+    words: list[str] = []
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         words += f"--{name.replace('_', '-')}", *map(str, values)
@@ -219,6 +253,6 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
         try:
             formatter._expand_help(action)
         except ValueError:
-            action.help = action.help.replace("%", "%%")
+            action.help = str(action.help).replace("%", "%%")
         except TypeError:  # no help text
             continue

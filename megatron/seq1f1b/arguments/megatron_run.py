@@ -1,26 +1,37 @@
 """What Megatron is to train: one value, made from arguments or from a program."""
 
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
-from typing import Any
+from math import gcd, prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ..partition import segment_multiple
-from ..planning.costs import ModelShape
-from .model_sizes import layers_per_stage, model_shape
 from .supported import BLOCKS
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+# Fields of a TransformerConfig whose names differ from those of Megatron's arguments.
+_NAMES = {
+    "num_moe_experts": "num_experts",
+    "gated_linear_unit": "swiglu",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+}
 
 
 @dataclass(frozen=True)
 class MegatronRun:
     """The sizes and the features of one training run of Megatron's.
 
-    `settings` holds the features, by the names of Megatron's arguments; what is missing there is off. `model` is
-    None if its sizes are not known; then `layers_per_stage`, the transformer layers in the order of depth, is empty.
+    `settings` holds the features, by the names of Megatron's arguments; what is missing there is off.
+    `layers_per_stage` counts transformer layers in the order of depth; it is empty if the sizes of the model are not
+    known.
     """
 
     settings: Mapping[str, Any]
-    model: ModelShape | None
     layers_per_stage: tuple[int, ...]
     sequence_length: int
     num_microbatches: int
@@ -29,7 +40,78 @@ class MegatronRun:
     num_chunks: int
     tensor_parallel_size: int
     segment_multiple: int
-    recomputes_layers: bool
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the sizes of the model are known."""
+        return bool(self.layers_per_stage)
+
+
+def run_of_arguments(args: Namespace) -> MegatronRun:
+    """The run of Megatron's parsed and validated arguments; in a rehearsal, that of the real launch."""
+    settings = dict(vars(args))
+    if settings.get("dry_run") and args.device != "cpu":
+        settings |= args.replaced_on_cpu
+    batch, *share = (
+        settings.get(name) or 0 for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")
+    )
+    return _run(settings, max(1, batch // prod(share)) if all(share) else 1)
+
+
+def run_of_program(
+    model: "Module | list[Module]",
+    num_microbatches: int,
+    seq_length: int | None,
+    micro_batch_size: int | None,
+    keep_documents_apart: bool = False,
+) -> MegatronRun:
+    """The run of a program without Megatron's arguments: of the configuration of its model and the sizes of a step."""
+    import torch.distributed as dist
+    from megatron.core.utils import get_model_config
+
+    chunks = model if isinstance(model, list) else [model]
+    fields = vars(get_model_config(chunks[0]))
+    settings = {_NAMES.get(name, name): value for name, value in fields.items()}
+    settings |= {
+        "keep_documents_apart": keep_documents_apart,
+        "virtual_pipeline_model_parallel_size": len(chunks),
+        "group_query_attention": fields.get("num_query_groups") != fields.get("num_attention_heads"),
+        # The configuration names the default, whatever the model is made of.
+        "transformer_impl": "transformer_engine" if any(map(_has_transformer_engine, chunks)) else "local",
+        "distributed_backend": dist.get_backend(),
+        "micro_batch_size": micro_batch_size,
+        "seq_length": seq_length or 0,  # left out where no message is sent
+        "padded_vocab_size": _attribute(chunks[0], "vocab_size"),
+        "position_embedding_type": _attribute(chunks[0], "position_embedding_type"),
+    }
+    return _run(settings, num_microbatches)
+
+
+def _has_transformer_engine(chunk: "Module") -> bool:
+    return any("transformer_engine" in kind.__module__ for part in chunk.modules() for kind in type(part).__mro__)
+
+
+def _attribute(chunk: "Module", name: str) -> Any:
+    from megatron.core.utils import get_attr_wrapped_model
+
+    try:
+        return get_attr_wrapped_model(chunk, name)
+    except RuntimeError:
+        return None
+
+
+def _run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
+    return MegatronRun(
+        settings=MappingProxyType(settings),
+        layers_per_stage=layers_per_stage(settings) if settings.get("padded_vocab_size") is not None else (),
+        sequence_length=settings["seq_length"],
+        num_microbatches=num_microbatches,
+        micro_batch_size=settings.get("micro_batch_size") or 1,
+        pipeline_parallel_size=settings["pipeline_model_parallel_size"],
+        num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
+        tensor_parallel_size=settings["tensor_model_parallel_size"],
+        segment_multiple=_segment_multiple(settings),
+    )
 
 
 def _segment_multiple(settings: Mapping[str, Any]) -> int:
@@ -38,25 +120,49 @@ def _segment_multiple(settings: Mapping[str, Any]) -> int:
     In 8 bits, blocks of tokens of all sequences that share a scale stay together.
     """
     tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
-    if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe"))):
+    if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):
         tensor *= block // gcd(block, settings.get("micro_batch_size") or 1)
     return segment_multiple(tensor, settings.get("context_parallel_size") or 1)
 
 
-def megatron_run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
-    """Read the sizes from `settings`, which are by the names of Megatron's arguments."""
-    tensor_parallel_size = settings["tensor_model_parallel_size"]
-    has_sizes = settings.get("padded_vocab_size") is not None
-    return MegatronRun(
-        settings=settings,
-        model=model_shape(settings) if has_sizes else None,
-        layers_per_stage=layers_per_stage(settings) if has_sizes else (),
-        sequence_length=settings["seq_length"],
-        num_microbatches=num_microbatches,
-        micro_batch_size=settings.get("micro_batch_size") or 1,
-        pipeline_parallel_size=settings["pipeline_model_parallel_size"],
-        num_chunks=settings.get("virtual_pipeline_model_parallel_size") or 1,
-        tensor_parallel_size=tensor_parallel_size,
-        segment_multiple=_segment_multiple(settings),
-        recomputes_layers=settings.get("recompute_granularity") == "full",
-    )
+def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Number of transformer layers on every stage, in the order of depth, as Megatron lays them out."""
+    num_ranks = settings.get("pipeline_model_parallel_size", 1)
+    num_chunks = settings.get("virtual_pipeline_model_parallel_size") or 1
+    layout = settings.get("pipeline_model_parallel_layout")
+    if layout is not None:
+        return _of_layout(layout, num_ranks)
+    parts = hybrid_stages(settings)
+    if len(parts) > 1:
+        return tuple(map(len, parts))
+    first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
+    # An embedding or a loss that counts as a layer takes the place of one.
+    embedding, loss = (bool(settings.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
+    usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
+    ranks = [usual] * num_ranks
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    stages = [layers // num_chunks for _ in range(num_chunks) for layers in ranks]
+    stages[0] -= embedding
+    stages[-1] -= loss
+    return tuple(stages)
+
+
+def _of_layout(layout: Any, num_ranks: int) -> tuple[int, ...]:
+    """Decoder layers by stage, of --pipeline-model-parallel-layout as text or as Megatron parsed it."""
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    if not isinstance(layout, PipelineParallelLayerLayout):
+        layout = PipelineParallelLayerLayout(layout, num_ranks)
+    chunks = zip(*layout.layout, strict=True)  # by rank, then chunk
+    return tuple(stage.count(LayerType.decoder) for chunk in chunks for stage in chunk)
+
+
+def hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
+    """The layer symbols of each stage, or of the whole model if the pattern has no stages."""
+    decoder = (settings.get("hybrid_layer_pattern") or "").split("/")[0]
+    return decoder.split("|")

@@ -1,11 +1,11 @@
-"""What of Megatron our schedules support: one table, checked at start-up.
+"""What of Megatron our schedules do not support: one table, checked at start-up.
 
-tools/compatibility.py writes it into docs/compatibility.md and, in short, into the README.
+tools/compatibility.py writes it, beside what is supported, into docs/compatibility.md.
 
 Conditions look at the settings of a run, by the names of Megatron's arguments; what is missing there is off.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,26 +20,13 @@ Condition = Callable[[Mapping[str, Any]], bool]
 _SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "auto")
 
 
-class Scope(Enum):
-    """What of ours a feature does not go with."""
+class Use(Enum):
+    """What of ours is in use, where a feature of Megatron may not go with it."""
 
     ANY_SCHEDULE = "with any schedule of ours"
     SEGMENTS = "with segments"
     SPLIT_BACKWARDS = f"with {_SPLITTING}, files with W"
     V_CHUNKS = "with --pipeline-placement v"
-
-
-class Supported(NamedTuple):
-    """A feature of Megatron that works as without our flags.
-
-    `shown_by` is the test that shows it, as pytest takes it. The README has the rows of `is_in_readme`,
-    docs/compatibility.md all of them.
-    """
-
-    feature: str
-    shown_by: str
-    remark: str = ""
-    is_in_readme: bool = False
 
 
 class Unsupported(NamedTuple):
@@ -52,14 +39,6 @@ class Unsupported(NamedTuple):
     is_on: Condition
     because: str
     way_out: str
-    is_in_readme: bool = False
-
-    @property
-    def shown_by(self) -> str:
-        """The test that shows it."""
-        return (
-            f"tests/unit_tests/arguments/test_supported.py::test_an_unsupported_feature_is_one_sentence[{self.feature}]"
-        )
 
 
 def _given(name: str) -> Condition:
@@ -127,8 +106,8 @@ def _recomputes(module: str) -> Condition:
 
 
 def _sees_later_tokens(settings: Mapping[str, Any]) -> bool:
-    window = settings.get("window_size")
-    return bool(window) and tuple(window[1:]) != (0,)  # `--window-size 128` is one number
+    window = settings.get("window_size") or (0, 0)
+    return tuple(window[1:]) != (0,)  # `--window-size 128` is one number
 
 
 def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
@@ -143,7 +122,7 @@ def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
 
 def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
     modules = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-    module = modules.get(settings.get("flash_attention_version"))
+    module = modules.get(settings.get("flash_attention_version") or 0)
     return module is not None and _is_on_gpu_here(settings) and _is_missing(module)
 
 
@@ -184,153 +163,8 @@ _NO_LOGITS = "needs the largest logit of each head, which takes another product 
 _BY_BLOCKS = "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens"
 
 
-def _equality(cases: str) -> str:
-    return f"tests/functional_tests/test_equality.py -k {cases}"
-
-
-SUPPORTED: tuple[Supported, ...] = (
-    Supported(
-        "`--tensor-model-parallel-size`, `--sequence-parallel`",
-        "tests/functional_tests/test_seq1f1b_training.py::test_beside_other_parallelism",
-        "segments are multiples of the size",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--num-layers-per-virtual-pipeline-stage` and its kin",
-        "tests/functional_tests/test_seq1f1b_training.py::test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--pipeline-placement v`",
-        "tests/functional_tests/test_v_chunks.py::test_losses_are_those_of_looped_chunks_from_the_same_checkpoint",
-        "checkpoints are those of looped chunks; the losses of a step travel to the last rank as it ends",
-    ),
-    Supported(
-        "`--pipeline-model-parallel-layout`",
-        "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
-        "embedding, loss and multi-token prediction on stages of their own, too",
-    ),
-    Supported(
-        "`--microbatch-group-size-per-virtual-pipeline-stage`",
-        "tests/unit_tests/schedule/test_families.py::test_every_family_is_valid_for_every_size",
-        "not looked at: chunks take turns as early as they can, with the fewest activations",
-    ),
-    Supported(
-        "`--use-distributed-optimizer`, `--overlap-grad-reduce`, `--overlap-param-gather`",
-        "tests/functional_tests/test_seq1f1b_training.py::test_a_chunk_reduces_while_the_other_goes_backward",
-        "aligned over pipeline ranks as Megatron aligns them; shown by --pipeline-trace",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--calculate-per-token-loss`, any loss mask",
-        _equality("per-token"),
-        "the loss of a micro-batch, not a mean of segments",
-    ),
-    Supported("`--recompute-granularity` `selective`, `full`", _equality("'selective or full'")),
-    Supported(
-        "`--group-query-attention`",
-        "tests/unit_tests/model/test_kernels.py::test_segments_equal_dense_attention",
-        "segments keep KV heads as they are; FlashAttention 2 expands their gradients for a moment",
-    ),
-    Supported(
-        "`--context-parallel-size`, `--cp-comm-type` `a2a`, `all_gather`",
-        _equality("cp2"),
-        "ranks share the heads of a segment, whose prefix is not sent again, and its queries where there are fewer "
-        "heads; segments are multiples of twice the size",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--multi-latent-attention`",
-        "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
-        "keys and values are kept as they come out of the up-projection; where segments are long, their latents",
-    ),
-    Supported(
-        "`--hybrid-layer-pattern` with `*`, `+`, `-`, `E`, `G`, `M`, `|`, `/`",
-        _equality("'hybrid or recurrent or delta-net or mamba'"),
-        "recurrent layers pass their state from segment to segment; packed documents reset it",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--num-experts`, `--expert-model-parallel-size`, `--expert-tensor-parallel-size`, shared experts",
-        "tests/functional_tests/test_model_families.py::test_losses_are_those_of_megatrons_own_1f1b",
-        "balance losses, z-loss and expert bias are those of the micro-batch, not of segments",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--position-embedding-type` `rope`, `yarn`, `learned_absolute`, `none`",
-        _equality("pp2-positions"),
-        "with `--rotary-percent`, `--rotary-interleaved`, `--use-rope-scaling`, `--no-rope-freq` and their kin",
-    ),
-    Supported("`--qk-layernorm`, `--qk-l2-norm`, `--attention-output-gate`", _equality("pp2-positions")),
-    Supported("`--untie-embeddings-and-output-weights`, tied embeddings", _equality("pp2/")),
-    Supported(
-        "`--window-size`, `--window-attn-skip-freq`",
-        _equality("pp2-windows"),
-        "of the prefix a segment reads a window; not with the kernels of flash-attn-4",
-    ),
-    Supported("`--softmax-type` `off-by-one`, `learnable`", _equality("pp2-windows")),
-    Supported(
-        "`--mtp-num-layers`",
-        _equality("mtp"),
-        "the last tokens of a segment predict from, and predict, those of the next, within documents of --sft and "
-        "--dataloader-inter-document-masking",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--reset-position-ids`, `--eod-mask-loss`",
-        "tests/functional_tests/test_documents.py::test_losses_are_those_of_megatrons_own_mask",
-    ),
-    Supported(
-        "`--reset-attention-mask`, `--sft`, `--dataloader-inter-document-masking`",
-        "tests/functional_tests/test_documents.py::test_losses_are_those_of_megatrons_own_mask",
-        "attention is computed document by document; `balanced` cuts each micro-batch by its own",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--hidden-dropout`",
-        "tests/functional_tests/test_training_features.py::test_the_seed_decides_what_is_dropped_out",
-    ),
-    Supported(
-        "`--attention-dropout`",
-        "tests/unit_tests/model/test_kernel_dropout.py::test_gradients_are_those_of_autograd_through_the_same_masks",
-        "masks follow from the seed and the split; fused on GPUs in 16 bits, plain matrix products, slower, elsewhere",
-    ),
-    Supported(
-        "`--attention-backend` `auto`, `flash`, `fused`, `unfused`, `local`",
-        "tests/unit_tests/model/test_cuda_kernel.py::test_choice",
-        "the first two mean PyTorch's flash attention, which needs no other package, `fused` Transformer Engine's, "
-        "the last two plain matrix products",
-    ),
-    Supported(
-        "`--flash-attention-version` 2, 3, 4",
-        "tests/unit_tests/model/test_cuda_kernel.py::test_segments_equal_unfused_attention",
-        "without it, the fastest that is installed for the GPU",
-    ),
-    Supported(
-        "`--transformer-impl transformer_engine`",
-        "tests/functional_tests/test_transformer_engine.py::test_its_layers_train_by_segments",
-        "weight gradients apart too; on a CPU its layers run where its Python is installed without its CUDA libraries",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--bf16`, `--fp16`, fp32",
-        "tests/functional_tests/test_seq1f1b_training.py::test_bf16_falls_like_megatrons_own",
-        "fp32 attention on GPUs is not fused, so slower",
-        is_in_readme=True,
-    ),
-    Supported(
-        "`--fp8-format` with `--fp8-recipe` `mxfp8`, `blockwise`",
-        "tests/unit_tests/model/test_fp8_blocks.py::test_blocks_that_segments_do_not_part_give_the_gradients_of_the_whole",
-        "blocks of 32 and of 128 tokens share a scale, and segments are multiples of them; shown on a stand-in",
-    ),
-    Supported(
-        "evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`",
-        "tests/functional_tests/test_seq1f1b_training.py::test_training_goes_on_from_a_checkpoint_with_another_number_of_segments",
-    ),
-)
-
-UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
-    Scope.ANY_SCHEDULE: (
+UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
+    Use.ANY_SCHEDULE: (
         Unsupported("--cuda-graph-impl", _other_than("none", "cuda_graph_impl"), _ORDER, "use --cuda-graph-impl none"),
         Unsupported(
             "--defer-embedding-wgrad-compute",
@@ -359,7 +193,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
         Unsupported("--use-megatron-fsdp", _given("use_megatron_fsdp"), _UNTESTED, _OWN_SCHEDULE),
         Unsupported("--use-torch-fsdp2", _given("use_torch_fsdp2"), _UNTESTED, _OWN_SCHEDULE),
     ),
-    Scope.SEGMENTS: (
+    Use.SEGMENTS: (
         Unsupported(
             "--context-parallel-size above 1 with another --cp-comm-type than a2a and all_gather",
             _sends_keys_around,
@@ -489,7 +323,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "install mamba-ssm and causal-conv1d",
         ),
     ),
-    Scope.SPLIT_BACKWARDS: (
+    Use.SPLIT_BACKWARDS: (
         Unsupported(
             "--moe-grouped-gemm with biases and --transformer-impl transformer_engine",
             _grouped_with_biases,
@@ -503,7 +337,7 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
             "drop it",
         ),
     ),
-    Scope.V_CHUNKS: (
+    Use.V_CHUNKS: (
         Unsupported(
             "--pipeline-model-parallel-layout with multi-token prediction before the loss",
             _predicts_before_the_loss,
@@ -520,34 +354,23 @@ UNSUPPORTED: Mapping[Scope, tuple[Unsupported, ...]] = {
 }
 
 
-def first_unsupported(settings: Mapping[str, Any], scopes: Collection[Scope]) -> str | None:
+def unsupported(settings: Mapping[str, Any], uses: Collection[Use]) -> Iterator[Unsupported]:
+    """The features in `settings` that do not go with these of ours."""
+    return (row for use in Use if use in uses for row in UNSUPPORTED[use] if row.is_on(settings))
+
+
+def first_unsupported(settings: Mapping[str, Any], uses: Collection[Use]) -> str | None:
     """One sentence, without its full stop, on the first feature that is not supported; None if all are."""
-    rows = (row for scope in Scope if scope in scopes for row in UNSUPPORTED[scope] if row.is_on(settings))
-    return next((f"{row.feature} {row.because}; {row.way_out}" for row in rows), None)
+    row = next(unsupported(settings, uses), None)
+    return row and f"{row.feature} {row.because}; {row.way_out}"
 
 
 def segments_are_possible(settings: Mapping[str, Any]) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
-    return first_unsupported(settings, {Scope.SEGMENTS}) is None
+    return first_unsupported(settings, {Use.SEGMENTS}) is None
 
 
 def packs_documents(settings: Mapping[str, Any]) -> bool:
     """Whether sequences hold several documents that must not see one another."""
-    return any(settings.get(name) for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"))
-
-
-def as_markdown(is_for_readme: bool = False) -> str:
-    """The whole table, with the test that shows each row; for the README, fewer rows and no tests."""
-    rows: list[tuple[Any, str, str, str]] = [
-        (row, row.feature.replace("|", r"\|"), "supported", row.remark) for row in SUPPORTED
-    ]
-    rows += [
-        (row, f"`{row.feature}`", f"unsupported {scope.value}", f"{row.because}; {row.way_out}")
-        for scope, unsupported in UNSUPPORTED.items()
-        for row in unsupported
-    ]
-    if is_for_readme:
-        lines = ["| feature of Megatron | | |", "|---|---|---|"]
-        return "\n".join(lines + [f"| {' | '.join(words)} |" for row, *words in rows if row.is_in_readme])
-    lines = ["| feature of Megatron | | | shown by |", "|---|---|---|---|"]
-    return "\n".join(lines + [f"| {' | '.join(words)} | `{row.shown_by}` |" for row, *words in rows])
+    names = ("reset_attention_mask", "sft", "dataloader_inter_document_masking", "keep_documents_apart")
+    return any(settings.get(name) for name in names)

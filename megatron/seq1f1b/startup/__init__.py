@@ -7,6 +7,5 @@ from .command_line import CommandLine
 from .ending import end, failures_recorded
 from .explaining import explained
 from .training_loop import TrainingLoop
-from .validation import validate
 
-__all__ = ["CommandLine", "TrainingLoop", "end", "explained", "failures_recorded", "validate"]
+__all__ = ["CommandLine", "TrainingLoop", "end", "explained", "failures_recorded"]

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from ..arguments import PipelineConfig, pipeline_config, run_of_arguments
-from ..arguments.in_force import in_force
-from ..arguments.supported import Scope, first_unsupported
+from ..arguments import PipelineConfig, pipeline_config, refuse_unsupported, run_of_arguments
 from ..patches import Patch
-from ..schedule import splitting_families
+from ..planning.model_sizes import model_shape
+from ..planning.run_costs import RunCosts
 from .blends import check_split, data_prefixes
 from .checkpoint import check_checkpoint
 from .data_files import check_data, check_token_ids
@@ -79,9 +78,14 @@ class CommandLine:
 
         with explained("Megatron cannot read these flags", None, Namespace()):
             args = upstream(provider, *rest, **more)
-        message = unusable_value(args, megatrons) or first_unsupported(vars(args), _scopes(args))
+        message = unusable_value(args, megatrons)
         if message is not None:
             end(message)
+        if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
+            try:
+                refuse_unsupported(args, vars(args))
+            except ValueError as error:
+                end(str(error), error)
         return args
 
     def validate_args(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> Any:
@@ -97,7 +101,7 @@ class CommandLine:
             end(str(error), error)
         if config is not None:
             args = copy.copy(args)  # what was asked for is looked at again, when the vocabulary is known
-            vars(args).update(in_force(config))
+            vars(args).update(config.in_force())
         upstream(title, args)
 
     def set_global_variables(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
@@ -137,7 +141,7 @@ def check(args: Namespace) -> PipelineConfig | None:
     run = run_of_arguments(probe)
     config = None
     if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
-        config = pipeline_config(probe, run)
+        config = pipeline_config(probe, run, RunCosts(probe, run))
         _check_traced_iterations(args)
         _check_rehearsal(args)
     check_split(args)
@@ -152,8 +156,8 @@ def check(args: Namespace) -> PipelineConfig | None:
         check_checkpoint(args)
     for place in places(args, args.rank, local_rank, args.world_size):
         check_writable(place)
-        if place.flag == "--save" and run.model is not None:
-            check_space(place, checkpoint_bytes(args, num_parameters(run.model)), num_checkpoints(args))
+        if place.flag == "--save" and run.has_sizes:
+            check_space(place, checkpoint_bytes(args, num_parameters(model_shape(run.settings))), num_checkpoints(args))
     return config
 
 
@@ -179,21 +183,6 @@ def _check_rehearsal(args: Namespace) -> None:
     if not args.dry_run:
         raise ValueError("--dry-run-output needs --dry-run")
     check_writable(Place("--dry-run-output", args.dry_run_output))
-
-
-def _scopes(args: Namespace) -> set[Scope]:
-    """The scopes of our schedules that the flags alone show to be in use."""
-    schedule, file = getattr(args, "pipeline_schedule", None), getattr(args, "pipeline_schedule_file", None)
-    splits = getattr(args, "sequence_splits", None)
-    has_segments = splits == "auto" or (splits or 1) > 1 or getattr(args, "sequence_split_file", None) is not None
-    scopes = {Scope.ANY_SCHEDULE} if schedule or file or has_segments or splits else set()
-    if has_segments:
-        scopes.add(Scope.SEGMENTS)
-    if schedule in splitting_families() and schedule != "auto":  # which plans without, where that is not possible
-        scopes.add(Scope.SPLIT_BACKWARDS)
-    if getattr(args, "pipeline_placement", None) == "v":
-        scopes.add(Scope.V_CHUNKS)
-    return scopes
 
 
 def _mistyped(parser: ArgumentParser, message: str) -> NoReturn:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..arguments import PipelineConfig
-from ..arguments.forecast import MEGATRONS_OWN, Forecast, forecast
+from ..arguments import Forecast, PipelineConfig
+from ..schedule import Named
 from .places import words
 
 # Of so many segments all lengths are printed.
@@ -69,11 +69,11 @@ def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
 
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
     """Predictions of the cost model that also balances segments; none for a model of unknown sizes."""
-    if config.run.model is None or not config.run.layers_per_stage:
+    if not config.run.has_sizes:
         return []
     try:
-        ours = forecast(config.partition, config.schedule, config.lengths)
-        own = forecast(config.partition, MEGATRONS_OWN, (config.run.sequence_length,))
+        ours = config.partition.costs.forecast(config.schedule, config.lengths)
+        own = config.partition.costs.forecast(Named("1f1b"), (config.run.sequence_length,))
     except ValueError:
         return []
     of = "Megatron's 1F1B"

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import run_of_arguments
-from megatron.seq1f1b.arguments.forecast import forecast
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
     FAMILIES,
     FAMILY_NAMES,
@@ -31,7 +31,8 @@ from unit_tests.arguments.parsed import parsed
 
 
 def pipeline_config(args):
-    return arguments.pipeline_config(args, run_of_arguments(args))
+    run = run_of_arguments(args)
+    return arguments.pipeline_config(args, run, RunCosts(args, run))
 
 
 def follows_documents(args):
@@ -145,7 +146,7 @@ def test_auto_is_the_best_of_all_numbers():
     args = parsed(*AUTO, "--device-memory", "10000", pipeline_model_parallel_size=8, bf16=True, replaced_on_cpu={})
     config = pipeline_config(args)
     seconds = {
-        count: forecast(config.partition, config.schedule, config.partition.cut(16384, count), A100).seconds
+        count: config.partition.costs.forecast(config.schedule, config.partition.cut(16384, count), A100).seconds
         for count in (1, 2, 3, 4, 6, 8, 12, 16)
     }
     assert min(seconds, key=seconds.get) == config.num_segments

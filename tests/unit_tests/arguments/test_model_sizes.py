@@ -2,8 +2,9 @@
 
 import pytest
 
-from megatron.seq1f1b.arguments.model_sizes import layers_per_stage, model_shape
+from megatron.seq1f1b.arguments.megatron_run import layers_per_stage
 from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from megatron.seq1f1b.planning.model_sizes import model_shape
 
 DENSE = dict(
     num_layers=4,

@@ -2,10 +2,10 @@
 
 import shlex
 
-from megatron.seq1f1b import arguments
-from megatron.seq1f1b.arguments import run_of_arguments
+from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.commands.candidate_flags import decided_flags
 from megatron.seq1f1b.commands.launch_flags import read_launch
+from megatron.seq1f1b.planning.run_costs import RunCosts
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.test_flags import sample, words_of
 
@@ -28,7 +28,7 @@ def test_training_cuts_sequences_where_the_plan_does():
             name: value for name, value in megatron.items() if value is not None and "sequence_split" not in name
         }
         args = parsed("--device", "cuda", *shlex.split(" ".join(ours)), **megatron)
-        config = arguments.pipeline_config(args, run_of_arguments(args))
+        config = pipeline_config(args, run := run_of_arguments(args), RunCosts(args, run))
         assert config.lengths == setup.segments
         assert config.run.layers_per_stage == setup.layers_per_stage
         assert config.schedule.name == setup.family

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from compatibility import SUPPORTED
 from megatron.seq1f1b import validate
 from megatron.seq1f1b.arguments import run_of_arguments
-from megatron.seq1f1b.arguments.supported import SUPPORTED, UNSUPPORTED, Scope, first_unsupported
+from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported
 from unit_tests.arguments.parsed import parsed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,30 +79,30 @@ SETTINGS = {
     },
 }
 FLAGS = {
-    Scope.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
-    Scope.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
-    Scope.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
-    Scope.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
+    Use.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
+    Use.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
+    Use.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
+    Use.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
 }
-ROWS = [(scope, row) for scope, rows in UNSUPPORTED.items() for row in rows]
+ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
 
 
 def settings_of(row):
     return SETTINGS.get(row.feature, {row.feature.removeprefix("--").replace("-", "_"): True})
 
 
-@pytest.mark.parametrize("scope, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
-def test_an_unsupported_feature_is_one_sentence(capsys, monkeypatch, scope, row):
+@pytest.mark.parametrize("use, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
+def test_an_unsupported_feature_is_one_sentence(capsys, monkeypatch, use, row):
     if "without its package" in row.feature or "on a GPU without" in row.feature:
         monkeypatch.setattr("megatron.seq1f1b.arguments.supported.find_spec", lambda module: None)
-    args = parsed(*FLAGS[scope], **settings_of(row))
+    args = parsed(*FLAGS[use], **settings_of(row))
     with pytest.raises(SystemExit) as exit:
         validate(args)
     assert exit.value.code not in (0, None)
     assert capsys.readouterr().err == f"error: {row.feature} {row.because}; {row.way_out}.\n"
-    # By itself, too: another row does not stand in for it, nor does any scope but its own.
+    # By itself, too: another row does not stand in for it, nor does any use but its own.
     settings = run_of_arguments(parsed(**settings_of(row))).settings
-    assert first_unsupported(settings, {*Scope} - {scope}) is None
+    assert first_unsupported(settings, {*Use} - {use}) is None
     validate(parsed(**settings_of(row)))
 
 
@@ -117,10 +118,6 @@ def test_the_test_that_shows_a_row_exists(row):
             (ROOT / path).with_name("equality").joinpath(name).read_text() for name in ("suites.py", "models.py")
         )
         assert all(word in matrix for word in cases.strip("'/").split(" or "))
-
-
-def test_the_readme_has_the_rows_that_people_ask_for():
-    assert len([row for row in (*SUPPORTED, *(row for _, row in ROWS)) if row.is_in_readme]) == 10
 
 
 @pytest.mark.parametrize(

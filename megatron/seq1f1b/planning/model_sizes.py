@@ -1,9 +1,10 @@
-"""The sizes of a model and the layers of its pipeline stages, from settings by the names of Megatron's arguments."""
+"""The sizes of a model, from settings by the names of Megatron's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from ..arguments.megatron_run import hybrid_stages
+from .costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:
@@ -59,7 +60,7 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The layers of a hybrid model and the sizes of its recurrent ones."""
-    layers = "".join(_hybrid_stages(settings))
+    layers = "".join(hybrid_stages(settings))
     if not layers:
         return {}
     found: dict[str, Any] = {"pattern": layers}
@@ -80,49 +81,6 @@ def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
             state_dim=settings["mamba_state_dim"],
         )
     return found
-
-
-def _hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
-    """The layer symbols of each stage, or of the whole model if the pattern has no stages."""
-    decoder = (settings.get("hybrid_layer_pattern") or "").split("/")[0]
-    return decoder.split("|")
-
-
-def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
-    """Number of transformer layers on every stage, in the order of depth, as Megatron lays them out."""
-    num_ranks = settings.get("pipeline_model_parallel_size", 1)
-    num_chunks = settings.get("virtual_pipeline_model_parallel_size") or 1
-    layout = settings.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        return _of_layout(layout, num_ranks)
-    stages = _hybrid_stages(settings)
-    if len(stages) > 1:
-        return tuple(map(len, stages))
-    first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    # An embedding or a loss that counts as a layer takes the place of one.
-    embedding, loss = (_given(settings, f"account_for_{part}_in_pipeline_split") for part in ("embedding", "loss"))
-    rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
-    usual = rest // max(1, num_ranks - (first is not None) - (last is not None))
-    ranks = [usual] * num_ranks
-    if first is not None:
-        ranks[0] = first
-    if last is not None:
-        ranks[-1] = last
-    stages = [layers // num_chunks for _ in range(num_chunks) for layers in ranks]
-    stages[0] -= embedding
-    stages[-1] -= loss
-    return tuple(stages)
-
-
-def _of_layout(layout: Any, num_ranks: int) -> tuple[int, ...]:
-    """Decoder layers by stage, of --pipeline-model-parallel-layout as text or as Megatron parsed it."""
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    if not isinstance(layout, PipelineParallelLayerLayout):
-        layout = PipelineParallelLayerLayout(layout, num_ranks)
-    chunks = zip(*layout.layout, strict=True)  # by rank, then chunk
-    return tuple(stage.count(LayerType.decoder) for chunk in chunks for stage in chunk)
 
 
 def _has_experts(frequency: int | list[int], layer: int) -> bool:

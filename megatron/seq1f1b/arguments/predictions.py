@@ -1,0 +1,56 @@
+"""What the core takes of costs: whoever makes a configuration hands in an object of this form."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..partition import SegmentTime
+from ..schedule import Costs, ScheduleChoice
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A training step before it starts.
+
+    `seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most. It is in bytes
+    if `has_bytes`, and in tokens times layers where the formulas do not cover the model: experts, latent attention.
+    Then `total_bytes`, the memory of the fullest rank, is None.
+    """
+
+    seconds: float
+    bubble: float
+    activations: float
+    total_bytes: float | None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether `activations` is in bytes."""
+        return self.total_bytes is not None
+
+
+class Predictions(Protocol):
+    """What the segments of one run cost, and its steps; every method raises ValueError where this is not known."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the times come from --sequence-split-profile."""
+
+    @property
+    def full_speed_rows(self) -> int:
+        """The number of tokens from which on the kernels for a segment run at full speed."""
+
+    @property
+    def flops(self) -> tuple[int, int] | None:
+        """FLOPs of a token and of a pair of tokens by the formula of the authors of Seq1F1B; None for unknown sizes."""
+
+    def time(self, of_any_length: bool = False) -> SegmentTime:
+        """Seconds of a segment on the slowest stage. A trace does not have the times `of_any_length`."""
+
+    def of_actions(self, lengths: Sequence[int]) -> Costs:
+        """The costs of the actions on segments of `lengths` tokens, for which `auto` plans."""
+
+    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
+        """A step with segments of `lengths` tokens."""
+
+    def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
+        """The number of segments of the shortest step that fits the device; `cut(number)` gives their lengths."""

@@ -1,0 +1,106 @@
+"""What a configuration does that its user may not expect, in sentences without their full stop."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from math import ceil
+
+from ..arguments import PipelineConfig
+from ..arguments.supported import Use, first_unsupported
+from ..schedule import Planned
+from .costs import CPU_CORE, ModelShape, layer_flops
+from .costs.machine import Machine
+from .run_costs import RunCosts
+
+# Differences of predicted steps below this are not worth a line.
+_WORTH_A_LINE = 0.01
+
+
+def advice(config: PipelineConfig, flags: argparse.Namespace) -> Iterator[str]:
+    """The sentences on `config`, which was made of our parsed `flags`."""
+    costs = RunCosts(flags, config.run)
+    if config.num_segments > 1:
+        yield from _of_short_segments(config, costs)
+        if flags.has_authors_splits and flags.sequence_split_strategy is None and config.run.has_sizes:
+            yield from _of_equal_lengths(config, costs)
+    yield from _of_unused_flags(config, flags)
+
+
+def _of_unused_flags(config: PipelineConfig, flags: argparse.Namespace) -> Iterator[str]:
+    """Which of our flags have no effect."""
+    if flags.pipeline_schedule_file is not None and flags.pipeline_schedule is not None:
+        yield f"--pipeline-schedule-file takes the place of --pipeline-schedule {flags.pipeline_schedule}"
+    schedule = config.schedule
+    if flags.sequence_split_profile and not isinstance(schedule, Planned) and not config.partition.uses_profile:
+        yield "--sequence-split-profile has no effect: these cuts follow no measured times"
+    if isinstance(schedule, Planned) and not schedule.split:
+        obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
+        yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
+
+
+def _of_equal_lengths(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """What the equal lengths cost that the authors' flag stands for."""
+    schedule, length = config.schedule, config.run.sequence_length
+    assert schedule is not None, "segments have a schedule"
+    balanced = replace(config.partition, strategy="balanced")
+    try:
+        equal, better = (
+            costs.forecast(schedule, lengths).seconds for lengths in (config.lengths, balanced.cut(length))
+        )
+    except ValueError:  # what segments of this model cost is not known
+        return
+    if equal > (1 + _WORTH_A_LINE) * better:
+        yield (
+            "--pipe-sp-splits alone cuts into equal lengths, with which the predicted step takes "
+            f"{100 * (equal / better - 1):.0f} % longer than with --pipe-sp-strategy balanced"
+        )
+
+
+def _of_short_segments(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """Where segments are too short for the device that runs them."""
+    if costs.machine.name == "cpu":
+        shortest = min(config.lengths)
+        if shortest < CPU_CORE.full_speed_rows:
+            yield (
+                f"the shortest segment has {shortest} tokens; on a CPU attention is up to 2.3 times slower for "
+                f"segments of less than {CPU_CORE.full_speed_rows}; fewer --sequence-splits or a longer --seq-length "
+                "avoid that"
+            )
+    elif costs.model is not None:
+        yield from _of_waiting_gpus(config, costs.model, costs.machine)
+
+
+def _of_waiting_gpus(config: PipelineConfig, model: ModelShape, machine: Machine) -> Iterator[str]:
+    """The host takes equally long to launch the layer of any segment.
+
+    Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's. How
+    long a segment has to be follows from the shortest one, nearly in proportion.
+    """
+    seconds, lengths, host = _layer_seconds(config, model, machine), config.lengths, machine.host.layer_forward
+    shortest = min(range(len(seconds)), key=seconds.__getitem__)
+    if seconds[shortest] < host:
+        most = int(sum(seconds) / host)
+        enough = ceil(lengths[shortest] * host / seconds[shortest])
+        way_out = f"--sequence-splits {most} keeps GPUs busy" if most > 1 else "whole sequences keep GPUs busier"
+        yield (
+            f"the segment of {lengths[shortest]} tokens takes a GPU about {1e3 * seconds[shortest]:.2g} ms a layer, "
+            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits, as with all "
+            f"segments of less than about {enough} tokens; {way_out}"
+        )
+
+
+def _layer_seconds(config: PipelineConfig, model: ModelShape, machine: Machine) -> list[float]:
+    """Time of the forward of each segment in a layer on the device, the mean over all layers."""
+    run = config.run
+    layers = [layer_flops(model, layer) for layer in range(model.num_layers)]
+    # Context-parallel ranks share the tokens of a segment and the heads of its attention.
+    devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1)
+    device, share = machine.device, run.micro_batch_size / devices
+    token = sum(each.per_token for each in layers) / (device.peak_flops * device.matmul_efficiency)
+    pair = sum(each.per_pair for each in layers) / (device.peak_flops * device.flash_forward)
+    # A query sees the keys before it: half of those of its own segment.
+    return [
+        share * (token * length + pair * length * (end - length / 2)) / len(layers)
+        for length, end in zip(config.lengths, accumulate(config.lengths), strict=True)
+    ]

@@ -1,0 +1,198 @@
+"""What the core takes of costs (`arguments.Predictions`), for one run: by the formulas of this room, or measured."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from ..arguments import Forecast, MegatronRun
+from ..arguments.device import device_memory, gpu_name, is_on_cpu
+from ..errors import ParameterError
+from ..partition import SegmentTime
+from ..schedule import Costs, Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, peak_memory
+from .costs import (
+    A100,
+    CPU_CORE,
+    DeviceThroughput,
+    ModelShape,
+    StageCost,
+    action_costs,
+    analytic_costs,
+    authors_flops,
+    bottleneck_time,
+    check_profile,
+    is_trace,
+    read_profile,
+    read_traced_costs,
+)
+from .costs.layer_bytes import are_known
+from .costs.machine import Machine, read_machine
+from .costs.stage_times import step_costs
+from .costs.step_memory import activation_tables, rank_memory
+from .costs.training_setup import TrainingSetup
+from .model_sizes import model_shape
+from .simulator import estimate_step
+
+# Numbers of segments to try; one between two of these makes a step at most a few percent shorter.
+_CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Below this length, in tokens, the kernels of a GPU slow down, which only the formulas of a machine account for.
+_SAFE_LENGTH = 1024
+# The rest of a device is for what no formula counts: the context, communicators, workspaces, fragments.
+_USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class RunCosts:
+    """The costs of the segments of `run`, on the device and by the profile of our parsed `flags`."""
+
+    flags: argparse.Namespace
+    run: MegatronRun
+
+    @property
+    def is_measured(self) -> bool:
+        return self.flags.sequence_split_profile is not None
+
+    @property
+    def full_speed_rows(self) -> int:
+        return self._throughput.full_speed_rows
+
+    @property
+    def _throughput(self) -> DeviceThroughput:
+        return CPU_CORE if is_on_cpu(self.flags) else A100
+
+    @property
+    def machine(self) -> Machine:
+        """The machine of this package that is most like the run's."""
+        if is_on_cpu(self.flags):
+            return read_machine("cpu")
+        return read_machine("a100-80gb" if "A100" in gpu_name(self.flags) else "h100-80gb")
+
+    @cached_property
+    def model(self) -> ModelShape | None:
+        """The sizes of the model, if they are known."""
+        return model_shape(self.run.settings) if self.run.has_sizes else None
+
+    @property
+    def flops(self) -> tuple[int, int] | None:
+        return None if self.model is None else authors_flops(self.model)
+
+    @cached_property
+    def stages(self) -> tuple[StageCost, ...]:
+        """What a segment of a micro-batch costs on every stage. Raises ValueError where that is not known."""
+        run, profile, throughput = self.run, self.flags.sequence_split_profile, self._throughput
+        assert self.model is not None, "costs are for models of known sizes"
+        if profile is None:
+            # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
+            group = throughput.times(run.tensor_parallel_size / run.micro_batch_size)
+            recomputes_layers = run.settings.get("recompute_granularity") == "full"
+            return analytic_costs(self.model, run.layers_per_stage, group, recomputes_layers)
+        if is_trace(profile):
+            return read_traced_costs(profile, len(run.layers_per_stage))[0]
+        measured = read_profile(profile)
+        check_profile(measured, profile, self.model, run.tensor_parallel_size)
+        return measured.costs(run.layers_per_stage)
+
+    def time(self, of_any_length: bool = False) -> SegmentTime:
+        profile = self.flags.sequence_split_profile
+        if of_any_length and profile is not None and is_trace(profile):
+            raise ParameterError(
+                "{profile} is a trace, which has no times of shorter segments, so {strategy:terapipe} cannot choose "
+                "their number; give {num_segments.name}",
+                profile=profile,
+            )
+        return bottleneck_time(self.stages)
+
+    def of_actions(self, lengths: Sequence[int]) -> Costs:
+        return action_costs(self.stages, self.run.layers_per_stage, lengths)
+
+    def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
+        """The number of the shortest step that fits; where nothing fits, the one that needs least memory.
+
+        With more segments bubble and memory shrink, but every action has its overhead, so that from some number on
+        steps only become longer; the search ends there. Raises ValueError if the sequence cannot be cut at all.
+        """
+        memory, machine = _USABLE * device_memory(self.flags), self.machine
+        found: dict[int, Forecast] = {}
+
+        def fitting() -> list[int]:
+            """The numbers whose steps fit in memory; all of them where its size is unknown."""
+            return [count for count, each in found.items() if each.total_bytes is None or each.total_bytes <= memory]
+
+        for count in self._candidates():
+            try:
+                lengths = cut(count)
+            except ValueError:
+                if not found:
+                    raise
+                break
+            found[count] = self.forecast(schedule, lengths, machine)
+            *_, before, last = (inf, inf, *(each.seconds for each in found.values()))
+            if last > before > min(each.seconds for each in found.values()) and fitting():
+                break
+        if not fitting():
+            return min(found, key=lambda count: found[count].total_bytes or 0.0)
+        return min(fitting(), key=lambda count: found[count].seconds)
+
+    def _candidates(self) -> list[int]:
+        """Numbers whose segments are long enough on average; one segment always is."""
+        least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)
+        return [count for count in _CANDIDATES if count <= max(1, self.run.sequence_length // least)]
+
+    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], machine: Machine | None = None) -> Forecast:
+        """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower.
+
+        With a `machine` the times are those of its kernels and its host, where all layers of the model are alike and
+        nothing is measured. Raises ValueError if the times of segments are not known.
+        """
+        setup = self._training_setup(schedule, lengths)
+        are_alike = setup is not None and setup.model.pattern is None and setup.model.window is None
+        if machine is not None and setup is not None and are_alike and not self.is_measured:
+            costs = step_costs(setup, machine)
+        else:
+            costs = self.of_actions(lengths)
+        if setup is not None:
+            settings = self.run.settings
+            scale = 1 if settings.get("bf16") or settings.get("fp16") else 2  # the formulas are for 16 bits
+            table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
+            costs = replace(costs, activation=table, kept=table)
+
+        def schedule_of(num_microbatches: int) -> Schedule:
+            if isinstance(schedule, Given):
+                return schedule.schedule
+            family = Named("1f1b", schedule.placement) if isinstance(schedule, Planned) else schedule
+            return family.of_all_ranks(Shape(self._placement(schedule), num_microbatches, len(lengths)), lengths, None)
+
+        estimate = estimate_step(schedule_of, self.run.num_microbatches, costs)
+        total = None
+        if setup is not None:
+            short = schedule_of(1)
+            grown = (most - least for most, least in zip(estimate.activations, peak_memory(short, costs), strict=True))
+            total = max(scale * rank_memory(setup, short, rank).total + more for rank, more in enumerate(grown))
+        return Forecast(estimate.seconds, estimate.bubble, max(estimate.activations), total)
+
+    def _placement(self, schedule: ScheduleChoice) -> Placement:
+        return Placement(self.run.pipeline_parallel_size, self.run.num_chunks, schedule.placement)
+
+    def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup | None:
+        """None where the formulas of memory do not cover the model."""
+        run, model, settings = self.run, self.model, self.run.settings
+        if model is None or model.experts or not are_known(model) or sum(run.layers_per_stage) != model.num_layers:
+            return None
+        return TrainingSetup(
+            model,
+            run.sequence_length,
+            run.num_microbatches,
+            micro_batch_size=run.micro_batch_size,
+            tensor_parallel=run.tensor_parallel_size,
+            context_parallel=settings.get("context_parallel_size") or 1,
+            data_parallel=settings.get("data_parallel_size") or 1,
+            family=schedule.name,
+            placement=self._placement(schedule),
+            segments=tuple(lengths),
+            layers_per_stage=run.layers_per_stage,
+            sequence_parallel=bool(settings.get("sequence_parallel")),
+            recompute=settings.get("recompute_granularity") or "none",
+            distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
+            tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
+        )
