@@ -33,6 +33,20 @@ for ranks, chunks, microbatches, segments in itertools.product((1, 2, 4), (1, 2)
     validate(made)
     assert {action.kind for actions in made.ranks for action in actions} == {Kind.F, Kind.I, Kind.W}
     assert end(made) <= end(build("gpipe", shape))
+
+from megatron.seq1f1b.planning.costs import ModelShape
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.planner import Question, candidates
+from megatron.seq1f1b.planning.simulator import predict
+
+model, machine = ModelShape(8, 1024, 4096, 8, 128, 32768), read_machine("a100-80gb")
+setup = TrainingSetup(model, 8192, 4, placement=Placement(4), family="gpipe-zb")
+assert setup.splits_backward
+assert Kind.W in {span.action.kind for spans in predict(setup, machine).timeline.ranks for span in spans}
+found = list(candidates(Question(model, machine, 4, 8192, 4)))
+assert "none" in {each.setup.recompute for each in found if each.setup.family == "gpipe-zb"}
+assert "full" not in {each.setup.recompute for each in found if each.setup.family == "gpipe-zb"}
 """
 
 

@@ -6,7 +6,9 @@ A command is a module here with `main(argv) -> int | None`, and a line in COMMAN
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import version
 from types import MappingProxyType
 
 from ..arguments import Naming
@@ -22,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "profile": ("profile", "measure what segments cost on this machine"),
         "compare": ("compare", "lay training runs side by side"),
         "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
+        "completion": ("completion", "print what makes bash complete commands and flags"),
     }
 )
 
@@ -33,8 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
     name = words.pop(0)
+    if name == "--version":
+        print(f"seq1f1b {version('megatron-seq1f1b')}")
+        return 0
     if name not in COMMANDS:
-        print(f"error: seq1f1b has no command {name!r}; it has {', '.join(COMMANDS)}.", file=sys.stderr)
+        near = get_close_matches(name, COMMANDS, n=1)
+        way_out = f"did you mean {near[0]}?" if near else f"it has {', '.join(COMMANDS)}."
+        print(f"error: seq1f1b has no command {name!r}; {way_out}", file=sys.stderr)
         return 2
     sys.argv[0] = f"seq1f1b {name}"  # for --help
     return run(name, words)
@@ -62,4 +70,5 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
 def usage() -> str:
     width = max(map(len, COMMANDS))
     lines = (f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items())
-    return "\n".join(("usage: seq1f1b COMMAND ...", "", *lines, "", "seq1f1b COMMAND --help explains its options."))
+    last = "seq1f1b COMMAND --help explains its options, seq1f1b --version names the version."
+    return "\n".join(("usage: seq1f1b COMMAND ...", "", *lines, "", last))

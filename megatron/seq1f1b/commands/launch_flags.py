@@ -1,7 +1,7 @@
-"""The flags of a launch of Megatron, read without Megatron: those that a planner needs, and those that it decides."""
+"""The flags of a launch of Megatron, read without Megatron: the model, what a planner decides, and what it leaves."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
@@ -10,27 +10,91 @@ from ..planning.costs.training_setup import Software, TrainingSetup, even_layers
 from ..planning.planner import Candidate, Question
 from ..planning.planner.space import cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement
-from .model_flags import model_shape
-from .parsing import Parser, count
+from .parsing import MOST_LAYERS, Parser, count, count_up_to
 
-# What the formulas of time and memory do not cover.
+# Refused: the formulas of time and memory do not cover them.
 _NOT_PREDICTED = ("--multi-latent-attention", "--hybrid-layer-pattern", "--window-size", "--mtp-num-layers")
+# Predicted as if they were absent, which the output says.
+_IN_16_BIT = ("--fp8-format", "--fp4-format")
+_MOST_ACTIONS = 1_000_000
+
+
+def add_model_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """The sizes of a GPT, for commands that predict or measure one."""
+    group = parser.add_argument_group("model, as in Megatron")
+    group.add_argument("--num-layers", type=count_up_to(MOST_LAYERS), default=defaults["num_layers"])
+    group.add_argument("--hidden-size", type=count, default=defaults["hidden_size"])
+    group.add_argument("--num-attention-heads", type=count, default=defaults["num_attention_heads"])
+    group.add_argument("--ffn-hidden-size", type=count, help="default: 4 times the hidden size, 8/3 with --swiglu")
+    group.add_argument("--kv-channels", type=count, help="size of a head; default: hidden size / heads")
+    group.add_argument("--num-query-groups", type=count, help="number of KV heads; default: as many as heads")
+    group.add_argument("--swiglu", action="store_true", help="a gated feed-forward block of three matrices")
+    group.add_argument("--vocab-size", type=count, default=defaults["vocab_size"], help="padded")
+
+
+def model_shape(args: argparse.Namespace) -> ModelShape:
+    """The sizes that the flags give, with Megatron's defaults; raises ValueError for sizes that do not divide."""
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} is not a multiple of --num-attention-heads {args.num_attention_heads}; "
+            "change one, or give --kv-channels"
+        )
+    if args.num_query_groups is not None and args.num_attention_heads % args.num_query_groups:
+        raise ValueError(
+            f"--num-attention-heads {args.num_attention_heads} is not a multiple of --num-query-groups "
+            f"{args.num_query_groups}; change one"
+        )
+    ffn_hidden_size = args.ffn_hidden_size
+    if ffn_hidden_size is None:
+        ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 if args.swiglu else 4 * args.hidden_size
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_heads=args.num_attention_heads,
+        head_dim=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        vocab_size=args.vocab_size,
+        num_kv_heads=args.num_query_groups,
+        is_gated=args.swiglu,
+    )
 
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a launch. Unknown flags are passed over; a flag that is not given is None."""
-    parser = Parser(None, allow_abbrev=False, add_help=False)
-    _add_model(parser)
-    _add_decided(parser)
-    return parser.parse_known_args(words)[0]
+    return _parser(_add_model, _add_decided).parse_known_args(words)[0]
 
 
 def undecided(words: Sequence[str]) -> list[str]:
     """The flags of a launch without those that a planner decides, each with its values."""
+    return _with_values(_parser(_add_decided).parse_known_args(words)[1])
+
+
+def unread(words: Sequence[str]) -> list[str]:
+    """The flags of a launch that change nothing in a prediction, each with its values."""
+    return _with_values(_parser(_add_model, _add_decided).parse_known_args(words)[1])
+
+
+def model_sizes_in(words: Sequence[str]) -> list[str]:
+    """The names of the flags of a launch that give the sizes of the model."""
+    names = _parser(_add_model)._option_string_actions
+    return [name for word in words if (name := word.partition("=")[0]) in names]
+
+
+def not_modelled(words: Sequence[str]) -> list[str]:
+    """The names of the flags of a launch that change time or memory, but no prediction."""
+    return [name for word in words if (name := word.partition("=")[0]) in _IN_16_BIT]
+
+
+def _parser(*added: Callable[[argparse.ArgumentParser], None]) -> Parser:
     parser = Parser(None, allow_abbrev=False, add_help=False)
-    _add_decided(parser)
+    for add in added:
+        add(parser)
+    return parser
+
+
+def _with_values(words: Sequence[str]) -> list[str]:
     flags: list[str] = []
-    for word in parser.parse_known_args(words)[1]:
+    for word in words:
         if word.startswith("--") or not flags:
             flags.append(word)
         else:
@@ -39,7 +103,7 @@ def undecided(words: Sequence[str]) -> list[str]:
 
 
 def model_of(launch: argparse.Namespace) -> ModelShape:
-    """The model of a launch. Raises ValueError if a size is missing, or sizes do not divide."""
+    """The model of a launch. Raises ValueError if a size is missing, or sizes do not go together."""
     missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if getattr(launch, name) is None]
     if missing:
         raise ValueError(f"--{missing[0].replace('_', '-')} is missing: give the sizes of the model, or --model")
@@ -51,6 +115,8 @@ def model_of(launch: argparse.Namespace) -> ModelShape:
     model = model_shape(launch)
     if launch.num_experts is None:
         return model
+    if launch.moe_router_topk > launch.num_experts:
+        raise ValueError(f"--moe-router-topk {launch.moe_router_topk} is more than --num-experts {launch.num_experts}")
     experts = Experts(
         total=launch.num_experts,
         active=launch.moe_router_topk,
@@ -88,7 +154,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
             f"--micro-batch-size {micro_batch} do not divide --gpus {question.num_devices} and --global-batch-size "
             f"{question.global_batch_size}; drop them to have them chosen"
         )
-    placement = Placement(pipeline, _chunks(launch, pipeline))
+    placement = Placement(pipeline, _chunks(launch, pipeline, question.model.num_layers))
     setup = TrainingSetup(
         model=question.model,
         sequence_length=question.sequence_length,
@@ -100,13 +166,18 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         data_parallel=data,
         placement=placement,
         family=launch.pipeline_schedule or "1f1b",
-        layers_per_stage=_layers(launch, placement),
+        layers_per_stage=_layers(launch, placement, question.model.num_layers),
         sequence_parallel=launch.sequence_parallel,
         recompute=launch.recompute_granularity or "none",
         distributed_optimizer=launch.use_distributed_optimizer,
         software=Software(overlaps_data_parallel=launch.overlap_grad_reduce),
     )
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
+    if (actions := 2 * placement.num_stages * microbatches * segments) > _MOST_ACTIONS:
+        raise ValueError(
+            f"these sizes make {actions:,} actions, the most are {_MOST_ACTIONS:,} here; take a smaller "
+            "--global-batch-size or fewer --sequence-splits"
+        )
     if segments == 1:
         return Candidate(setup)
     lengths = cut(setup, strategy, segments)
@@ -115,25 +186,35 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     return Candidate(replace(setup, segments=lengths), strategy)
 
 
-def _chunks(launch: argparse.Namespace, pipeline: int) -> int:
-    if launch.num_layers_per_virtual_pipeline_stage is not None and launch.num_layers is not None:
-        return max(1, launch.num_layers // pipeline // launch.num_layers_per_virtual_pipeline_stage)
+def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
+    if launch.num_layers_per_virtual_pipeline_stage is not None:
+        return max(1, num_layers // pipeline // launch.num_layers_per_virtual_pipeline_stage)
     return launch.num_virtual_stages_per_pipeline_rank or 1
 
 
-def _layers(launch: argparse.Namespace, placement: Placement) -> tuple[int, ...]:
-    """Empty for an even spread, as a TrainingSetup has it."""
+def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -> tuple[int, ...]:
+    """Empty for an even spread, as a TrainingSetup has it. Raises ValueError where a stage would have none."""
+    stages = placement.num_stages
+    if stages > num_layers:
+        raise ValueError(f"--num-layers {num_layers} leaves some of the {stages} pipeline stages without a layer")
     first, last = launch.decoder_first_pipeline_num_layers, launch.decoder_last_pipeline_num_layers
-    if placement.num_chunks > 1 or launch.num_layers is None or first is last is None:
+    if placement.num_chunks > 1 or first is last is None:
         return ()
     before, after = [] if first is None else [first], [] if last is None else [last]
-    middle = placement.num_ranks - len(before) - len(after)
-    rest = launch.num_layers - sum(before) - sum(after)
+    middle = stages - len(before) - len(after)
+    rest = num_layers - sum(before) - sum(after)
+    if rest < middle or (middle <= 0 and rest):
+        flags = [f"--decoder-{end}-pipeline-num-layers {n}" for end, n in (("first", first), ("last", last)) if n]
+        raise ValueError(
+            f"{' and '.join(flags)} of --num-layers {num_layers} do not make {stages} stages; drop them to have the "
+            "layers spread"
+        )
     return (*before, *(even_layers(rest, middle) if middle else ()), *after)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    for name in ("num-layers", "hidden-size", "num-attention-heads", "ffn-hidden-size", "kv-channels"):
+    parser.add_argument("--num-layers", type=count_up_to(MOST_LAYERS))
+    for name in ("hidden-size", "num-attention-heads", "ffn-hidden-size", "kv-channels"):
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--num-query-groups", type=count)
     parser.add_argument("--vocab-size", type=count, default=51200)
@@ -156,9 +237,11 @@ def _layer_frequency(text: str) -> int | list[int]:
         entries, _, times = part.strip().partition("*")
         try:
             numbers = [int(number) for number in entries.strip().removeprefix("[").removesuffix("]").split(",")]
-            found += numbers * int(times or 1)
+            found += numbers * min(int(times or 1), MOST_LAYERS + 1)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a list such as [0]*1+[1]*47") from None
+    if len(found) > MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than {MOST_LAYERS} layers")
     return found
 
 

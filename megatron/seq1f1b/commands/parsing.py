@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +11,8 @@ from ..schedule import Shape
 
 # Endings of the pictures that matplotlib draws.
 PICTURES = (".png", ".svg", ".pdf")
+# No model is deeper, and predictions go through its layers one by one.
+MOST_LAYERS = 10_000
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +35,18 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
     return number
+
+
+def count_up_to(most: int) -> Callable[[str], int]:
+    """The type of a flag that counts something of which there cannot be more than `most`."""
+
+    def read(text: str) -> int:
+        number = count(text)
+        if number > most:
+            raise argparse.ArgumentTypeError(f"'{text}' is more than {most}")
+        return number
+
+    return read
 
 
 def amount(text: str) -> float:

@@ -6,7 +6,7 @@
 It chooses tensor, context, pipeline and data parallelism, model chunks, layers of the first and the last stage,
 segments and where they are cut, the schedule, the micro-batch and recomputation. The choices that a launch script makes
 itself are predicted too, for comparison; its other flags come back unchanged, so that the result can be pasted in its
-place. docs/paper_tables.md shows how far predictions are off.
+place. docs/planning.md describes the machines, and docs/paper_tables.md shows how far predictions are off.
 """
 
 import argparse
@@ -15,13 +15,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
-from ..planning.costs.machine import machine_names, read_machine
+from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..planning.planner import PRESETS, Question, Search, predict_candidate, preset, way_out
 from .candidate_flags import decided_flags, model_flags
-from .launch_flags import as_given, model_of, read_launch, undecided
-from .parsing import Parser, amount, count
+from .launch_flags import as_given, model_of, model_sizes_in, not_modelled, read_launch, undecided, unread
+from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to
 from .plan_text import explained, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
@@ -31,15 +32,25 @@ _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Our own flags, and the words of the launch."""
-    parser = Parser(__doc__, allow_abbrev=False)
+    """Our own flags, and the words of the launch. Near-misses of our own flags end the program."""
+    parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
     parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
-    parser.add_argument("--gpus", type=count, default=os.environ.get("WORLD_SIZE"), help="default: WORLD_SIZE")
+    parser.add_argument("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
+    parser.add_argument("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
+    parser.add_argument(
+        "--global-batch-size",
+        type=count_up_to(2**16),
+        required=True,
+        metavar="SEQUENCES",
+        help="of a training step; required",
+    )
     parser.add_argument(
         "--machine", default="a100-80gb", help=f"{', '.join(machine_names())}, or your own file; default: a100-80gb"
     )
     parser.add_argument("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
-    parser.add_argument("--best", type=count, default=5, metavar="N", help="configurations to show; default: 5")
+    parser.add_argument(
+        "--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5"
+    )
     parser.add_argument("--explain", action="store_true", help="where the time goes, and what the second best lacks")
     parser.add_argument("--output", type=Path, help="throughput against memory: .png, .svg or .pdf (needs matplotlib)")
     parser.add_argument(
@@ -51,24 +62,39 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         help="rehearse the best on this machine (--dry-run) with your training script; default: pretrain_gpt.py",
     )
     args, words = parser.parse_known_args(argv)
+    for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+        # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.
+        own = [flag for flag in parser._option_string_actions if abs(len(flag) - len(name)) <= 2]
+        if near := get_close_matches(name, own, n=1, cutoff=0.83):
+            parser.error(f"{name} is unknown; did you mean {near[0]}?")
     if args.gpus is None:
-        parser.error("--gpus is missing")
+        if not os.environ.get("WORLD_SIZE", "").isdigit():
+            parser.error("--gpus is missing")
+        args.gpus = int(os.environ["WORLD_SIZE"])
     return args, words
 
 
-def question(args: argparse.Namespace, launch: argparse.Namespace) -> Question:
+def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
-    for name in ("seq_length", "global_batch_size"):
-        if getattr(launch, name) is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing")
+    if args.model is not None and (sizes := model_sizes_in(words)):
+        raise ValueError(f"--model {args.model} has its own {sizes[0]}; drop one of them")
     return Question(
-        model=model_of(launch) if args.model is None else preset(args.model),
+        model=model_of(read_launch(words)) if args.model is None else preset(args.model),
         machine=read_machine(args.machine),
-        num_devices=int(args.gpus),
-        sequence_length=launch.seq_length,
-        global_batch_size=launch.global_batch_size,
-        memory_gib=args.device_memory,
+        num_devices=args.gpus,
+        sequence_length=args.seq_length,
+        global_batch_size=args.global_batch_size,
+        memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
     )
+
+
+def kept_flags(args: argparse.Namespace, words: Sequence[str], asked: Question) -> list[str]:
+    """The flags of a launch that the planner does not decide, after those of a preset that the launch lacks."""
+    own = undecided(words)
+    if args.model is None:
+        return own
+    names = {flag.split()[0].partition("=")[0] for flag in own}
+    return [flag for flag in model_flags(asked.model, asked.sequence_length) if flag.split()[0] not in names] + own
 
 
 def show(done: int, total: int) -> None:
@@ -81,9 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, words = parse(argv)
     if args.rehearse is not None and not args.rehearse.is_file():
         raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
-    launch = read_launch(words)
-    asked = question(args, launch)
-    given = as_given(launch, asked)
+    if args.output is not None:
+        check_output(args.output, *PICTURES)
+    asked = question(args, words)
+    given = as_given(read_launch(words), asked)
     search = Search(asked, show)
     found = search.best(args.best)
     if not found:
@@ -92,14 +119,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(title(asked))
     print(overview(found, None if given is None else predict_candidate(given, asked)))
     print(memory_by_stage(best, asked))
-    flags = undecided(words) if args.model is None else model_flags(asked.model, asked.sequence_length)
-    flags += decided_flags(best.candidate)
+    flags = kept_flags(args, words, asked) + decided_flags(best.candidate)
     print("Flags of the best:\n  " + " \\\n  ".join(flags))
+    for name in not_modelled(words):
+        print(f"{name} is not modelled: times and memory are those of 16 bit.")
+    if ignored := unread(words):
+        print(f"These flags come back as given and change no prediction: {', '.join(ignored)}.")
     if args.explain:
         print(explained(found))
     if args.output is not None:
         draw(search, args.output)
-    return 0 if args.rehearse is None else rehearse(args.rehearse, flags, asked, args.model is not None)
+    return 0 if args.rehearse is None else rehearse(args, asked, flags)
 
 
 def draw(search: Search, path: Path) -> None:
@@ -119,12 +149,15 @@ def draw(search: Search, path: Path) -> None:
     print(f"{path} written.")
 
 
-def rehearse(script: Path, flags: Sequence[str], asked: Question, is_preset: bool) -> int:
+def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) -> int:
     """Run the training script with --dry-run; returns its exit code."""
     sys.stdout.flush()
     words = shlex.split(" ".join(flags))
-    if is_preset:
-        words += [*_TRAINING.split(), "--vocab-size", str(asked.model.vocab_size)]
+    if args.model is not None:
+        words = [*_TRAINING.split(), "--vocab-size", str(asked.model.vocab_size), *words]
     environment = {**os.environ, "WORLD_SIZE": str(asked.num_devices)}
-    memory = ["--device-memory", str(asked.memory_limit)]
-    return subprocess.run([sys.executable, str(script), *words, "--dry-run", *memory], env=environment).returncode
+    # The rehearsal itself takes off what lies outside the allocator.
+    memory = ["--device-memory", str(asked.memory_limit + OUTSIDE_GIB)]
+    return subprocess.run(
+        [sys.executable, str(args.rehearse), *words, "--dry-run", *memory], env=environment
+    ).returncode

@@ -39,7 +39,7 @@ from ..planning.costs import (
     read_traced_costs,
 )
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
-from .model_flags import add_model_flags, model_shape
+from .launch_flags import add_model_flags, model_shape
 from .parsing import PICTURES, Parser, check_output, check_size, count
 
 # As many are simulated in ten seconds, for each of the strategies.

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..planning.costs.machine import GIB
 from ..planning.costs.paper_flops import model_flops
-from ..planning.costs.step_memory import GIB
 from ..planning.costs.training_setup import parameters_of_model
 from ..planning.planner import Plan, Question, breakdown
 
@@ -30,7 +30,7 @@ def short_name(plan: Plan) -> str:
         "k": len(setup.segments),
     }
     words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
-    words += ["zero bubble"] * (setup.family == "zb-h1") + ["recompute"] * (setup.recompute == "full")
+    words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute == "full")
     return " ".join(words)
 
 
@@ -92,15 +92,16 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
 
 def explained(plans: Sequence[Plan]) -> str:
     """Where the time of the best goes, and of the second best if there is one."""
-    best = breakdown(plans[0].prediction)
-    others = [breakdown(each.prediction) for each in plans[1:2]]
+    best, *others = (breakdown(each.prediction) for each in plans[:2])
+    names = dict.fromkeys(name for parts in (best, *others) for name in parts)
     lines = ["", f"{'Where the time goes, ms':42}{'best':>10}" + "".join(f"{'second':>10}{'more':>10}" for _ in others)]
-    for name, seconds in best.items():
+    for name in names:
+        seconds = best.get(name, 0.0)
         line = f"  {name:40}{1e3 * seconds:10.1f}"
         for other in others:
-            line += f"{1e3 * other[name]:10.1f}{1e3 * (other[name] - seconds):+10.1f}"
+            line += f"{1e3 * other.get(name, 0.0):10.1f}{1e3 * (other.get(name, 0.0) - seconds):+10.1f}"
         lines.append(line)
     if others:
-        worst = max(best, key=lambda name: others[0][name] - best[name])
+        worst = max(names, key=lambda name: others[0].get(name, 0.0) - best.get(name, 0.0))
         lines.append(f"The second best spends most of its difference on: {worst}.")
     return "\n".join(lines)

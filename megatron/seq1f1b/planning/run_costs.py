@@ -187,7 +187,7 @@ class RunCosts:
             tensor_parallel=run.tensor_parallel_size,
             context_parallel=settings.get("context_parallel_size") or 1,
             data_parallel=settings.get("data_parallel_size") or 1,
-            family=schedule.name,
+            family=_costed_as(schedule),
             placement=self._placement(schedule),
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
@@ -196,3 +196,10 @@ class RunCosts:
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
         )
+
+
+def _costed_as(schedule: ScheduleChoice) -> str:
+    """The name of a family; a schedule from a file has the costs of one that splits backwards as it does."""
+    if isinstance(schedule, Given):
+        return "zb-h1" if schedule.splits_backwards else "1f1b"
+    return schedule.name

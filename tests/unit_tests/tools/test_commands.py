@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +41,12 @@ def test_every_command_has_a_module_with_main(name):
 
 
 @pytest.mark.parametrize(
-    "words, sentence", [(["draw"], "error: seq1f1b has no command 'draw'; it has plot, "), ([], "usage: ")]
+    "words, sentence",
+    [
+        (["draw"], "error: seq1f1b has no command 'draw'; it has plot, "),
+        (["plt"], "error: seq1f1b has no command 'plt'; did you mean plot?\n"),
+        ([], "usage: "),
+    ],
 )
 def test_what_is_no_command_ends_with_a_sentence(capsys, words, sentence):
     assert commands.main(words) == 2
@@ -69,3 +75,35 @@ def test_a_face_runs_as_a_program(tmp_path):
     tool = [sys.executable, str(ROOT / "tools" / "check_schedule.py"), str(tmp_path / "nowhere.csv")]
     run = subprocess.run(tool, capture_output=True, text=True, timeout=patient(120))
     assert run.returncode == 2 and run.stderr.startswith("error: ")
+
+
+def test_the_version_is_that_of_the_distribution(capsys):
+    assert commands.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
+
+
+def test_bash_completes_commands_and_flags(capsys):
+    assert commands.main(["completion"]) == 0
+    script = capsys.readouterr().out
+    typed = "COMP_WORDS=(seq1f1b plan --glo) COMP_CWORD=2; _seq1f1b; echo ${COMPREPLY[@]}"
+    typed += "; COMP_WORDS=(seq1f1b pre) COMP_CWORD=1; _seq1f1b; echo ${COMPREPLY[@]}"
+    run = subprocess.run(["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, timeout=patient(60))
+    assert run.stdout == "--global-batch-size\npreprocess\n", run.stderr
+
+
+def test_a_profile_is_refused_before_anything_is_measured_or_imported():
+    """Its --help imports no torch either, which takes seconds and warns."""
+    program = """
+import sys
+from megatron.seq1f1b import commands
+sys.modules["megatron.seq1f1b.commands.profile_bench"] = None
+assert commands.main(["profile", "--output", "/nope/p.json"]) == 2
+assert commands.main(["profile", "--output", "p.txt"]) == 2
+commands.main(["profile", "--help"])
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(120))
+    assert run.returncode == 0 and "--seq-length" in run.stdout
+    assert run.stderr.splitlines() == [
+        "error: --output /nope/p.json: there is no folder /nope.",
+        "error: --output p.txt: expected a name that ends in .json.",
+    ]

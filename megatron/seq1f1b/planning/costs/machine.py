@@ -112,7 +112,7 @@ def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) 
     return kind(**values)
 
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 # The CUDA context with PyTorch's kernels loaded: what nvidia-smi shows after `torch.zeros(1, device="cuda")`; 0.4 to
 # 0.6 GiB on A100 and H100, by driver and version.
@@ -131,3 +131,7 @@ NCCL_CHANNELS = 16
 def bytes_outside(num_communicators: int) -> int:
     """Bytes beside what is counted on a GPU that takes part in so many NCCL communicators."""
     return CONTEXT + CUBLAS_WORKSPACE + num_communicators * 2 * NCCL_CHANNELS * NCCL_BUFFER
+
+
+# A process in half a dozen groups: tensor, context, pipeline, data and expert parallelism, and all ranks.
+OUTSIDE_GIB = bytes_outside(num_communicators=6) / GIB

@@ -231,7 +231,7 @@ def read_profile(profile: str | Path) -> Profile:
         measured.costs([1])
     except UNUSABLE as error:
         raise ParameterError(
-            "{profile} is no usable profile ({0}); measure one with tools/profile_segments.py",
+            "{profile} is no usable profile ({0}); measure one with `seq1f1b profile`",
             reason(error),
             profile=profile,
         ) from error
@@ -246,7 +246,7 @@ def check_profile(profile: Profile, path: str | Path, model: ModelShape, tensor_
     if different:
         what = ", ".join(f"{name} {measured[name]} instead of {wanted[name]}" for name in different)
         raise ParameterError(
-            "{profile} was measured on another model ({0}); measure this one with tools/profile_segments.py, or give "
+            "{profile} was measured on another model ({0}); measure this one with `seq1f1b profile`, or give "
             "the trace of a run of it ({pipeline_trace.name})",
             what,
             profile=path,

@@ -57,7 +57,7 @@ class DeviceThroughput:
         )
 
 
-# Round figures of one device. For your own, measure with tools/profile_segments.py.
+# Round figures of one device. For your own, measure with `seq1f1b profile`.
 A100 = DeviceThroughput(matmul=220e12, attention=180e12, attention_backward=150e12, memory=5e11, overhead=1e-4)
 CPU_CORE = DeviceThroughput(
     matmul=80e9,

@@ -65,7 +65,7 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
         data_parallel=1,
         placement=Placement(1),
         layers_per_stage=(setup.model.num_layers,),
-        family="zb-h1" if setup.splits_backward else "1f1b",
+        family=setup.family if setup.splits_backward else "1f1b",
         software=replace(setup.software, overlaps_data_parallel=False),
     )
     last = setup.placement.num_stages - 1

@@ -29,7 +29,6 @@ from .layer_bytes import logits as logits_of
 from .operations import BYTES
 from .training_setup import TrainingSetup
 
-GIB = 2**30
 # What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it
 # whenever the number of lengths of segments doubles, since blocks of one length do not serve another; and a share of
 # the logits, which need the largest blocks. Measured by both counters of the allocator, without any prediction:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from ...errors import ParameterError
-from ...schedule import Placement, Shape
+from ...schedule import Placement, Shape, choose
 from .model_shape import ModelShape
 from .operations import Group
 
@@ -116,7 +116,8 @@ class TrainingSetup:
 
     @property
     def splits_backward(self) -> bool:
-        return self.family in ("zb-h1", "auto")
+        """Whether its schedule computes weight gradients apart."""
+        return _splits_backward(self.family)
 
     @property
     def tensor_group(self) -> Group:
@@ -186,6 +187,11 @@ class TrainingSetup:
     def stage_expert_parameters(self, stage: int) -> float:
         """Parameters of the routed experts of one stage on one rank."""
         return self.stage_layers[stage][1] * self.layer_expert_parameters
+
+
+@lru_cache
+def _splits_backward(family: str) -> bool:
+    return choose(family).splits_backwards
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

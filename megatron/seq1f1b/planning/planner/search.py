@@ -8,9 +8,9 @@ from math import inf
 from ...errors import ParameterError
 from ...schedule import Schedule, build
 from ..costs import action_costs
-from ..costs.machine import Machine
+from ..costs.machine import GIB, Machine
 from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import GIB, activation_tables, rank_memory, static_memory
+from ..costs.step_memory import activation_tables, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator import Prediction, predict, shortest
 from .space import Candidate, Question, scheduled, setups, stage_costs

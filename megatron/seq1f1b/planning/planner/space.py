@@ -7,14 +7,13 @@ from math import ceil
 
 from ...errors import ParameterError
 from ...partition import SegmentTime, cut_sequence, segment_multiple
-from ...schedule import Placement
+from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
-from ..costs.machine import Machine, bytes_outside
-from ..costs.step_memory import GIB
+from ..costs.machine import OUTSIDE_GIB, Machine
 from ..costs.training_setup import Software, TrainingSetup
 
-# Of a process in half a dozen groups: tensor, context, pipeline, data and expert parallelism, and all ranks.
-_OUTSIDE_GIB = bytes_outside(num_communicators=6) / GIB
+# GPipe takes as long as 1F1B, in more memory.
+_FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Question:
     sequence_length: int
     global_batch_size: int
     memory_gib: float | None = None
-    families: tuple[str, ...] = ("1f1b", "zb-h1", "breadth-first", "auto")
+    families: tuple[str, ...] = _FAMILIES
     strategies: tuple[str, ...] = ("even", "uniform_comp", "balanced")
     segments: tuple[int, ...] = (1, 2, 4, 8, 16)
     chunks: tuple[int, ...] = (1, 2, 4)
@@ -41,7 +40,7 @@ class Question:
     @property
     def memory_limit(self) -> float:
         """What the allocator may take, in GiB."""
-        return self.machine.device.memory_gib - _OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
+        return self.machine.device.memory_gib - OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,15 @@ def scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
         yield Candidate(setup)
         return
     for family in question.families:
-        # What W keeps is nearly all that recomputation saves; the W of grouped products
-        # of experts has no costs here.
-        if family == "auto" or (family == "zb-h1" and (setup.recompute == "full" or setup.model.experts)):
+        if family == "auto":  # takes its turn on the winners of the others
+            continue
+        named = replace(setup, family=family)
+        # Splitting undoes recomputation: W keeps nearly as much. The W of grouped products of experts has no cost here.
+        if named.splits_backward and (setup.recompute == "full" or setup.model.experts):
             continue
         # With one chunk a rank it is GPipe.
         if family == "breadth-first" and setup.placement.num_chunks == 1:
             continue
-        named = replace(setup, family=family)
         for segments in question.segments:
             if segments == 1:
                 yield Candidate(named)

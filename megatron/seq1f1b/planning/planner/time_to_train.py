@@ -14,7 +14,7 @@ from math import log2
 from types import MappingProxyType
 
 from ...errors import ParameterError
-from ..costs.step_memory import GIB
+from ..costs.machine import GIB
 from ..costs.training_setup import parameters_of_model
 from ..simulator import predict_long
 from .search import least_bytes, least_seconds

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from ...schedule import Action, Kind, Schedule, Timeline, build, lower, simulate
-from ..costs.machine import Machine
+from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
-from ..costs.step_memory import GIB, Memory, rank_memory
+from ..costs.step_memory import Memory, rank_memory
 from ..costs.training_setup import TrainingSetup
 from .blocking import execute_blocking
 from .lowered import ChunkCollectives, compute_only, execute_lowered

@@ -89,6 +89,6 @@ def test_a_profile_that_does_not_suffice_is_refused(tmp_path, spoil):
     data = json.loads(path.read_text())
     spoil(data)
     path.write_text(json.dumps(data))
-    sentence = "profile=.* no usable profile .*tools/profile_segments.py"
+    sentence = "profile=.* no usable profile .*`seq1f1b profile`"
     with pytest.raises(ParameterError, match=sentence):
         read_profile(path)
