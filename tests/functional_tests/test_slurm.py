@@ -59,8 +59,8 @@ def test_ranks_of_two_nodes_find_each_other_and_stop_with_a_checkpoint(slurm):
 
 
 def test_two_tasks_on_a_node(slurm):
-    log = slurm.folder / "one.log"
-    job = slurm.submit(SBATCH, log, options=["--nodes=1"], PYTHON=STAND_IN, GPUS_PER_NODE="2", CHECKPOINT_PATH="/tmp")
+    log, saved = slurm.folder / "one.log", str(slurm.folder / "one")
+    job = slurm.submit(SBATCH, log, options=["--nodes=1"], PYTHON=STAND_IN, GPUS_PER_NODE="2", CHECKPOINT_PATH=saved)
     slurm.wait_for(
         "both ranks", lambda: "rank 0 of 2, local 0 of 2" in text(log) and "rank 1 of 2, local 1" in text(log)
     )
@@ -75,23 +75,14 @@ def text(log: Path) -> str:
 def test_a_requeued_job_goes_on_from_its_checkpoint_and_keeps_its_log(slurm):
     job, log, saved = start(slurm, "requeued")
     run_until_iteration(slurm, log, 2)
-    slurm.ask("scontrol", "requeue", job)
-    slurm.wait_for("its end", lambda: not slurm.ask("squeue", "-h", "-t", "R,CG", "-j", job))
-    reached = iterations(log, 0)[-1]
-    # Slurm would hold a requeued job back for two minutes.
-    slurm.wait_for("a new start", lambda: starts_now(slurm, job))
-    run_until_iteration(slurm, log, reached + 2)
+    slurm.requeue(job)
+    run_until_iteration(slurm, log, int((saved / "rank-0").read_text()) + 2)
     slurm.ask("scancel", "--signal=TERM", job)
     assert slurm.outcome(job, 60) == "COMPLETED 0:0", log.read_text()
     assert ended_well(log, saved) or "REQUEUE" in log.read_text()
     for rank in (0, 1):
         numbers = iterations(log, rank)
         assert numbers == list(range(1, len(numbers) + 1))
-
-
-def starts_now(slurm: Cluster, job: str) -> bool:
-    slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
-    return slurm.ask("squeue", "-h", "-t", "R", "-j", job) != ""
 
 
 def test_before_the_time_limit_ranks_save_and_the_job_ends_well(slurm):
@@ -144,8 +135,7 @@ def test_a_training_that_reached_its_time_limit_goes_on_when_requeued(slurm):
     stopped = len(training_losses(log))
     assert "exiting program after receiving SIGTERM" in log.read_text()
 
-    slurm.ask("scontrol", "requeue", job)
-    slurm.wait_for("a new start", lambda: starts_now(slurm, job))
+    slurm.requeue(job)
     slurm.wait_for("four more iterations", lambda: len(training_losses(log)) >= stopped + 4, 600)
     slurm.ask("scancel", "--signal=TERM", job)
     assert slurm.outcome(job, 200) == "COMPLETED 0:0", log.read_text()[-3000:]
