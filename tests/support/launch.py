@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +138,8 @@ class Launcher:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+    """Not one of those that the kernel gives to others, which start between this call and the use of the port."""
+    while True:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("localhost", random.SystemRandom().randrange(10_000, 30_000)))
+            return listener.getsockname()[1]
