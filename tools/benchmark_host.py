@@ -43,7 +43,7 @@ from megatron.seq1f1b.runtime.interpreter import Interpreter, Services, Step  # 
 from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
 from megatron.seq1f1b.runtime.meter import StepMeter  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
-from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, program  # noqa: E402
+from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
 
 RANKS, RANK = 4, 1
 ADDITIONS, USUAL_SECONDS = 500_000, 0.03
@@ -242,7 +242,7 @@ def main() -> None:
     shape = Shape(Placement(RANKS), args.microbatches, args.sequence_splits)
     step = step_of(Nothing(), args.microbatches, args.sequence_splits)
     for family in FAMILY_NAMES:
-        actions = Program(program(family, shape, RANK))
+        actions = Program(lower_rank(build(family, shape), RANK))
         ours, bare_calls = partial(scheduled, step, actions), partial(bare, step, actions)
         show(family, share(ours, bare_calls, shape.num_units, args.repeats))
     kernel, layer = NoKernel(), attention_layer(NoKernel())

@@ -1,4 +1,4 @@
-"""The newcomer's walk in CONTRIBUTING.md: a family with split backwards is one file and one line."""
+"""The newcomer's walk in CONTRIBUTING.md: a family with split backwards is one function and one line."""
 
 import os
 import re
@@ -57,15 +57,11 @@ def tree(tmp_path_factory) -> Path:
     package = root / "megatron" / "seq1f1b"
     shutil.copytree(ROOT / "megatron" / "seq1f1b", package, ignore=shutil.ignore_patterns("__pycache__"))
     family, line = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    path = re.search(r"Save this as `(\S+)`", TEXT)[1]
-    (root / path).write_text(family)
-    table = package / "schedule" / "families" / "__init__.py"
-    text = table.read_text()
-    assert text.count('        "gpipe": gpipe,\n') == 1
-    text = text.replace('        "gpipe": gpipe,\n', f'        "gpipe": gpipe,\n{line}')
-    table.write_text(
-        text.replace("from .gpipe import gpipe\n", "from .gpipe import gpipe\nfrom .gpipe_zb import gpipe_zb\n")
-    )
+    path = re.search(r"Add this to `(\S+)`", TEXT)[1]
+    text = (root / path).read_text()
+    table, first = "FAMILIES: Mapping", '        "gpipe": gpipe,\n'
+    assert text.count(table) == text.count(first) == 1
+    (root / path).write_text(text.replace(table, f"{family}\n\n{table}").replace(first, first + line))
     return root
 
 

@@ -15,7 +15,7 @@ from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate
-from megatron.seq1f1b.schedule.costs import Table
+from megatron.seq1f1b.schedule.cost_tables import Table
 
 from .row import Row, read
 

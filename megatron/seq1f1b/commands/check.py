@@ -2,13 +2,13 @@
 
     seq1f1b check my_schedule.csv
 
-Prints its sizes, bubble ratio and peak units if it can be run; otherwise shows what is wrong and where,
+Prints its sizes, bubble ratio and memory if it can be run; otherwise shows what is wrong and where,
 and exits with status 2.
 """
 
 from pathlib import Path
 
-from ..schedule import peak_units, read_csv, simulate
+from ..schedule import read_csv, sequences_held, simulate
 from .parsing import Parser
 
 
@@ -23,4 +23,5 @@ def main(argv: list[str] | None = None) -> None:
         f"{shape.num_microbatches} micro-batches, {shape.num_segments} segments"
     )
     print(f"bubble ratio for equal F, I and W: {simulate(schedule).bubble_ratio:.4f}")
-    print("peak units in flight of each rank:", *(peak_units(actions) for actions in schedule.ranks))
+    held = (f"{sequences_held(actions, shape):.2f}" for actions in schedule.ranks)
+    print("most sequences held by each rank, of all its layers:", *held)

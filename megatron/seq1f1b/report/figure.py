@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Kind, Span, Timeline, peak_units
+from ..schedule import Kind, Span, Timeline, sequences_held
 from .colours import COLOURS, NAMES, shade
 
 _WHITE_LABELS = (Kind.I,)
@@ -122,12 +122,12 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: 
     if is_narrow:
         return
     inch = 1 / (axes.get_position().width * axes.figure.get_figwidth())
-    for offset, head in ((0.45, "peak\nunits"), (1.1, "idle")):
+    for offset, head in ((0.45, "sequences\nheld"), (1.1, "idle")):
         axes.text(1 + offset * inch, 1, head, transform=axes.transAxes, fontsize=6.5, ha="right", va="bottom")
     for rank in ranks:
-        peak = peak_units(span.action for span in timeline.ranks[rank])
+        peak = sequences_held((span.action for span in timeline.ranks[rank]), timeline.shape)
         idle = 1 - timeline.busy(rank) / timeline.makespan if timeline.makespan else 0.0
-        for offset, text in ((0.45, f"{peak}"), (1.1, f"{idle:.1%}")):
+        for offset, text in ((0.45, f"{peak:.2f}"), (1.1, f"{idle:.1%}")):
             axes.text(
                 1 + offset * inch, rank, text, transform=axes.get_yaxis_transform(), fontsize=7, ha="right", va="center"
             )

@@ -1,6 +1,5 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -35,9 +34,8 @@ from .interpreter import Interpreter, Services, Step
 from .look_ahead import LookAhead, look_ahead
 from .loss import LossLedger
 from .meter import Reading, StepMeter
-from .plan import Plan
 from .prediction_stage import prediction_stage
-from .program import Program
+from .program import Program, Programs, streams_share_queues
 from .recorder import Recorder
 from .segmentation import Segmentation
 from .tied_embeddings import add_up_tied_embeddings
@@ -67,7 +65,7 @@ class PipelineExecutor:
         meter: StepMeter | None = None,
         reports_on_last_rank: bool = False,
     ) -> None:
-        self._plan = Plan(schedule, costs, one_queue=os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
+        self._programs = Programs(schedule, costs, streams_share_queues())
         self._segmentation = Segmentation(num_segments, cut, packing)
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
@@ -104,12 +102,12 @@ class PipelineExecutor:
                 raise ValueError(
                     "--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments"
                 )
-        placement = Placement(call.pipeline.size(), len(call.chunks), self._plan.placement)
+        placement = Placement(call.pipeline.size(), len(call.chunks), self._programs.placement)
         shape = Shape(placement, call.num_microbatches, self._segmentation.num_segments)
         if shape.num_ranks > 1:  # a rank without neighbours may run alone
             self._agree(shape, call)
         lengths = self._segmentation.lengths(call.seq_length)
-        program = self._plan.program(shape, lengths, call.pipeline.rank(), call.forward_only)
+        program = self._programs.program(shape, lengths, call.pipeline.rank(), call.forward_only)
         if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
             self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
@@ -163,7 +161,7 @@ class PipelineExecutor:
             if (prediction := self._prediction_heads(step, shape)) is not None:
                 around.enter_context(patched(prediction.patches()))
             if self._tracer is not None and not call.forward_only:
-                tracing = self._tracer.step(self._plan.name, shape, call.pipeline, call.device, lengths)
+                tracing = self._tracer.step(self._programs.name, shape, call.pipeline, call.device, lengths)
                 recorder = around.enter_context(tracing)
                 if recorder is not None:
                     recorders.append(recorder)
@@ -181,7 +179,7 @@ class PipelineExecutor:
                 sync=sync,
                 sequence_length_is=self._sequence_length_is,
                 recorders=recorders,
-                around=partial(self._plan.around, shape, lengths, step.rank),
+                around=partial(self._programs.around, shape, lengths, step.rank),
             )
             with measured:
                 Interpreter(step, services).run(program)
@@ -244,9 +242,9 @@ class PipelineExecutor:
     def _agree(self, shape: Shape, call: Call) -> None:
         """Compare this step with that of the other ranks, the first time that a step like it runs."""
         plan = (
-            f"{self._plan.name}, {'evaluation' if call.forward_only else 'training'} on {shape.num_ranks} ranks with "
-            f"{shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches of "
-            f"{call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}"
+            f"{self._programs.name}, {'evaluation' if call.forward_only else 'training'} on {shape.num_ranks} ranks "
+            f"with {shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches "
+            f"of {call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}"
         )
         if plan not in self._agreed:
             check_agreement(plan)

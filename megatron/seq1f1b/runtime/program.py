@@ -1,8 +1,36 @@
-"""What one rank does in a step, and what follows from it."""
+"""What one rank does in steps of any size, and what follows from it."""
 
+import logging
+import os
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
-from ..schedule import Action, Kind
+from ..ranks import warn_on_rank_0
+from ..schedule import Action, CostsOfLengths, Kind, Planned, ScheduleChoice, Shape, lower_rank
+from ..schedule.validate import neighbourhood
+
+_log = logging.getLogger(__name__)
+
+# The actions that remain in an evaluation; the order on every channel stays the same.
+_FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+
+# The compute actions that each kind of message serves.
+_SERVED = {
+    Kind.RECV_F: (Kind.F,),
+    Kind.SEND_F: (Kind.F,),
+    Kind.RECV_B: (Kind.B, Kind.I),
+    Kind.SEND_B: (Kind.B, Kind.I),
+}
+
+# As many queues a GPU has at most; they are enough for all streams of a process.
+_ALL_QUEUES = "32"
+# Forwards of all stages from which on planning takes seconds.
+_MANY_FORWARDS = 10_000
+
+
+def streams_share_queues() -> bool:
+    """Whether streams of this process may share a hardware queue of its GPU, which has 8 unless told otherwise."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != _ALL_QUEUES
 
 
 class Program:
@@ -19,6 +47,49 @@ class Program:
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.ends = frozenset(_ends(self.actions))
         self.another_goes_backward_first = _another_goes_backward_first(self.actions)
+
+
+class Programs:
+    """The program of this rank for every shape of a step, made when a step first has it.
+
+    A planned schedule is planned for `costs(lengths)` of segments of certain lengths, equal ones if `costs` is None.
+    `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
+    """
+
+    def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:
+        self.name = choice.name
+        self.placement = choice.placement
+        self._choice = choice
+        self._one_queue = one_queue
+        self._schedule = lru_cache(maxsize=1)(partial(choice.of_all_ranks, costs=costs))
+        self._programs: dict[tuple[Shape, tuple[int, ...], int, bool], Program] = {}
+
+    def program(self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool) -> Program:
+        """All that a rank does in one step, with segments of `lengths` tokens.
+
+        Raises ValueError if the schedule is a given one of another shape.
+        """
+        key = shape, tuple(lengths), rank, forward_only
+        if key not in self._programs:
+            if forward_only:
+                schedule = self._choice.forwards().of_all_ranks(shape, lengths, None)
+            else:
+                if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
+                    warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
+                schedule = self._schedule(shape, tuple(lengths))
+            actions = lower_rank(schedule, rank, self._one_queue)
+            if forward_only:
+                actions = [action for action in actions if action.kind in _FORWARD_KINDS]
+            self._programs[key] = Program(actions)
+        return self._programs[key]
+
+    def around(self, shape: Shape, lengths: Sequence[int], rank: int, action: Action) -> str:
+        """What all ranks do around an action of this one in a training step, for the message of a failure."""
+        schedule = self._schedule(shape, tuple(lengths))
+        order = schedule.ranks[rank]
+        kinds = _SERVED.get(action.kind, (action.kind,))
+        places = (i for i, other in enumerate(order) if other[1:] == action[1:] and other.kind in kinds)
+        return neighbourhood(schedule, rank, [next(places, len(order) - 1)] * len(schedule.ranks))
 
 
 def _ends(actions: Sequence[Action]) -> set[tuple[Kind, Action]]:

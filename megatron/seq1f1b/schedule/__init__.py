@@ -4,18 +4,25 @@ Pure Python: nothing of torch, Megatron or the rest of this package is imported 
 """
 
 from .action import Action, Kind, parse_action
-from .auto import auto
-from .build import FAMILY_NAMES, build, program, program_of
-from .choice import CostsOfLengths, Given, Named, Planned, ScheduleChoice, choose, splitting_families
-from .costs import Costs
+from .automatic import auto
+from .choice import (
+    FAMILY_NAMES,
+    CostsOfLengths,
+    Given,
+    Named,
+    Planned,
+    ScheduleChoice,
+    build,
+    choose,
+    splitting_families,
+)
+from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
 from .files import UNUSABLE, read_json, reason
-from .lowering import Channel, channel_of, lower
-from .memory import peak_memory, peak_units
-from .placement import PLACEMENTS, Placement
-from .schedule import Schedule, Shape
+from .lowering import Channel, channel_of, lower, lower_rank
+from .schedule import PLACEMENTS, Placement, Schedule, Shape
 from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate
 from .validate import ScheduleError, validate
@@ -46,15 +53,14 @@ __all__ = [
     "choose",
     "dependencies",
     "lower",
+    "lower_rank",
     "parse_action",
     "peak_memory",
-    "peak_units",
-    "program",
-    "program_of",
     "read_csv",
     "read_json",
     "read_timeline",
     "reason",
+    "sequences_held",
     "simulate",
     "splitting_families",
     "validate",

@@ -1,23 +1,40 @@
 """Which schedule runs: a named family, one that is planned for given costs, or one of the user's own.
 
-All three give the program of a rank in the same way, so the runtime need not distinguish them.
+All three give the schedule of a step in the same way, so the runtime need not distinguish them.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from .action import Action, Kind
-from .auto import auto
-from .build import FAMILY_NAMES, build, program, program_of
-from .costs import Costs
+from .automatic import auto
+from .cost_tables import Costs
 from .families import FAMILIES
-from .placement import Placement
-from .schedule import Schedule, Shape
+from .schedule import Placement, Schedule, Shape
 
 CostsOfLengths = Callable[[Sequence[int]], Costs]
+
+# The values of --pipeline-schedule.
+FAMILY_NAMES = (*FAMILIES, "auto")
+
+
+def build(
+    family: str,
+    shape: Shape,
+    costs: Costs | None = None,
+    limits: float | Sequence[float] | None = None,
+) -> Schedule:
+    """The compute actions of all ranks. Raises ValueError for an unknown family.
+
+    Only `auto` looks at the costs and at the limits of activation memory, see there.
+    """
+    if family == "auto":
+        return auto(shape, costs, limits)
+    if family not in FAMILIES:
+        raise ValueError(f"unknown schedule {family!r}; there are {', '.join(FAMILY_NAMES)}")
+    return FAMILIES[family](shape).schedule()
 
 
 @dataclass(frozen=True)
@@ -36,22 +53,8 @@ class Named:
         """Whether its actions have W, as in one small pipeline so in all."""
         return any(map(has_weight_gradients, build(self.name, Shape(Placement(2), num_microbatches=2)).ranks))
 
-    def program(
-        self,
-        shape: Shape,
-        rank: int,
-        lengths: Sequence[int],
-        costs: CostsOfLengths | None,
-        one_queue: bool = False,
-    ) -> list[Action]:
-        """The lowered actions of a rank in a training step with segments of `lengths` tokens.
-
-        `one_queue` is that of `program`.
-        """
-        return program(self.name, shape, rank, one_queue=one_queue)
-
     def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
-        """The same step as one schedule, not lowered."""
+        """The compute actions of a training step with segments of `lengths` tokens."""
         return build(self.name, shape)
 
     def forwards(self) -> "Named":
@@ -59,31 +62,8 @@ class Named:
         return self
 
 
-class _Whole(ABC):
-    """A schedule that is made for all ranks at once."""
-
-    @abstractmethod
-    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
-        """As of a `Named`."""
-
-    def program(
-        self,
-        shape: Shape,
-        rank: int,
-        lengths: Sequence[int],
-        costs: CostsOfLengths | None,
-        one_queue: bool = False,
-    ) -> list[Action]:
-        """As of a `Named`; raises ValueError as `of_all_ranks` does."""
-        return program_of(self.of_all_ranks(shape, lengths, costs), rank, one_queue)
-
-    def forwards(self) -> Named:
-        """As of a `Named`."""
-        return Named("1f1b")
-
-
 @dataclass(frozen=True)
-class Planned(_Whole):
+class Planned:
     """`auto`: the best schedule found for the costs of a step. Without `split` no backward is split into I and W."""
 
     split: bool = True
@@ -99,9 +79,13 @@ class Planned(_Whole):
         """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
         return auto(shape, None if costs is None else costs(lengths), split=self.split)
 
+    def forwards(self) -> Named:
+        """As of a `Named`."""
+        return Named("1f1b")
+
 
 @dataclass(frozen=True)
-class Given(_Whole):
+class Given:
     """A whole schedule, which fits training steps of its own shape only."""
 
     schedule: Schedule
@@ -126,6 +110,10 @@ class Given(_Whole):
         if self.schedule.shape != shape:
             raise ValueError(f"the given schedule is for {self.schedule.shape}, not for {shape}")
         return self.schedule
+
+    def forwards(self) -> Named:
+        """As of a `Named`."""
+        return Named("1f1b")
 
 
 ScheduleChoice = Named | Planned | Given

@@ -11,28 +11,19 @@ So a clock is one function and one number.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, repeat
 from math import ceil
-from typing import NamedTuple
 
 from .action import Action, Kind
-from .schedule import Shape
+from .schedule import Schedule, Shape
 
 # The tick of the forward of a unit at a stage.
 Tick = Callable[[int, int], int]
 
-
 # How many input gradients a rank computes between that of a unit and its weight gradients.
 Lag = Callable[[int], int]
-
-
-class Order(NamedTuple):
-    """The compute actions of a rank in order, and the tick of each."""
-
-    actions: list[Action]
-    ticks: list[int]
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,11 @@ class Clock:
         """The same clock with every B split in two: an I and, `lag(rank)` of the rank's I later, a W."""
         return replace(self, lag=lag)
 
-    def order(self, rank: int) -> Order:
+    def schedule(self) -> Schedule:
+        """The orders of all ranks."""
+        return Schedule(self.shape, tuple(tuple(self.order(rank)) for rank in range(self.shape.num_ranks)))
+
+    def order(self, rank: int) -> list[Action]:
         """What a rank computes, in the order of the ticks."""
         shape, tick, turn = self.shape, self.tick, self.turn
         microbatches, segments = range(shape.num_microbatches), range(shape.num_segments)
@@ -66,33 +61,26 @@ class Clock:
             ticks += [tick(unit, stage) for unit in units]
             actions += _product(Kind.B, stage, microbatches, reversed(segments))
             ticks += [turn + tick(unit, last_stage - stage) for unit in units]
-        indices = sorted(range(len(actions)), key=ticks.__getitem__)
-        order = Order([actions[index] for index in indices], [ticks[index] for index in indices])
+        order = [actions[index] for index in sorted(range(len(actions)), key=ticks.__getitem__)]
         return order if self.lag is None else _split(order, self.lag(rank))
 
 
-def _split(order: Order, lag: int) -> Order:
-    """Every B becomes an I, and its W follows `lag` such I later, at the tick of the action after it.
+def _split(order: Sequence[Action], lag: int) -> list[Action]:
+    """Every B becomes an I, and its W follows `lag` such I later.
 
-    The W come in the order of the I, so with segments in descending order too. No other action
-    needs a W, so this cannot close a cycle.
+    The W come in the order of the I, so with segments in descending order too. No other action needs a W, so this
+    cannot close a cycle.
     """
-    actions, ticks = order
-    result = Order([], [])
+    result: list[Action] = []
     pending: deque[Action] = deque()
-    end = ticks[-1] + 1
-    for action, tick, next_tick in zip(actions, ticks, [*ticks[1:], end], strict=True):
-        kind, *unit = action
-        result.actions.append(Action(Kind.I, *unit) if kind is Kind.B else action)
-        result.ticks.append(tick)
-        if kind is Kind.B:
-            pending.append(Action(Kind.W, *unit))
-            if len(pending) > lag:
-                result.actions.append(pending.popleft())
-                result.ticks.append(next_tick)
-    result.actions.extend(pending)
-    result.ticks.extend([end] * len(pending))
-    return result
+    for action in order:
+        if action.kind is Kind.B:
+            pending.append(action._replace(kind=Kind.W))
+            action = action._replace(kind=Kind.I)
+        result.append(action)
+        if len(pending) > lag:
+            result.append(pending.popleft())
+    return result + list(pending)
 
 
 def _product(kind: Kind, stage: int, microbatches: Iterable[int], segments: Iterable[int]) -> Iterator[Action]:

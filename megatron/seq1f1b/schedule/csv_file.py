@@ -6,8 +6,7 @@ from pathlib import Path
 
 from .action import COMPUTE_KINDS, Action, parse_action
 from .files import read_text
-from .placement import Placement
-from .schedule import Schedule, Shape
+from .schedule import Placement, Schedule, Shape
 from .validate import ScheduleError, validate
 
 

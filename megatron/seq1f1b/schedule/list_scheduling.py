@@ -7,9 +7,8 @@ from heapq import heappop, heappush
 from math import inf
 
 from .action import Action, Kind
-from .costs import Costs
+from .cost_tables import Costs, memory_change
 from .dependencies import dependencies
-from .memory import memory_change
 from .schedule import Schedule, Shape
 
 # Kind (F or B), position of the unit in forward or backward order, stage; smaller goes first.

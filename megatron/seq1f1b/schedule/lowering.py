@@ -27,19 +27,18 @@ ranks: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, th
 rank 2 would queue behind it, and rank 0 may be waiting for something that rank 2 makes from F0
 before it computes F1. `Channel.communicator` gives a number that keeps them apart.
 
-With one hardware queue for all of a rank (CUDA_DEVICE_MAX_CONNECTIONS=1) step 2 does not hold: a
-second send or receive on a channel waits for the first, and holds up what is issued behind it.
-For that case `one_queue.py` determines when messages are issued.
+Where streams share a hardware queue of the GPU step 2 does not hold: a second send or receive on a
+channel waits for the first, and holds up what is issued behind it, compute of this rank too. For
+that case, which is the usual one, `one_queue.py` determines when messages are issued.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .action import Action, Kind
 from .dependencies import message_needed
-from .one_queue import NominalTimes, Transfer, issue_order
-from .placement import Placement
-from .schedule import Schedule, Shape
+from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
+from .schedule import Placement, Schedule, Shape
 
 _RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
 _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
@@ -72,27 +71,23 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     return Channel(_PAYLOAD[action.kind], source, destination)
 
 
-def lower(schedule: Schedule, times: NominalTimes | None = None) -> Schedule:
+def lower(schedule: Schedule, one_queue: bool = False) -> Schedule:
     """The whole schedule with messages, gathering and reduction added.
 
-    With the nominal `times` of all its actions it does not hang where each rank has one hardware
-    queue; that may delay messages.
+    With `one_queue` it does not hang where streams share hardware queues; that may delay messages.
     """
-    orders = dict(enumerate(schedule.ranks))
-    ranks = (tuple(lower_rank(schedule.shape, orders, rank, times)) for rank in orders)
+    times = nominal_times(schedule) if one_queue else None
+    ranks = (tuple(_lower_rank(schedule, rank, times)) for rank in range(len(schedule.ranks)))
     return Schedule(schedule.shape, tuple(ranks))
 
 
-def lower_rank(
-    shape: Shape,
-    orders: Mapping[int, Sequence[Action]],
-    rank: int,
-    times: NominalTimes | None = None,
-) -> list[Action]:
-    """The same for one rank; `orders` holds the compute actions of it and of its neighbours.
+def lower_rank(schedule: Schedule, rank: int, one_queue: bool = False) -> list[Action]:
+    """The same for one rank: all that it does in a step."""
+    return _lower_rank(schedule, rank, nominal_times(schedule) if one_queue else None)
 
-    `times` holds the nominal times of these actions, where each rank has one hardware queue.
-    """
+
+def _lower_rank(schedule: Schedule, rank: int, times: NominalTimes | None) -> list[Action]:
+    shape, orders = schedule.shape, schedule.ranks
     order = orders[rank]
     before: list[list[Action]] = [[] for _ in order]
     after: list[list[Action]] = [[] for _ in order]
@@ -121,9 +116,7 @@ def lower_rank(
     return lowered
 
 
-def _transfers(
-    shape: Shape, orders: Mapping[int, Sequence[Action]], source: int, destination: int
-) -> list[list[Transfer]]:
+def _transfers(shape: Shape, orders: Sequence[Sequence[Action]], source: int, destination: int) -> list[list[Transfer]]:
     """The messages from one rank to another: for each channel between them, in the order of its sends."""
     order, placement = orders[destination], shape.placement
     payloads = {}  # (kind, stage) of an action that waits for such a message -> its payload and stage

@@ -1,14 +1,13 @@
-"""When messages are issued where all that a rank does passes through one hardware queue.
+"""When messages are issued where streams may share a hardware queue of the GPU.
 
-With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell,
-what a rank issues starts in the order in which it was issued. A send or receive cannot start before
-the last one of its channel has ended, nor compute before its message is there, and whatever cannot
-start holds up everything behind it.
+What is issued to a queue starts in the order in which it was issued. A send or receive cannot start before the last one
+of its channel has ended, nor compute before its message is there, and whatever cannot start holds up everything behind
+it. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell, all streams of a
+rank are in one queue; with fewer queues than streams, some are. The order made here is free of hangs in all of these
+cases: more queues only hold up less.
 
-All ranks agree on one order of everything, in which each of them issues its part. Compute actions
-stand in it by their nominal times, so after all that they depend on: the ticks of the clock where a
-family has one, so that a rank needs those of its neighbours only, and otherwise when they start if
-all take equally long. On every channel
+All ranks agree on one order of everything, in which each of them issues its part. Compute actions stand in it by their
+nominal times, so after all that they depend on: when they start if all take equally long. On every channel
 
 - a send comes after the compute action that makes the message, and after the receive of the message
   before;
@@ -26,11 +25,11 @@ action. So it starts, whatever the real durations are, and however many messages
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .action import Action
-from .costs import Costs
+from .cost_tables import Costs
 from .schedule import Schedule
 from .timing import run
 
@@ -40,7 +39,7 @@ _BEFORE, _ITSELF, _AFTER = 0, 1, 2
 
 
 # For each rank, the nominal times of its compute actions, in the order in which it runs them.
-NominalTimes = Mapping[int, Sequence[float]]
+NominalTimes = Sequence[Sequence[float]]
 
 
 class Transfer(NamedTuple):
@@ -58,8 +57,11 @@ class Transfer(NamedTuple):
 
 
 def nominal_times(schedule: Schedule) -> NominalTimes:
-    """When the compute actions of each rank start if all take equally long."""
-    return dict(enumerate(run(schedule, Costs.uniform(schedule.shape)).starts))
+    """When the compute actions of each rank start if all take equally long, and messages a tenth of that.
+
+    Without that tenth, ties would put some receives ahead of sends that are sooner in practice.
+    """
+    return run(schedule, Costs.uniform(schedule.shape, message=0.1)).starts
 
 
 def issue_order(

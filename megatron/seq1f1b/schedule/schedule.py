@@ -1,9 +1,66 @@
-"""The sizes of a schedule, and the schedule itself: data, nothing else."""
+"""Which rank holds which stage, the sizes of a schedule, and the schedule itself."""
 
 from dataclasses import dataclass
 
 from .action import Action
-from .placement import Placement
+
+PLACEMENTS = ("looped", "v")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Maps the P*C stages, in the order of depth, to P ranks with C model chunks each.
+
+    `looped` is Megatron's interleaved placement (arXiv 2104.04473, section 2.2): every chunk
+    runs from rank 0 to rank P-1. `v` lets every second chunk run back from rank P-1 to rank 0,
+    so that a turn needs no message (the V shape of arXiv 2401.10241, section 6).
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+    style: str = "looped"
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.num_chunks < 1:
+            raise ValueError(
+                f"a placement needs at least one rank and one model chunk, not {self.num_ranks} and {self.num_chunks}"
+            )
+        if self.style not in PLACEMENTS:
+            raise ValueError(f"unknown placement {self.style!r}; it is 'looped' or 'v'")
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks
+
+    @property
+    def turns(self) -> bool:
+        """Whether the second chunk runs back, so that neighbouring stages share a rank."""
+        return self.style == "v" and self.num_chunks > 1
+
+    def chunk_of(self, stage: int) -> int:
+        return stage // self.num_ranks
+
+    def rank_of(self, stage: int) -> int:
+        chunk, depth = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - depth if self._runs_back(chunk) else depth
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        depth = self.num_ranks - 1 - rank if self._runs_back(chunk) else rank
+        return chunk * self.num_ranks + depth
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, from the first model chunk to the last."""
+        return [self.stage_of(rank, chunk) for chunk in range(self.num_chunks)]
+
+    def neighbours_of(self, rank: int) -> list[int]:
+        """The other ranks that exchange messages with this one, ascending."""
+        stages = self.stages_of(rank)
+        around = {stage + step for stage in stages for step in (-1, 1)}
+        ranks = {self.rank_of(stage) for stage in around if 0 <= stage < self.num_stages}
+        return sorted(ranks - {rank})
+
+    def _runs_back(self, chunk: int) -> bool:
+        return self.style == "v" and chunk % 2 == 1
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from ..errors import ParameterError
 from .action import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind
 from .files import UNUSABLE, read_json, reason
-from .placement import Placement
-from .schedule import Shape
+from .schedule import Placement, Shape
 
 
 class Span(NamedTuple):

@@ -6,7 +6,7 @@ from math import inf
 from typing import NamedTuple
 
 from .action import COMPUTE_KINDS, Action, Kind
-from .costs import Costs
+from .cost_tables import Costs
 from .dependencies import dependencies, outcome
 from .schedule import Schedule, Shape
 from .timeline import Span, Timeline

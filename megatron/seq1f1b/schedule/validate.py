@@ -1,7 +1,7 @@
 """Is a schedule of compute actions complete and can it run? If not, where is it wrong?"""
 
 from .action import COMPUTE_KINDS, Action, Kind
-from .costs import Costs
+from .cost_tables import Costs
 from .dependencies import dependencies, outcome
 from .schedule import Schedule, Shape
 from .timing import run

@@ -215,7 +215,8 @@ def test_auto_plans_without_split_backwards_where_they_are_not_possible(caplog, 
     assert config.schedule == Planned(split=False)
     assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == lines
     shape = Shape(Placement(2), 6)
-    kinds = {action.kind for action in config.schedule.program(shape, 0, config.lengths, config.action_costs)}
+    schedule = config.schedule.of_all_ranks(shape, config.lengths, config.action_costs)
+    kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
     assert validate(parsed("--pipeline-schedule", "auto")).schedule == Planned()
 

@@ -15,9 +15,9 @@ from megatron.seq1f1b.schedule import (
     Span,
     Timeline,
     build,
-    peak_units,
     read_csv,
     read_timeline,
+    sequences_held,
     simulate,
 )
 
@@ -125,7 +125,7 @@ def test_the_checker(tmp_path, tool):
     status, printed, _ = tool("check_schedule.py", path)
     assert status == 0
     assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in printed
-    assert "peak units in flight of each rank: 2 2" in printed
+    assert "most sequences held by each rank, of all its layers: 1.00 1.00" in printed
     path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.0,1B0.1\n")
     status, _, error = tool("check_schedule.py", path)
     assert status == 2 and error.startswith(f"error: {path}: rank 1, action 2: 1B0.0 comes before 1B0.1")
@@ -172,6 +172,6 @@ def test_a_counter_shows_what_ranks_hold():
         return [event["args"][unit] for event in events if event["ph"] == "C" and event["pid"] == rank]
 
     for rank, spans in enumerate(plain.ranks):
-        assert max(counted(plain, rank, "units")) == peak_units(span.action for span in spans)
+        assert max(counted(plain, rank, "units")) == 2 * sequences_held((span.action for span in spans), plain.shape)
         tokens = counted(timeline, rank, "tokens")
         assert max(tokens) >= 1000 and tokens[-1] == 0

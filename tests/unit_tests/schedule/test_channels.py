@@ -1,5 +1,8 @@
 """Lowered schedules on channels as strict as those of NCCL, and on GPUs with one hardware queue."""
 
+from itertools import product
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,13 +18,11 @@ from megatron.seq1f1b.schedule import (
     dependencies,
     lower,
     parse_action,
-    program,
     simulate,
     validate,
 )
-from megatron.seq1f1b.schedule.one_queue import nominal_times
 
-from .channels import HangError, execute
+from .channels import HangError, execute, hangs, streams_of
 
 fixed = settings(derandomize=True, deadline=None, max_examples=120)
 few = settings(fixed, max_examples=12)
@@ -74,13 +75,7 @@ def test_no_valid_order_hangs(random, ranks, chunks, style):
     costs = [[[random.uniform(0.1, 3) for _ in range(2)] for _ in range(shape.num_stages)] for _ in range(4)]
     costs = Costs.from_mapping(shape, dict(zip(("f", "i", "w", "message"), costs, strict=True)))
     for buffered in (0, 1):
-        execute(lower(schedule, nominal_times(schedule)), costs, one_queue=True, buffered=buffered)
-
-
-def for_one_queue(family, shape):
-    """What every rank builds for itself, from the clock of a family or from the plan of all."""
-    ranks = (tuple(program(family, shape, rank, one_queue=True)) for rank in range(shape.num_ranks))
-    return Schedule(shape, tuple(ranks))
+        execute(lower(schedule, one_queue=True), costs, one_queue=True, buffered=buffered)
 
 
 def small_shapes():
@@ -92,26 +87,77 @@ HANGS = [("1f1b", 2, 4, 4), ("1f1b", 4, 6, 3), ("zb-h1", 2, 4, 4), ("zb-h1", 4, 
 
 
 @pytest.mark.parametrize("family, ranks, microbatches, segments", [*HANGS, ("breadth-first", 2, 4, 4)])
-def test_one_hardware_queue_needs_an_order_of_its_own_and_loses_next_to_nothing(family, ranks, microbatches, segments):
+def test_one_hardware_queue_needs_an_order_of_its_own(family, ranks, microbatches, segments):
     schedule = build(family, Shape(Placement(ranks, 2), microbatches, segments))
     with pytest.raises(HangError):
         execute(lower(schedule), one_queue=True)
-    ordered = for_one_queue(family, schedule.shape)
-    # Ticks count a W as no time, so messages of zb-h1 may be late by it.
-    most = simulate(schedule).makespan * (1.01 if family == "zb-h1" else 1)
+    ordered = lower(schedule, one_queue=True)
     for buffered in (0, 1):
-        assert execute(ordered, one_queue=True, buffered=buffered).makespan <= most
-    costs = Costs.uniform(schedule.shape, message=0.1)
-    many_queues = execute(lower(schedule), costs).makespan
-    assert execute(ordered, costs, one_queue=True).makespan < 1.02 * many_queues
-    assert execute(ordered, costs).makespan < 1.001 * many_queues
+        assert execute(ordered, one_queue=True, buffered=buffered).makespan <= simulate(schedule).makespan
+
+
+def lost(family, shape, message):
+    """The share of time that one hardware queue costs."""
+    schedule, costs = build(family, shape), Costs.uniform(shape, message=message)
+    one_queue = execute(lower(schedule, one_queue=True), costs, one_queue=True).makespan
+    return one_queue / execute(lower(schedule), costs).makespan - 1
+
+
+PLACEMENTS = [(1, "looped"), (2, "looped"), (2, "v"), (4, "looped"), (4, "v")]
+
+
+@pytest.mark.parametrize(
+    "family, ranks, microbatches, segments, chunks, style",
+    [
+        ("zb-h1", 8, 8, 1, 2, "looped"),
+        ("zb-h1", 8, 16, 1, 4, "v"),
+        ("1f1b", 4, 8, 4, 4, "v"),
+        ("1f1b", 4, 8, 8, 2, "looped"),
+        ("1f1b", 4, 8, 8, 4, "looped"),
+        ("zb-h1", 8, 8, 4, 4, "looped"),
+    ],
+)
+@pytest.mark.parametrize("message", [0.0, 0.05, 0.1])
+def test_one_hardware_queue_costs_next_to_nothing(family, ranks, microbatches, segments, chunks, style, message):
+    """Where orders by ticks, or by times without messages, cost from 3 % to 16 %."""
+    assert lost(family, Shape(Placement(ranks, chunks, style), microbatches, segments), message) <= 0.01
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("chunks, style", PLACEMENTS)
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_hardware_queue_costs_next_to_nothing_anywhere(family, ranks, chunks, style):
+    for microbatches, segments in product((8, 16, 64), (1, 4, 8)):
+        shape = Shape(Placement(ranks, chunks, style), microbatches, segments)
+        assert lost(family, shape, message=0.1) <= 0.01, shape
+
+
+@pytest.mark.parametrize("queues", [1, 2, 3, 4, 8])
+def test_streams_that_share_queues_at_random_hang_in_the_free_order_only(queues):
+    schedule = build("1f1b", Shape(Placement(2, 2), 4, 4))
+    free, safe = lower(schedule), lower(schedule, one_queue=True)
+    random, hanging = Random(queues), 0
+    for _ in range(40):
+        queue_of = {stream: random.randrange(queues) for stream in streams_of(free)}
+        hanging += hangs(free, queue_of)
+        assert not hangs(safe, queue_of)
+    assert hanging > 0
+    assert not hangs(free, {stream: number for number, stream in enumerate(streams_of(free))})
+
+
+@fixed
+@given(st.sampled_from([*FAMILIES, "auto"]), small_shapes(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_no_family_hangs_where_streams_share_queues(family, shape, queues, random):
+    safe = lower(build(family, shape), one_queue=True)
+    assert not hangs(safe, {stream: random.randrange(queues) for stream in streams_of(safe)})
 
 
 @few
 @given(st.sampled_from(list(FAMILIES)), small_shapes(), st.sampled_from([0, 1]), st.floats(0, 3))
 def test_no_family_hangs_on_one_hardware_queue(family, shape, buffered, message):
     schedule, costs = build(family, shape), Costs.uniform(shape, message=message)
-    ordered = for_one_queue(family, shape)
+    ordered = lower(schedule, one_queue=True)
     timeline = execute(ordered, costs, one_queue=True, buffered=buffered)
     assert timeline.makespan >= simulate(schedule, costs).makespan - 1e-9
     assert all(set(one) == set(many) for one, many in zip(ordered.ranks, lower(schedule).ranks, strict=True))

@@ -9,11 +9,10 @@ from megatron.seq1f1b.schedule import (
     Costs,
     Kind,
     Placement,
-    Schedule,
     Shape,
     build,
     families,
-    peak_units,
+    peak_memory,
     simulate,
     validate,
 )
@@ -26,7 +25,7 @@ TEXT = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding=
 def example():
     source = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
     assert len(source.splitlines()) <= 60
-    names = {"__package__": families.__name__}
+    names = dict(vars(families))
     exec(source, names)
     return names["eager_1f1b"]
 
@@ -35,8 +34,7 @@ EAGER = example()
 
 
 def eager(shape):
-    clock = EAGER(shape)
-    return Schedule(shape, tuple(tuple(clock.order(rank).actions) for rank in range(shape.num_ranks)))
+    return EAGER(shape).schedule()
 
 
 @fixed
@@ -52,8 +50,8 @@ def test_the_example_is_valid_and_warms_up_as_it_says(shape):
 
 def test_zb_h1_holds_on_all_ranks_what_1f1b_holds_on_the_first():
     shape = Shape(Placement(8), 16, 4)
-    assert [peak_units(actions) for actions in build("1f1b", shape).ranks] == [11, 10, 9, 8, 7, 6, 5, 4]
-    assert [peak_units(actions) for actions in build("zb-h1", shape).ranks] == [11] * 8
+    assert peak_memory(build("1f1b", shape), Costs.uniform(shape)) == [11, 10, 9, 8, 7, 6, 5, 4]
+    assert peak_memory(build("zb-h1", shape), Costs.uniform(shape)) == [11] * 8
 
 
 def test_the_example_hides_messages():

@@ -14,8 +14,8 @@ from megatron.seq1f1b.schedule import (
     build,
     channel_of,
     lower,
+    lower_rank,
     parse_action,
-    program,
     simulate,
 )
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS
@@ -78,7 +78,7 @@ def test_messages_surround_the_actions_they_serve(family, shape):
 def test_a_rank_alone_is_lowered_as_with_all_others(family, shape):
     lowered = lower(build(family, shape))
     for rank in range(shape.num_ranks):
-        assert tuple(program(family, shape, rank)) == lowered.ranks[rank]
+        assert tuple(lower_rank(build(family, shape), rank)) == lowered.ranks[rank]
 
 
 @fixed
@@ -120,7 +120,7 @@ def test_all_ranks_reduce_and_gather_at_about_the_same_time():
 
 
 def test_breadth_first_reduces_a_chunk_while_others_go_backward():
-    actions = program("breadth-first", Shape(Placement(2, 3), 4), 0)
+    actions = lower_rank(build("breadth-first", Shape(Placement(2, 3), 4)), 0)
     kinds = [(action.kind, action.stage) for action in actions if action.kind in (Kind.B, Kind.REDUCE)]
     assert kinds == [(Kind.B, 4)] * 4 + [(Kind.REDUCE, 4)] + [(Kind.B, 2)] * 4 + [(Kind.REDUCE, 2)] + [
         (Kind.B, 0)

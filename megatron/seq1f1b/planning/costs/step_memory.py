@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...schedule import Action, Kind, Schedule
 from ...schedule.action import COMPUTE_KINDS
-from ...schedule.costs import Table
+from ...schedule.cost_tables import Table
 from .layer_bytes import (
     LOGIT_KEPT,
     LOGIT_KEPT_FOR_WEIGHTS,

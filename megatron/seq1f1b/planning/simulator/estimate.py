@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from ...schedule import Costs, Schedule, simulate
-from ...schedule.memory import peak_memory
+from ...schedule import Costs, Schedule, peak_memory, simulate
 
 # Up to so many units of all stages together, a step is simulated as it is.
 _FEW_UNITS = 5_000

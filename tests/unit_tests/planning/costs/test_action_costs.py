@@ -4,8 +4,8 @@ import pytest
 
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
-from megatron.seq1f1b.runtime.plan import Plan
-from megatron.seq1f1b.schedule import Kind, Named, Placement, Planned, Shape, build, peak_memory, program, simulate
+from megatron.seq1f1b.runtime.program import Programs
+from megatron.seq1f1b.schedule import Kind, Named, Placement, Planned, Shape, build, lower_rank, peak_memory, simulate
 from support.partition_profile import profile, weight
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
@@ -37,9 +37,11 @@ def test_auto_plans_for_the_costs_and_other_families_do_not_ask_for_them():
     stages = analytic_costs(MODEL, (2, 2), CPU_CORE)
     lengths = balanced(8192, 4, bottleneck_time(stages))
     shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)
-    plan = Plan(Planned(), lambda lengths: action_costs(stages, (2, 2), lengths))
+    plan = Programs(Planned(), lambda lengths: action_costs(stages, (2, 2), lengths))
     for rank in range(2):
-        assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == program("auto", shape, rank, costs)
+        assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == lower_rank(
+            build("auto", shape, costs), rank, one_queue=True
+        )
     planned, named = build("auto", shape, costs), build("zb-h1", shape)
     assert simulate(planned, costs).makespan < simulate(named, costs).makespan
     assert max(peak_memory(planned, costs)) <= max(peak_memory(build("1f1b", shape), costs))
@@ -47,5 +49,5 @@ def test_auto_plans_for_the_costs_and_other_families_do_not_ask_for_them():
     def refuse(lengths):
         raise AssertionError("asked for")
 
-    assert Plan(Named("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
-    assert Plan(Planned(), refuse).program(shape, lengths, 0, forward_only=True)
+    assert Programs(Named("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
+    assert Programs(Planned(), refuse).program(shape, lengths, 0, forward_only=True)

@@ -1,13 +1,12 @@
 """What the actions of a schedule cost, in time and in activation memory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from .action import Action, Kind
-from .placement import Placement
-from .schedule import Shape
+from .schedule import Placement, Schedule, Shape
 
 Table = tuple[tuple[float, ...], ...]
 
@@ -107,3 +106,41 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
         raise ValueError(
             f"cost table {name!r} must be a number, a list of one for each segment, or such a list for each stage"
         ) from None
+
+
+def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
+    """What a compute action adds to the memory of its rank: F at its start, the rest at its end."""
+    if kind is Kind.F:
+        return costs.activation[stage][segment]
+    if kind is Kind.I:
+        return costs.kept[stage][segment] - costs.activation[stage][segment]
+    if kind is Kind.W:
+        return -costs.kept[stage][segment]
+    return -costs.activation[stage][segment]
+
+
+def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
+    """For each rank the most activation memory held at once, in the unit of `costs.activation`."""
+    peaks = []
+    for actions in schedule.ranks:
+        now = peak = 0.0
+        for kind, stage, _, segment in actions:
+            now += memory_change(costs, kind, stage, segment)
+            peak = max(peak, now)
+        peaks.append(peak)
+    return peaks
+
+
+def sequences_held(actions: Iterable[Action], shape: Shape) -> float:
+    """The most activations that a rank holds at once, in whole micro-batches of all its layers.
+
+    A unit of one of its model chunks is held from its F to its B or W, and is one of k * C equal parts.
+    """
+    now = peak = 0
+    for action in actions:
+        if action.kind is Kind.F:
+            now += 1
+            peak = max(peak, now)
+        elif action.kind in (Kind.B, Kind.W):
+            now -= 1
+    return peak / (shape.num_segments * shape.num_chunks)

@@ -7,10 +7,9 @@ from math import inf, isclose
 
 from .action import Kind
 from .clock import Tick, straight
-from .costs import Costs
+from .cost_tables import Costs, peak_memory
 from .families import FAMILIES
 from .list_scheduling import ListScheduler
-from .memory import peak_memory
 from .schedule import Schedule, Shape
 from .timing import simulate
 
@@ -35,16 +34,16 @@ def auto(
     """
     costs = costs or Costs.uniform(shape)
     costs.check(shape)
-    named = [_build(family, shape) for family in FAMILIES]
+    named = {name: family(shape).schedule() for name, family in FAMILIES.items()}
     if limits is None:
-        limits = max(peak_memory(_build("1f1b", shape), costs))
+        limits = max(peak_memory(named["1f1b"], costs))
     if isinstance(limits, (int, float)):
         limits = [limits] * shape.num_ranks
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
 
     best: Schedule | None = None
     best_score = inf, inf, inf
-    for schedule in (*named, *_plans(shape, costs, limits, split)):
+    for schedule in (*named.values(), *_plans(shape, costs, limits, split)):
         if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
             continue
         peaks = peak_memory(schedule, costs)
@@ -64,11 +63,6 @@ def _is_less(score: Sequence[float], other: Sequence[float]) -> bool:
         if not isclose(a, b):
             return a < b
     return False
-
-
-def _build(family: str, shape: Shape) -> Schedule:
-    clock = FAMILIES[family](shape)
-    return Schedule(shape, tuple(tuple(clock.order(rank).actions) for rank in range(shape.num_ranks)))
 
 
 def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
@@ -100,8 +94,7 @@ def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: 
                 yield scheduler.by_priority(partial(_by_tick, tick, turn, last_stage), hold=hold)
 
     # The order of 1F1B, with W only where a rank waits.
-    clock = FAMILIES["1f1b"](shape)
-    orders = [clock.order(rank).actions for rank in range(shape.num_ranks)]
+    orders = FAMILIES["1f1b"](shape).schedule().ranks
     for patience in patiences:
         schedule = scheduler.by_order(orders, patience)
         if schedule is not None:

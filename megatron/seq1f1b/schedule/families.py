@@ -1,0 +1,83 @@
+"""The named schedules: each is a function from the sizes of a pipeline to a clock."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from .clock import Clock, grouped, smallest_group, straight
+from .schedule import Shape
+
+
+def gpipe(shape: Shape) -> Clock:
+    """All forwards, then all backwards: GPipe (arXiv 1811.06965); with segments TeraPipe (arXiv 2102.07988).
+
+    Several looped chunks take turns after k * ceil(P / k) units, as in interleaved 1F1B.
+    """
+    tick = straight(shape) if shape.placement.turns else grouped(shape, smallest_group(shape))
+    return Clock(shape, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
+
+
+def one_f_one_b(shape: Shape) -> Clock:
+    """One forward, one backward: 1F1B, interleaved 1F1B (arXiv 2104.04473, section 2.2); with segments Seq1F1B and
+    Seq1F1B-I (arXiv 2406.03488).
+
+    On a rank the ticks of forwards and of backwards differ in parity, so they alternate as soon as there are both. The
+    first backward follows the last segment of the first micro-batch at the last stage, at once. How long a rank warms
+    up follows from that.
+
+    One model chunk: min(P - r - 2 + k, m * k) forwards before the first pair of one forward and one backward. For
+    P = 3, m = 2, k = 2, F and B of (micro-batch, segment):
+
+        rank 0: F00 F01 F10 F11 B01 B00 B11 B10
+        rank 1: F00 F01 F10 B01 F11 B00 B11 B10
+        rank 2: F00 F01 B01 F10 B00 F11 B11 B10
+
+    Looped chunks (interleaved): chunks take turns after G = k * ceil(P / k) units, the fewest whole micro-batches that
+    occupy all ranks; (C - 1) * G + 2 * (P - r - 1) + k - 1 forwards come before the first pair. A hop takes two ticks,
+    as in Megatron's order.
+
+    V-shaped chunks: a unit goes down and up without a pause, at two ticks a hop; every rank holds about as many
+    activations as rank 0 of 1F1B with one chunk.
+    """
+    if shape.num_chunks == 1:
+        tick = straight(shape, period=2, hop=1)
+    elif shape.placement.turns:
+        tick = straight(shape, period=2, hop=2)
+    else:
+        tick = grouped(shape, smallest_group(shape), period=2, hop=2)
+    return Clock(shape, tick, turn=tick(shape.num_segments - 1, shape.num_stages - 1) + 1)
+
+
+def zb_h1(shape: Shape) -> Clock:
+    """1F1B with the weight gradients late: ZB-H1 (arXiv 2401.10241, section 2.3).
+
+    Rank r keeps r weight gradients back. In 1F1B it holds r units fewer than rank 0, so the peak over all ranks stays
+    that of 1F1B. With V-shaped chunks all ranks hold equally many: there each W follows its I at once, and the peak
+    stays the same too.
+    """
+    return one_f_one_b(shape).split(lag=lambda rank: 0 if shape.placement.turns else rank)
+
+
+def breadth_first(shape: Shape) -> Clock:
+    """All units of a model chunk before the next chunk: the modular pipeline with layered gradient accumulation
+    (arXiv 2106.02679).
+
+    The gradients of a chunk are complete, and their reduction starts, while the other chunks still go backward. The
+    parameters of a chunk are needed from its first forward on, and are gathered while the chunk before it runs (REDUCE
+    and GATHER of the lowered schedule).
+    """
+    units, fewest = shape.num_units, smallest_group(shape)
+    # In a V the rank that ends a chunk last starts the next one first.
+    tick = grouped(shape, group=units + fewest if shape.placement.turns else max(units, fewest))
+    return Clock(shape, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
+
+
+Family = Callable[[Shape], Clock]
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "zb-h1": zb_h1,
+        "breadth-first": breadth_first,
+    }
+)
