@@ -10,16 +10,16 @@ from support.patience import patient
 ROOT = Path(__file__).parents[2]
 
 TESTS = """
-import os
-import signal
+import math
+from types import SimpleNamespace
 import pytest
+import pytest_timeout
 
 def test_before():
     pass
 
-def test_at_the_end():
-    os.kill(os.getpid(), signal.SIGUSR1)  # as the timer does
-    assert False
+def test_that_takes_all_the_time():
+    pytest_timeout.time = SimpleNamespace(time=lambda: math.inf)
 
 def test_after():
     assert False
@@ -30,20 +30,16 @@ def test_of_the_rest():
 """
 
 
-def run(folder: Path, *options: str) -> str:
+def test_a_run_whose_time_is_over_counts_what_is_left(tmp_path):
     for name in ("unit_tests", "support"):
-        (folder / "tests" / name).mkdir(parents=True)
-    for file in (ROOT / "pyproject.toml", ROOT / "tests" / "conftest.py", ROOT / "tests" / "support" / "patience.py"):
-        shutil.copy(file, folder / file.relative_to(ROOT))
-    (folder / "tests" / "unit_tests" / "test_some.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=patient(60)).stdout
-
-
-def test_a_run_ends_in_the_middle_of_a_test_and_counts_what_is_left(tmp_path):
-    printed = run(tmp_path, "--budget", "60")
-    assert "1 passed, 3 skipped" in printed
-    lines = [line.split() for line in printed.splitlines()]
-    assert ["unit", "1", "tests"] in [words[:3] for words in lines]
-    left = {words[0]: words[-3:] for words in lines if words[-2:] == ["not", "reached"]}
-    assert left == {"unit": ["2", "not", "reached"], "exhaustive": ["1", "not", "reached"]}
+        (tmp_path / "tests" / name).mkdir(parents=True)
+    for file in ("pyproject.toml", "tests/conftest.py", "tests/support/patience.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
+    (tmp_path / "tests" / "unit_tests" / "test_some.py").write_text(TESTS)
+    options = ["-p", "no:cacheprovider", "--session-timeout", "600", "--numprocesses", "1"]
+    command = [sys.executable, "-m", "pytest", *options]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(60))
+    assert run.returncode != 0 and "session-timeout" in run.stdout
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert ["unit", "2", "tests"] in [words[:3] for words in lines]
+    assert ["2", "tests", "were", "not", "reached"] in lines
