@@ -51,7 +51,8 @@ export UV_PYTHON_DOWNLOADS=never
 
 if ! is_python .venv/bin/python; then
     own_folder .venv
-    "$uv" venv --quiet --clear --python "$python" .venv
+    rm -rf .venv # uv clears no folder that is not an environment
+    "$uv" venv --quiet --python "$python" .venv
     touch .venv/.made-by-seq1f1b
 fi
 echo "Installing into .venv ($(.venv/bin/python --version)) ..."

@@ -23,7 +23,10 @@ STAND_INS = {
             *sys.executable*) echo "$0" ;;
         esac""",
     "uv": """
-        if [ "$1" = venv ]; then rm -rf .venv; mkdir -p .venv/bin; cp "$(type -P python3)" .venv/bin/python; fi""",
+        if [ "$1" = venv ]; then
+            [ ! -e .venv ] || exit 2
+            mkdir -p .venv/bin; cp "$(type -P python3)" .venv/bin/python
+        fi""",
     "npm": """
         mkdir package && echo '{"version": "314.0.7"}' > package/package.json
         tar -czf build/pyodide-314.0.7.tgz package && rm -r package && echo pyodide-314.0.7.tgz""",
