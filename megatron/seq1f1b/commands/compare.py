@@ -5,10 +5,12 @@ Each run is a folder with `log.txt`, the output of Megatron with --log-interval 
 """
 
 import re
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 
 from ..report import plot_timelines
+from ..report.text import aligned
 from ..report.training_log import TrainingLog, read_training_log
 from ..schedule import Timeline, read_timeline
 from .parsing import PICTURES, Parser, check_output
@@ -32,8 +34,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(
             f"the runs have pipelines of {' and '.join(map(str, sorted(sizes)))} ranks; compare equal ones"
         )
-    print(table([run.name for run in args.runs], logs, timelines))
-    print(losses(logs))
+    names = [run.name for run in args.runs]
+    print(table(names, logs, timelines))
+    print(losses(names, logs))
     plot_timelines(timelines, args.output)
     print(f"Measured timelines of iteration {timelines[0].meta['iteration']}: {args.output}")
 
@@ -70,15 +73,15 @@ def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) 
         ("loss of the last iteration", *(f"{log.losses[-1]:.4f}" for log in logs)),
         (f"  mean of the last {LATEST}", *(f"{mean(log.losses[-LATEST:]):.4f}" for log in logs)),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    align = [str.ljust] + [str.rjust] * len(names)
-    return "\n".join(
-        "   ".join(put(cell, width) for put, cell, width in zip(align, row, widths, strict=True)) for row in rows
-    )
+    return "\n".join(aligned(rows, "l", gap=3))
 
 
-def losses(logs: list[TrainingLog]) -> str:
-    """The largest difference of losses that should be equal."""
-    first, *others = (log.losses[:COMPARED_ITERATIONS] for log in logs)
-    difference = max((abs(a - b) for other in others for a, b in zip(first, other, strict=False)), default=0.0)
-    return f"Losses of the first {len(first)} iterations differ by at most {difference:.1e}."
+def losses(names: list[str], logs: list[TrainingLog]) -> str:
+    """The largest difference of losses that should be equal, or the first pair in which only one is a number."""
+    rows = list(zip(*(log.losses[:COMPARED_ITERATIONS] for log in logs), strict=False))
+    for iteration, row in enumerate(rows, start=1):
+        odd = next((number for number, loss in enumerate(row) if isfinite(loss) != isfinite(row[0])), None)
+        if odd is not None:
+            return f"The losses of iteration {iteration} differ: {row[0]} in {names[0]}, {row[odd]} in {names[odd]}."
+    difference = max((abs(loss - row[0]) for row in rows for loss in row if isfinite(loss)), default=0.0)
+    return f"Losses of the first {len(rows)} iterations differ by at most {difference:.1e}."

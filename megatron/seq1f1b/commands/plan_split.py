@@ -11,7 +11,9 @@ of every stage and segment, messages left out. 'terapipe, free' is the dynamic p
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..arguments import Naming
@@ -38,6 +40,7 @@ from ..planning.costs import (
     read_profile,
     read_traced_costs,
 )
+from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
 from .launch_flags import add_model_flags, model_shape
 from .parsing import PICTURES, Parser, check_output, check_size, count
@@ -47,7 +50,7 @@ MOST_ACTIONS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Plan:
+class Cut:
     """A partition, the cost of its segments on the slowest stage in seconds, and the simulated step."""
 
     name: str
@@ -134,64 +137,69 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
     if args.sequence_split_file is not None:  # first, since it may be wrong, and the others take a while
         own = read_lengths(args.sequence_split_file)
         check_lengths(own, args.sequence_split_file, args.seq_length, None, multiple_of)
-    for strategy in STRATEGIES:
-        if strategy == "profile":  # with measured costs, `balanced` is this
-            continue
-        try:
-            found[strategy] = cut_sequence(
-                strategy,
-                args.seq_length,
-                args.sequence_splits,
-                multiple_of,
-                time=bottleneck_time(costs),
-                flops=authors_flops(model_shape(args)),
-                full_speed_rows=full_speed_rows,
-                num_stages=len(costs),
-                num_microbatches=args.num_microbatches,
-            )
-        except ParameterError as error:
-            print(f"{strategy}: {Naming.FLAGS.sentence(error)}.", file=sys.stderr)
-    if args.sequence_split_profile is not None:
-        found["profile"] = found.pop("balanced")
+    time = bottleneck_time(costs)
+    ways: dict[str, Callable[[], tuple[int, ...]]] = {
+        strategy: partial(
+            cut_sequence,
+            strategy,
+            args.seq_length,
+            args.sequence_splits,
+            multiple_of,
+            time=time,
+            flops=authors_flops(model_shape(args)),
+            full_speed_rows=full_speed_rows,
+            num_stages=len(costs),
+            num_microbatches=args.num_microbatches,
+        )
+        for strategy in STRATEGIES
+        if strategy != "profile"  # with measured costs, `balanced` is this
+    }
     # A trace has no times of segments shorter than its own.
     if args.sequence_split_profile is None or not is_trace(args.sequence_split_profile):
-        found["terapipe, free"] = terapipe(
+        ways["terapipe, free"] = partial(
+            terapipe,
             args.seq_length,
-            bottleneck_time(costs),
+            time,
             len(costs),
             multiple_of=multiple_of,
             num_microbatches=args.num_microbatches,
         )
+    for name, way in ways.items():
+        try:
+            found["profile" if name == "balanced" and args.sequence_split_profile else name] = way()
+        except ParameterError as error:
+            print(f"{name}: {error.named(_naming)}.", file=sys.stderr)
     if args.sequence_split_file is not None:
         found[args.sequence_split_file.name] = own
     return found
 
 
-def plan(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: tuple[StageCost, ...]) -> Plan:
+def _naming(parameter: str, value: object) -> str:
+    """Flags of this command, which has none for the strategy."""
+    return str(value) if parameter == "strategy" else Naming.FLAGS(parameter, value)
+
+
+def cut(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: tuple[StageCost, ...]) -> Cut:
     placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
     shape = Shape(placement, args.num_microbatches, len(lengths))
     timeline = simulate(build(args.pipeline_schedule, shape), action_costs(costs, layers_per_stage(args), lengths))
-    return Plan(name, lengths, tuple(segment_times(lengths, bottleneck_time(costs))), timeline)
+    return Cut(name, lengths, tuple(segment_times(lengths, bottleneck_time(costs))), timeline)
 
 
-def table(plans: list[Plan]) -> str:
+def table(cuts: list[Cut]) -> str:
     """One line per strategy; lengths and costs of many segments are cut short."""
 
     def short(values: tuple[float, ...], form: str) -> str:
         words = [format(value, form) for value in values]
         return " ".join(words if len(words) <= 8 else [*words[:4], "...", *words[-3:]])
 
-    width = max(len(plan.name) for plan in plans) + 2
-    head = f"{'strategy':{width}}{'k':>4}{'max/mean':>10}{'step s':>10}{'bubble %':>10}  lengths in tokens"
-    lines = [head]
-    for each in plans:
-        lines.append(
-            f"{each.name:{width}}{len(each.lengths):4}{each.imbalance:10.3f}{each.step.makespan:10.3f}"
-            f"{100 * each.step.bubble_ratio:10.1f}  {short(each.lengths, 'd')}"
-        )
-    lines += ["", f"{'strategy':{width}}    cost of each segment on the slowest stage, ms"]
-    lines += [f"{each.name:{width}}    {short(tuple(1e3 * cost for cost in each.costs), '.1f')}" for each in plans]
-    return "\n".join(lines)
+    rows = [("strategy", "k", "max/mean", "step s", "bubble %", "lengths in tokens")]
+    for each in cuts:
+        numbers = f"{each.imbalance:.3f}", f"{each.step.makespan:.3f}", f"{100 * each.step.bubble_ratio:.1f}"
+        rows.append((each.name, str(len(each.lengths)), *numbers, short(each.lengths, "d")))
+    costs = [("strategy", "cost of each segment on the slowest stage, ms")]
+    costs += [(each.name, short(tuple(1e3 * cost for cost in each.costs), ".1f")) for each in cuts]
+    return "\n".join([*aligned(rows, "lrrrrl"), "", *aligned(costs, "ll")])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -200,8 +208,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.output is not None:
         check_output(args.output, *PICTURES)
     costs = stage_costs(args)
-    plans = [plan(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
-    print(table(plans))
+    cuts = [cut(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
+    print(table(cuts))
     if args.output is not None:
         from megatron.seq1f1b.report.splits import plot_splits
 
@@ -209,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, "
             f"{args.pipeline_model_parallel_size} ranks, {args.num_microbatches} micro-batches"
         )
-        rows = [(each.name, each.lengths, each.costs, f"{100 * each.step.bubble_ratio:.1f} %") for each in plans]
+        rows = [(each.name, each.lengths, each.costs, f"{100 * each.step.bubble_ratio:.1f} %") for each in cuts]
         plot_splits(rows, title, args.output)
         print(f"\n{args.output} written.")
     return 0

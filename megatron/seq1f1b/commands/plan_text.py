@@ -6,6 +6,7 @@ from ..planning.costs.machine import GIB
 from ..planning.costs.paper_flops import model_flops
 from ..planning.costs.training_setup import parameters_of_model
 from ..planning.planner import Plan, Question, breakdown
+from ..report.text import aligned
 
 _COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
 
@@ -47,8 +48,7 @@ def overview(plans: Sequence[Plan], given: Plan | None) -> str:
     rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
     if given is not None:
         rows.append(["as given", *_row(given)])
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    lines = aligned([head, *rows])
     if given is not None and not given.prediction.fits:
         lines.append("As given it does not fit.")
     return "\n" + "\n".join(lines) + "\n"

@@ -9,8 +9,11 @@ and given to --pipeline-schedule-file). --timeline draws measured timelines.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from ..report import plot_timelines, write_trace
 from ..schedule import (
@@ -33,11 +36,23 @@ from .parsing import PICTURES, Parser, check_output, check_size, count
 # As many are drawn, or simulated, in half a minute; a figure of more shows nothing.
 MOST_ACTIONS = 200_000
 
+# The sizes of a named schedule, and what they are if not given.
+SIZES: Mapping[str, Any] = MappingProxyType(
+    {
+        "pipeline_model_parallel_size": 4,
+        "num_microbatches": 8,
+        "sequence_splits": 1,
+        "num_virtual_stages": 1,
+        "placement": "looped",
+    }
+)
+EQUAL_COSTS = "f=1,i=1,w=1"
+
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, default="1f1b", help="a named schedule")
+    source.add_argument("--pipeline-schedule", choices=FAMILY_NAMES, help="a named schedule; default: 1f1b")
     source.add_argument("--pipeline-schedule-file", type=Path, metavar="CSV", help="a schedule of your own")
     source.add_argument(
         "--timeline",
@@ -46,16 +61,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="JSON",
         help="timelines written before or by training, one panel each",
     )
-    parser.add_argument("--pipeline-model-parallel-size", type=count, default=4, metavar="P", help="ranks")
-    parser.add_argument("--num-microbatches", type=count, default=8, metavar="M")
-    parser.add_argument("--sequence-splits", type=count, default=1, metavar="K", help="segments of each sequence")
-    parser.add_argument("--num-virtual-stages", type=count, default=1, metavar="C", help="model chunks on each rank")
-    parser.add_argument("--placement", choices=PLACEMENTS, default="looped", help="of the model chunks")
+    parser.add_argument("--pipeline-model-parallel-size", type=count, metavar="P", help="ranks; default: 4")
+    parser.add_argument("--num-microbatches", type=count, metavar="M", help="default: 8")
+    parser.add_argument("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")
+    parser.add_argument("--num-virtual-stages", type=count, metavar="C", help="model chunks on each rank; default: 1")
+    parser.add_argument("--placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
     parser.add_argument(
         "--costs",
-        default="f=1,i=1,w=1",
         metavar="COSTS",
-        help="times of forward, input gradient and weight gradient, and of a message: f=1,i=1,w=1,message=0.1; "
+        help=f"times of forward, of input and weight gradient, and of a message; default: {EQUAL_COSTS},message=0; "
         "or a JSON file with the same names, in which a value may be a list over segments, or over stages and segments",
     )
     parser.add_argument(
@@ -65,11 +79,24 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         help="activation memory of a rank for auto; default: the peak of 1f1b",
     )
     parser.add_argument(
-        "--width", type=float, metavar="INCHES", help="of a figure, such as 3.3 for one column of a paper"
+        "--width",
+        type=float,
+        metavar="INCHES",
+        help="of a figure; default: 8, and 3.3 is one column of a paper",
     )
     parser.add_argument("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
     parser.add_argument("--output", type=Path, required=True, help="the file to write; its ending determines the form")
     return parser.parse_args(argv)
+
+
+def check_sources(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag without effect, because a file has what it sets."""
+    file = "--timeline" if args.timeline else "--pipeline-schedule-file" if args.pipeline_schedule_file else None
+    if file is None:
+        return
+    for name in (*SIZES, "memory_limit", *(["costs"] if args.timeline else [])):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
 
 
 def read_costs(shape: Shape, text: str) -> Costs:
@@ -96,26 +123,31 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     output, name = args.output, args.output.name
     check_output(output, *PICTURES, ".trace.json", ".json", ".csv")
+    check_sources(args)
+    family = args.pipeline_schedule or "1f1b"
     if args.width is not None and not 2 <= args.width <= 100:
         raise ValueError(f"--width {args.width:g} is not from 2 to 100 inches")
-    if args.memory_limit is not None and (args.pipeline_schedule != "auto" or not args.memory_limit > 0):
+    if args.memory_limit is not None and (family != "auto" or not args.memory_limit > 0):
         raise ValueError(f"--memory-limit {args.memory_limit:g} must be above 0, and is for --pipeline-schedule auto")
     if args.timeline:
         timelines = [read_timeline(path) for path in args.timeline]
     else:
+        text = args.costs or EQUAL_COSTS
         if args.pipeline_schedule_file:
             schedule = read_csv(args.pipeline_schedule_file)
-            costs, title = read_costs(schedule.shape, args.costs), args.pipeline_schedule_file.name
+            costs, title = read_costs(schedule.shape, text), args.pipeline_schedule_file.name
         else:
-            placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages, args.placement)
-            shape = Shape(placement, args.num_microbatches, args.sequence_splits)
+            ranks, microbatches, segments, chunks, style = (getattr(args, each) or SIZES[each] for each in SIZES)
+            shape = Shape(Placement(ranks, chunks, style), microbatches, segments)
             check_size(shape, MOST_ACTIONS)
-            costs, title = read_costs(shape, args.costs), args.pipeline_schedule
-            schedule = build(args.pipeline_schedule, shape, costs, args.memory_limit)
+            costs, title = read_costs(shape, text), family
+            schedule = build(family, shape, costs, args.memory_limit)
         if name.endswith(".csv"):
             return write_csv(schedule, output)
         simulated = simulate(schedule, costs)
-        timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": args.costs})]
+        if not isfinite(simulated.makespan):
+            raise ValueError(f"--costs {text}: the step takes longer than a number can be; give smaller costs")
+        timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": text})]
 
     if name.endswith(PICTURES):
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)

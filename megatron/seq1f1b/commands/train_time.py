@@ -27,6 +27,7 @@ from ..planning.planner import (
     way_out,
 )
 from ..planning.planner.presets import gpt_of
+from ..report.text import aligned
 from .candidate_flags import decided_flags, model_flags
 from .parsing import PICTURES, Parser, amount, check_output, count
 from .plan import show
@@ -92,10 +93,7 @@ def table(found: Sequence[Training], price: float | None = None) -> str:
     head = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", "TP", "CP", "PP", "DP", "C", "k", "EP", "schedule"]
     head += ["recompute", "GiB"] + (["cost"] if price else [])
     rows = [_row(each) + ([f"{price * each.device_hours:,.0f}"] if price else []) for each in found]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
-    )
+    return "\n".join(aligned([head, *rows]))
 
 
 def _row(each: Training) -> list[str]:

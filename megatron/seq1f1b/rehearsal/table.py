@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from ..report.text import aligned
 from .ledger import Category, at
 from .report import GIB, MIB, RehearsalReport, StageReport, in_words
 
@@ -68,10 +69,8 @@ def _table(report: RehearsalReport) -> Iterator[str]:
     titles = [title.split(" ") for title in header]
     height = max(map(len, titles))
     padded = [[""] * (height - len(words)) + words for words in titles]
-    lines = [*([words[line] for words in padded] for line in range(height)), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    text.insert(height, "─" * len(text[0]))
+    text = aligned([*([words[line] for words in padded] for line in range(height)), *rows])
+    text.insert(height, "─" * max(map(len, text)))
     yield from text
     yield f"{unit} at the fullest moment of each pipeline rank; 'outside' is by formula: CUDA context, NCCL, cuBLAS."
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Kind, Span, Timeline, sequences_held
+from ..schedule import Kind, Span, Timeline, sequences_held, written_whole
 from .colours import COLOURS, NAMES, shade
 
 _WHITE_LABELS = (Kind.I,)
@@ -66,7 +66,8 @@ def plot_timelines(
         labelpad=1,
     )
     _add_legend(figure, timelines, height, columns=2 if is_narrow else 6)
-    figure.savefig(path, dpi=300 if is_narrow else 200)
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=300 if is_narrow else 200)
 
 
 def _title(timeline: Timeline) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ..schedule import written_whole
+
 
 class Point(NamedTuple):
     """A configuration: GiB of its fullest device, tokens/s of all devices, and what it is called."""
@@ -56,7 +58,8 @@ def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, 
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=7, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=160)
 
 
 def _apart(points: Sequence[Point], gap: float) -> list[Point]:

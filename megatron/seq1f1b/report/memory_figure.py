@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..schedule import written_whole
+
 # What stays is dark and below, what comes and goes light and above; they differ in grey, too.
 _COLOURS = {
     "weights": "#4d4d4d",
@@ -66,7 +68,8 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
         bbox_to_anchor=(0.0, 1 - 0.2 / height), handlelength=1, columnspacing=1,
     )  # fmt: skip
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.45 / height))
-    figure.savefig(path, dpi=200)
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=200)
 
 
 def _of_the_step(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..schedule import written_whole
+
 _LIGHT, _DARK = (0.81, 0.88, 0.96), (0.16, 0.38, 0.64)  # first and last segment
 _LINES = ("#8c8c8c", "#c2588a", "#3f7fc1", "#e0822d", "#4fa35c", "#7a5fb5")
 _MARKS = "osD^vP"
@@ -36,7 +38,8 @@ def plot_splits(splits: Sequence[Partition], title: str, path: str | Path) -> No
     bars.spines["left"].set_visible(False)
     bars.tick_params(left=False)
     figure.suptitle(title, fontsize=10.5)
-    figure.savefig(path, dpi=160)
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=160)
 
 
 def _draw_bars(bars: Any, splits: Sequence[Partition], total: int) -> None:

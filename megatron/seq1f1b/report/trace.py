@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Action, Kind, Span, Timeline
+from ..schedule import Action, Kind, Span, Timeline, written_whole
 from ..schedule.dependencies import message_needed
 
 # Perfetto ties an arrow to the slices that its ends lie in, so it leaves just before the sender's slice ends.
@@ -100,4 +100,5 @@ def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:
-    Path(path).write_text(json.dumps(to_trace(timeline)) + "\n", encoding="utf-8")
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(to_trace(timeline)) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ from statistics import median
 
 _ITERATION = re.compile(
     r"iteration +\d+/.*elapsed time per iteration \(ms\): (?P<ms>[.\d]+).*global batch size: +(?P<batch>\d+)"
-    r".*lm loss: (?P<loss>[-+.\dE]+|NAN|INF) "
+    r".*lm loss: (?P<loss>[-+.\dE]+|NAN|-?INF) "
 )
 _SEQUENCE_LENGTH = re.compile(r"^ *seq_length \.+ (\d+)", re.MULTILINE)
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..schedule import written_whole
+
 
 def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], title: str, path: Path) -> None:
     """For each line its points: devices, days, device hours."""
@@ -29,4 +31,5 @@ def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], 
         if len(lines) > 1:
             axes.legend(fontsize=7)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=160)
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=160)

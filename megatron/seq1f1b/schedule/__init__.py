@@ -20,7 +20,7 @@ from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
 from .families import FAMILIES
-from .files import UNUSABLE, read_json, reason
+from .files import UNUSABLE, read_json, reason, written_whole
 from .lowering import Channel, channel_of, lower, lower_rank
 from .schedule import PLACEMENTS, Placement, Schedule, Shape
 from .timeline import Span, Timeline, read_timeline, write_timeline
@@ -66,4 +66,5 @@ __all__ = [
     "validate",
     "write_csv",
     "write_timeline",
+    "written_whole",
 ]

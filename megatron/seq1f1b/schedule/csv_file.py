@@ -5,13 +5,13 @@ from io import StringIO
 from pathlib import Path
 
 from .action import COMPUTE_KINDS, Action, parse_action
-from .files import read_text
+from .files import read_text, written_whole
 from .schedule import Placement, Schedule, Shape
 from .validate import ScheduleError, validate
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    with written_whole(path) as unfinished, open(unfinished, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerows(map(str, rank) for rank in schedule.ranks)
 
 

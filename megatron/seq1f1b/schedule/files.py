@@ -1,6 +1,9 @@
-"""Reading files of any content, with a sentence for what is wrong with one."""
+"""Reading files of any content, with a sentence for what is wrong with one, and writing whole files only."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +46,18 @@ def reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return str(error)
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """A name beside `path` to write to; the file takes its own name when it is complete.
+
+    So a full disk or an interrupt leaves what was there before, and no half of a file.
+    """
+    path = Path(path).resolve()
+    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

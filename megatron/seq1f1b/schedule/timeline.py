@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ParameterError
 from .action import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind
-from .files import UNUSABLE, read_json, reason
+from .files import UNUSABLE, read_json, reason, written_whole
 from .schedule import Placement, Shape
 
 
@@ -136,7 +136,8 @@ def _is_of(shape: Shape, action: Action) -> bool:
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:
-    Path(path).write_text(json.dumps(to_json(timeline)) + "\n", encoding="utf-8")
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(to_json(timeline)) + "\n", encoding="utf-8")
 
 
 def read_timeline(path: str | Path) -> Timeline:

@@ -88,11 +88,13 @@ def _check_runs(schedule: Schedule) -> None:
         action = schedule.ranks[rank][done[rank]]
         needed = next(need for need in dependencies(action, schedule.shape) if need not in ran)
         owner = schedule.shape.placement.rank_of(needed.stage)
+        if needed not in schedule.ranks[owner]:  # its backward is split
+            needed = needed._replace(kind=Kind.I)
         if owner == rank:
             raise _error(schedule, rank, done[rank], _why_too_early(action, needed))
         ahead = schedule.ranks[owner][done[owner]]
         chain[rank] = f"rank {rank}: {action} needs {needed} of rank {owner}" + (
-            "" if outcome(ahead) == needed else f", where {ahead} comes first"
+            "" if ahead == needed else f", where {ahead} comes first"
         )
         rank = owner
     cycle = list(chain)[list(chain).index(rank) :]

@@ -1,4 +1,3 @@
-import json
 import re
 import runpy
 import sys
@@ -15,8 +14,6 @@ from megatron.seq1f1b.schedule import (
     Span,
     Timeline,
     build,
-    read_csv,
-    read_timeline,
     sequences_held,
     simulate,
 )
@@ -75,35 +72,6 @@ def test_trace_events():
     assert first["args"] == {"stage": 1, "chunk": 0, "microbatch": 0, "segment": 0}
 
 
-def test_every_output_of_the_command(tmp_path, tool):
-    pytest.importorskip("matplotlib")
-    tool("plot_schedule.py", *SIZES, "--pipeline-schedule", "zb-h1", "--output", tmp_path / "a.csv")
-    schedule = read_csv(tmp_path / "a.csv")
-    assert schedule == build("zb-h1", Shape(Placement(4), 3, 2))
-    costs = "f=1,i=2,w=3,message=0.5"
-    own = ["--pipeline-schedule-file", tmp_path / "a.csv", "--costs", costs]
-    tool("plot_schedule.py", *own, "--output", tmp_path / "a.json")
-    timeline = read_timeline(tmp_path / "a.json")
-    assert timeline.busy(0) == 3 * 2 * (1 + 2 + 3)
-    assert timeline.ranks[1][0].start == 1.5
-    tool("plot_schedule.py", *own, "--output", tmp_path / "a.trace.json")
-    assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
-    tool("plot_schedule.py", "--timeline", tmp_path / "a.json", tmp_path / "a.json", "--output", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_costs_from_a_file_for_auto(tmp_path, tool):
-    (tmp_path / "costs.json").write_text(json.dumps({"f": [1, 2], "i": 1.5, "message": 0.1, "activation": 2}))
-    sizes = [*SIZES, "--num-virtual-stages", 2, "--placement", "v", "--costs", tmp_path / "costs.json"]
-    tool(
-        "plot_schedule.py", *sizes, "--pipeline-schedule", "auto", "--memory-limit", 16, "--output", tmp_path / "a.json"
-    )
-    spans = [span for rank in read_timeline(tmp_path / "a.json").ranks for span in rank]
-    durations = {(span.action.kind.value, span.action.segment): round(span.end - span.start, 6) for span in spans}
-    assert durations["F", 0] == 1 and durations["F", 1] == 2
-    assert durations["I", 0] == 1.5 and durations["W", 0] == 1
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -117,19 +85,6 @@ def test_costs_from_a_file_for_auto(tmp_path, tool):
 def test_mistakes_are_one_sentence(arguments, message, tool):
     status, _, error = tool("plot_schedule.py", *arguments)
     assert status == 2 and error.startswith("error: ") and message in error
-
-
-def test_the_checker(tmp_path, tool):
-    path = tmp_path / "mine.csv"
-    path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n")
-    status, printed, _ = tool("check_schedule.py", path)
-    assert status == 0
-    assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in printed
-    assert "most sequences held by each rank, of all its layers: 1.00 1.00" in printed
-    path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.0,1B0.1\n")
-    status, _, error = tool("check_schedule.py", path)
-    assert status == 2 and error.startswith(f"error: {path}: rank 1, action 2: 1B0.0 comes before 1B0.1")
-    assert "> rank 1" in error
 
 
 def test_collectives_have_rows_of_their_own_in_a_trace():

@@ -111,7 +111,7 @@ def test_random_orders_are_judged_like_a_plain_replay():
         ("0F0.0 0B0.0 0I0.0 0W0.0", "has a B and also I or W"),
         ("0F0.0 0W0.0", "has a W without its I"),
         ("0F0.0 0B0.0 0B0.0", "action 2: 0B0.0 is repeated"),
-        ("0F0.0 0W0.0 0I0.0", "0W0.0 comes before 0B0.0, which it needs"),
+        ("0F0.0 0W0.0 0I0.0", "0W0.0 comes before 0I0.0, which it needs"),
         ("0B0.0 0F0.0", "0B0.0 comes before 0F0.0, which it needs"),
         ("1F0.0 0F0.0 0B0.0", "1F0.0 has no such stage; there are 1"),
         ("0F1.0 0F0.0 0B0.0", "0F1.0 has no such micro-batch; there are 1"),

@@ -119,6 +119,17 @@ BAD = [
     ("plot", ["--output", "{}/a.json", "--pipeline-schedule", "auto", "--memory-limit", "nan"], "must be above 0"),
     ("plot", ["--output", "/proc/a.json"], "/proc/a.json cannot be written"),
     ("plot", ["--output", "{}"], "expected a name that ends in"),
+    ("plot", ["--output", "{}/a.json", "--costs", "f=1e308"], "takes longer than a number can be"),
+    (
+        "plot",
+        ["--output", "{}/a.json", "--pipeline-schedule-file", "{}/own.csv", "--num-microbatches", 8],
+        "--num-microbatches has no effect beside --pipeline-schedule-file",
+    ),
+    (
+        "plot",
+        ["--output", "{}/a.png", "--timeline", "{}/row.json", "--costs", "f=1"],
+        "--costs has no effect beside --timeline",
+    ),
     ("plot", ["--output", "{}/a.json", "--pipeline-schedule-file", "none.csv"], "none.csv"),
     ("check", ["none.csv"], "none.csv"),
     ("check", ["{}"], "{}"),

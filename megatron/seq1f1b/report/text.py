@@ -1,0 +1,16 @@
+"""Tables as text."""
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str = "", gap: int = 2) -> list[str]:
+    """A line for each row, its cells in columns.
+
+    `sides` has l or r for each column, flush left or right; those beyond it are flush right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    put = [str.ljust if side == "l" else str.rjust for side in sides.ljust(len(widths), "r")]
+    return [
+        (" " * gap).join(side(cell, width) for side, cell, width in zip(put, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

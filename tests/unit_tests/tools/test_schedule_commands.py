@@ -1,0 +1,126 @@
+"""What `seq1f1b plot`, `check` and `compare` write and print."""
+
+import json
+from math import nan
+
+import pytest
+
+from megatron.seq1f1b.commands import compare, run
+from megatron.seq1f1b.report.training_log import TrainingLog, read_training_log
+from megatron.seq1f1b.schedule import Placement, Shape, build, read_csv, read_timeline, written_whole
+
+SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
+
+
+def seq1f1b(name, *words):
+    return run(name, list(map(str, words)))
+
+
+def test_every_output_of_the_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert seq1f1b("plot", *SIZES, "--pipeline-schedule", "zb-h1", "--output", tmp_path / "a.csv") == 0
+    assert read_csv(tmp_path / "a.csv") == build("zb-h1", Shape(Placement(4), 3, 2))
+    own = ["--pipeline-schedule-file", tmp_path / "a.csv", "--costs", "f=1,i=2,w=3,message=0.5"]
+    assert seq1f1b("plot", *own, "--output", tmp_path / "a.json") == 0
+    timeline = read_timeline(tmp_path / "a.json")
+    assert timeline.busy(0) == 3 * 2 * (1 + 2 + 3)
+    assert timeline.ranks[1][0].start == 1.5
+    assert seq1f1b("plot", *own, "--output", tmp_path / "a.trace.json") == 0
+    assert json.loads((tmp_path / "a.trace.json").read_text())["traceEvents"]
+    timelines = ["--timeline", tmp_path / "a.json", tmp_path / "a.json"]
+    assert seq1f1b("plot", *timelines, "--output", tmp_path / "a.png") == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_costs_from_a_file_for_auto(tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps({"f": [1, 2], "i": 1.5, "message": 0.1, "activation": 2}))
+    sizes = [*SIZES, "--num-virtual-stages", 2, "--placement", "v", "--costs", tmp_path / "costs.json"]
+    words = [*sizes, "--pipeline-schedule", "auto", "--memory-limit", 16, "--output", tmp_path / "a.json"]
+    assert seq1f1b("plot", *words) == 0
+    spans = [span for rank in read_timeline(tmp_path / "a.json").ranks for span in rank]
+    durations = {(span.action.kind.value, span.action.segment): round(span.end - span.start, 6) for span in spans}
+    assert durations["F", 0] == 1 and durations["F", 1] == 2
+    assert durations["I", 0] == 1.5 and durations["W", 0] == 1
+
+
+def test_help_names_every_default(capsys):
+    with pytest.raises(SystemExit):
+        seq1f1b("plot", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    for default in ("1f1b", "4", "8", "1", "looped", "f=1,i=1,w=1,message=0", "the peak of 1f1b"):
+        assert f"default: {default}" in text
+
+
+def test_an_unfinished_file_leaves_what_was_there(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("before")
+    with pytest.raises(OSError, match="No space left"), written_whole(path) as unfinished:
+        unfinished.write_text("half of")
+        raise OSError(28, "No space left on device")
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+    with written_whole(path) as unfinished:
+        unfinished.write_text("after")
+    assert path.read_text() == "after" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.json", "a.trace.json", "a.png"])
+def test_no_output_is_left_half_written(name, tmp_path, monkeypatch, capsys):
+    """Where the disk is full before the name is changed."""
+
+    def full(self, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    assert seq1f1b("plot", *SIZES, "--output", tmp_path / name) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_checker(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1B0.1,1B0.0\n")
+    assert seq1f1b("check", path) == 0
+    printed = capsys.readouterr().out
+    assert "valid; 2 ranks, 1 model chunks on each (looped), 1 micro-batches, 2 segments" in printed
+    assert "most sequences held by each rank, of all its layers: 1.00 1.00" in printed
+
+
+@pytest.mark.parametrize("kind, rest", [("B", ""), ("I", ",1W0.0,1W0.1")])
+def test_the_checker_names_actions_of_the_file(kind, rest, tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text(f"0F0.0,0F0.1,0B0.1,0B0.0\n1F0.0,1F0.1,1{kind}0.0,1{kind}0.1{rest}\n")
+    assert seq1f1b("check", path) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: rank 1, action 2: 1{kind}0.0 comes before 1{kind}0.1")
+    assert "> rank 1" in error
+
+
+def log(*losses):
+    return TrainingLog(losses, (1.0,) * len(losses), 1)
+
+
+@pytest.mark.parametrize(
+    "runs, sentence",
+    [
+        ([log(1.0, nan), log(1.0, 1.0)], "The losses of iteration 2 differ: nan in a, 1.0 in b."),
+        ([log(1.0, 1.0), log(1.0, nan)], "The losses of iteration 2 differ: 1.0 in a, nan in b."),
+        ([log(1.0, 2.0, 3.0), log(1.0, 2.5)], "Losses of the first 2 iterations differ by at most 5.0e-01."),
+        ([log(1.0, 2.0), log(1.0, 2.0, 3.0)], "Losses of the first 2 iterations differ by at most 0.0e+00."),
+    ],
+)
+def test_losses_are_compared_as_far_as_all_runs_have_them(runs, sentence):
+    assert compare.losses(["a", "b"], runs) == sentence
+
+
+def test_a_log_may_have_losses_that_are_no_numbers(tmp_path):
+    line = "iteration {}/ 9 | elapsed time per iteration (ms): 5.0 | global batch size: 8 | lm loss: {} | rest\n"
+    text = " seq_length ....... 16\n" + "".join(line.format(n, x) for n, x in enumerate(("1.0E+00", "NAN", "-INF")))
+    (tmp_path / "log.txt").write_text(text)
+    assert list(map(str, read_training_log(tmp_path / "log.txt").losses)) == ["1.0", "nan", "-inf"]
+
+
+def test_a_way_to_cut_that_fails_names_flags_of_its_command(capsys):
+    model = ["--num-layers", 8, "--hidden-size", 64, "--num-attention-heads", 2, "--pipeline-model-parallel-size", 2]
+    assert seq1f1b("plan-split", *model, "--seq-length", 4096, "--sequence-splits", 2000) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("terapipe: ") and printed.err.endswith("; use fewer segments or balanced.\n")
