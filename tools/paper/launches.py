@@ -6,12 +6,12 @@ from types import MappingProxyType
 
 from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import Candidate
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
+from .programs import PaperSetup
 from .row import Row, read, slug
 
 _TRAINING = (
@@ -119,18 +119,17 @@ def predicted(launch: Launch) -> tuple[float, float, bool]:
     return prediction.seconds, max(each.total for each in prediction.memory) / 2**30, prediction.fits
 
 
-def _setup(row: Row) -> TrainingSetup:
+def _setup(row: Row) -> PaperSetup:
     assert row.setup is not None
     return row.setup
 
 
 def _flags(table: str, row: Row) -> Iterator[str]:
     setup = _setup(row)
-    dropout = setup.software.dropout
     for flag in (*model_flags(setup.model, setup.sequence_length), *decided_flags(Candidate(setup, _strategy(table)))):
         name = flag.split()[0]
         if (
-            (dropout and name in ("--hidden-dropout", "--attention-dropout"))  # Megatron's default of 0.1
+            (setup.dropout and name in ("--hidden-dropout", "--attention-dropout"))  # Megatron's default of 0.1
             or (setup.tied_embeddings and name == "--untie-embeddings-and-output-weights")
             or (not setup.distributed_optimizer and name == "--use-distributed-optimizer")
             or (_is_interleaved_with_ends_apart(setup) and name == "--num-virtual-stages-per-pipeline-rank")
@@ -154,6 +153,6 @@ def _strategy(table: str) -> str:
     return "terapipe" if table == "terapipe" else "uniform_comp"
 
 
-def _is_interleaved_with_ends_apart(setup: TrainingSetup) -> bool:
+def _is_interleaved_with_ends_apart(setup: PaperSetup) -> bool:
     """As in Zero Bubble: every layer a stage, the embedding and the head stages, too."""
     return setup.placement.num_chunks > 1 and setup.layers_per_stage[0] == 0

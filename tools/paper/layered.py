@@ -74,8 +74,8 @@ def sharded_gib(training: Training) -> float:
         for rank in range(setup.pipeline_parallel)
     ]
     fullest = max(of_rank, key=sum)
-    shards = sum(fullest) * (2 + setup.software.gradient_bytes + 12) / setup.data_group.size
-    return (shards + min(2, len(fullest)) * max(fullest) * (2 + setup.software.gradient_bytes)) / 2**30
+    shards = sum(fullest) * (2 + setup.gradient_bytes + 12) / setup.data_group.size
+    return (shards + min(2, len(fullest)) * max(fullest) * (2 + setup.gradient_bytes)) / 2**30
 
 
 def markdown(found: list[Case]) -> list[str]:

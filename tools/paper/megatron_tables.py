@@ -2,25 +2,25 @@
 
 from collections.abc import Iterator
 
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.step_memory import GIB, rank_memory
-from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
+from .programs import PaperSetup
 from .row import Row, read
 
 # Scores in memory, blocking messages, gradients summed in 16 bit; the reduction in the backward of the
 # tensor-parallel layers was put beside weight gradients after SC21.
-_SC21 = Software(
+_SC21 = dict(
     flash_attention=False, overlaps_messages=False, overlaps_tensor_parallel=False, gradient_bytes=2, dropout=True
 )
-_LATER = Software(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
+_LATER = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 
 
-def sc21_setup(row: dict[str, str]) -> TrainingSetup:
-    return TrainingSetup(
+def sc21_setup(row: dict[str, str]) -> PaperSetup:
+    return PaperSetup(
         model=gpt(int(row["layers"]), int(row["hidden"]), int(row["heads"]), int(row["vocab"])),
         sequence_length=int(row["seqlen"]),
         num_microbatches=int(row["micro_batches_derived"]),
@@ -30,7 +30,7 @@ def sc21_setup(row: dict[str, str]) -> TrainingSetup:
         placement=Placement(int(row["pipeline_parallel"]), int(row["v_derived"] or 1)),
         recompute="full",
         tied_embeddings=True,
-        software=_SC21,
+        **_SC21,
     )
 
 
@@ -77,9 +77,9 @@ def activations() -> Iterator[Row]:
         yield Row("Megatron activations, figure 1", label, "GiB", float(row["activations_GiB"]), predicted, setup=setup)
 
 
-def _later_setup(row: dict[str, str]) -> TrainingSetup:
+def _later_setup(row: dict[str, str]) -> PaperSetup:
     micro_batch = int(row["micro_batch"])
-    return TrainingSetup(
+    return PaperSetup(
         model=gpt(int(row["num_layers"]), int(row["hidden_size"]), int(row["num_heads"]), int(row["vocab_size"])),
         sequence_length=int(row["seq_length"]),
         num_microbatches=int(row["global_batch"]) // int(row["dp"]) // micro_batch,
@@ -90,5 +90,5 @@ def _later_setup(row: dict[str, str]) -> TrainingSetup:
         recompute=row["recompute"],
         sequence_parallel=row["sequence_parallel"] == "1",
         tied_embeddings=True,
-        software=_LATER,
+        **_LATER,
     )

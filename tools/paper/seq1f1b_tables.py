@@ -5,18 +5,18 @@ from statistics import mean
 
 from megatron.seq1f1b.partition import uniform_comp
 from megatron.seq1f1b.planning.costs.flops import authors_flops
-from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.costs.step_memory import GIB, rank_memory
-from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
+from .programs import PaperSetup
 from .row import Row, read
 
 # Kernels of Megatron's code of 2023 are fused by nvFuser, which PyTorch 2.2 no longer has.
-_SOFTWARE = Software(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
+_PROGRAM = dict(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
 _SEGMENTS = 4
 _SEQUENCES_OF_THIRD_PARTY = 8  # in a step
 # Layers, hidden size, heads, tensor parallel, pipeline parallel (seq1f1b_model_configs.csv).
@@ -43,9 +43,9 @@ def setup_of(
     segments: int = _SEGMENTS,
     data: int = 1,
     chunks: int | None = None,
-) -> TrainingSetup:
+) -> PaperSetup:
     cut = uniform_comp(length, segments, *authors_flops(model), tensor) if method.startswith("Seq") else (length,)
-    return TrainingSetup(
+    return PaperSetup(
         model=model,
         sequence_length=length,
         num_microbatches=microbatches,
@@ -55,11 +55,11 @@ def setup_of(
         segments=cut,
         sequence_parallel=tensor > 1,
         distributed_optimizer=True,
-        software=_SOFTWARE,
+        **_PROGRAM,
     )
 
 
-def _of_paper(row: dict[str, str], microbatches: int, chunks: int | None = None) -> TrainingSetup:
+def _of_paper(row: dict[str, str], microbatches: int, chunks: int | None = None) -> PaperSetup:
     layers, hidden, heads, tensor, pipeline = MODELS[row["model"]]
     model = gpt(layers, hidden, heads, 32768)
     return setup_of(model, int(row["seqlen"]), microbatches, tensor, pipeline, row["method"], chunks=chunks)
@@ -144,7 +144,7 @@ def third_party() -> Iterator[Row]:
             )
 
 
-def third_party_setup(row: dict[str, str]) -> TrainingSetup:
+def third_party_setup(row: dict[str, str]) -> PaperSetup:
     """Of a row of `third_party_allocator`."""
     segments, data = int(row["pipe_sp_splits"]), int(row["data_parallel_size"])
     sizes = (int(row[name]) for name in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"))

@@ -7,17 +7,17 @@ from itertools import groupby
 
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
+from .programs import PaperSetup
 from .row import Row, read
 
 # The authors' code (zhuohan123/terapipe, test_transformer_terapipe.py) has the layers alone, without embedding and
 # vocabulary; gradients in 16 bit, which are added when the message is sent, and summed over the replicas at the end;
 # softmax in 32 bit by PyTorch's kernels; messages from one rank of a stage, which the next stage broadcasts.
-_SOFTWARE = Software(
+_PROGRAM = dict(
     flash_attention=False,
     overlaps_messages=False,
     overlaps_tensor_parallel=False,
@@ -30,9 +30,9 @@ _SOFTWARE = Software(
 SLICES = (1, 2, 4, 8, 16, 32)
 
 
-def setup_of(setting: dict[str, str], slices: tuple[int, ...]) -> TrainingSetup:
+def setup_of(setting: dict[str, str], slices: tuple[int, ...]) -> PaperSetup:
     pipeline = int(setting["pipeline_parallel"])
-    return TrainingSetup(
+    return PaperSetup(
         model=gpt(int(setting["layers"]), int(setting["hidden"]), int(setting["heads"]), 0),
         sequence_length=int(setting["seqlen"]),
         num_microbatches=int(setting["batch_per_replica"]),
@@ -42,7 +42,7 @@ def setup_of(setting: dict[str, str], slices: tuple[int, ...]) -> TrainingSetup:
         pipeline_before_data=True,
         family="gpipe",
         segments=slices,
-        software=_SOFTWARE,
+        **_PROGRAM,
     )
 
 
@@ -107,7 +107,7 @@ def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
             yield Row(table, row.label if len(sliced) > 1 else group, "times", published, predicted)
 
 
-def _row(table: str, group: str, label: str, row: dict[str, str], setup: TrainingSetup, machine: Machine) -> Row:
+def _row(table: str, group: str, label: str, row: dict[str, str], setup: PaperSetup, machine: Machine) -> Row:
     seconds = predict(setup, machine).seconds
     published = float(row["latency_s"])
     return Row(table, f"{group}, {label}", "s", published, seconds, group=group, setup=setup, machine=machine)

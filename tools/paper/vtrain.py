@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
+from .programs import PaperSetup
 from .row import Row, read
 
-_SOFTWARE = Software(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
+_PROGRAM = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 _VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded
 
 
@@ -18,7 +18,7 @@ def _rows(name: str, table: str, recompute: str) -> Iterator[Row]:
     machine = read_machine("a100-vtrain")
     for row in read(name):
         sizes = {key: int(value) for key, value in row.items() if key not in ("parameters_billion", "iteration_ms")}
-        setup = TrainingSetup(
+        setup = PaperSetup(
             model=gpt(sizes["num_layers"], sizes["hidden_size"], sizes["num_heads"], _VOCABULARY),
             sequence_length=sizes["seq_length"],
             num_microbatches=sizes["global_batch"] // sizes["dp"] // sizes["micro_batch"],
@@ -28,7 +28,7 @@ def _rows(name: str, table: str, recompute: str) -> Iterator[Row]:
             placement=Placement(sizes["pp"]),
             recompute=recompute,
             tied_embeddings=True,
-            software=_SOFTWARE,
+            **_PROGRAM,
         )
         label = (
             f"{sizes['num_layers']} x {sizes['hidden_size']}, batch {sizes['global_batch']}, micro-batch "

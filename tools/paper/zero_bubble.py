@@ -12,14 +12,14 @@ from typing import NamedTuple
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.stage_times import step_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup
 from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.cost_tables import Table
 
+from .programs import PaperSetup
 from .row import Row, read
 
-_SOFTWARE = Software(flash_attention=False, dropout=True)
+_PROGRAM = dict(flash_attention=False, dropout=True)
 _CHUNKS = {22: 3, 30: 4}  # of interleaved 1F1B: one layer each, by the number of layers
 _FAMILIES = {"1F1B": "1f1b", "1F1B-I": "1f1b", "ZB-H1": "zb-h1", "ZB-1p": "auto", "ZB-2p": "auto"}
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
     row: dict[str, str]
     label: str
-    setup: TrainingSetup
+    setup: PaperSetup
     machine: Machine
     costs: Costs
     schedule: Schedule
@@ -46,7 +46,7 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
     layers, ranks = int(row["layers"]), int(row["pipeline_gpus"])
     chunks = _CHUNKS[layers] if row["method"] == "1F1B-I" else 1
     per_stage = (layers + 2) // (ranks * chunks)
-    setup = TrainingSetup(
+    setup = PaperSetup(
         model=gpt(layers, int(row["hidden"]), int(row["heads"]), 50304),
         sequence_length=int(row["seqlen"]),
         num_microbatches=int(row["micro_batches"]),
@@ -54,7 +54,7 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
         placement=Placement(ranks, chunks),
         family=_FAMILIES[row["method"]],
         layers_per_stage=(per_stage - 1, *(per_stage,) * (ranks * chunks - 2), per_stage - 1),
-        software=_SOFTWARE,
+        **_PROGRAM,
     )
     costs = step_costs(setup, machine)
     middle = setup.placement.num_stages // 2

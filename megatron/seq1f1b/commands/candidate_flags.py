@@ -58,7 +58,7 @@ def decided_flags(candidate: Candidate) -> list[str]:
         f"--global-batch-size {setup.global_batch_size}",
         "--use-distributed-optimizer",
     ]
-    if setup.software.overlaps_data_parallel:
+    if setup.overlaps_data_parallel:
         words.append("--overlap-grad-reduce --overlap-param-gather")
     if setup.sequence_parallel:
         words.append("--sequence-parallel")

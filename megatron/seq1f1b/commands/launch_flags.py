@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs import Experts, ModelShape
-from ..planning.costs.training_setup import Software, TrainingSetup, even_layers
+from ..planning.costs.training_setup import TrainingSetup, even_layers
 from ..planning.planner import Candidate, Question
 from ..planning.planner.space import cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement
@@ -170,7 +170,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         sequence_parallel=launch.sequence_parallel,
         recompute=launch.recompute_granularity or "none",
         distributed_optimizer=launch.use_distributed_optimizer,
-        software=Software(overlaps_data_parallel=launch.overlap_grad_reduce),
+        overlaps_data_parallel=launch.overlap_grad_reduce,
     )
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
     if (actions := 2 * placement.num_stages * microbatches * segments) > _MOST_ACTIONS:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from ..planning.costs.flops import model_flops
 from ..planning.costs.machine import GIB
-from ..planning.costs.paper_flops import model_flops
-from ..planning.costs.training_setup import parameters_of_model
+from ..planning.costs.model_shape import parameters_of_model
 from ..planning.planner import Plan, Question, breakdown
 from ..report.text import aligned
 

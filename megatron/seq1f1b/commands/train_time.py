@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..planning.costs import ModelShape
 from ..planning.costs.machine import machine_names, read_machine
-from ..planning.costs.training_setup import parameters_of_model
+from ..planning.costs.model_shape import parameters_of_model
 from ..planning.planner import (
     LAWS,
     PRESETS,

@@ -56,6 +56,15 @@ def authors_flops(model: ModelShape) -> Flops:
     )
 
 
+def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
+    """FLOPs of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing
+    recomputed."""
+    layers = [layer_flops(model, layer) for layer in range(model.num_layers)]
+    per_token = head_flops(model) + sum(layer.per_token for layer in layers)
+    per_pair = sum(layer.per_pair for layer in layers)
+    return 3.0 * batch * sequence_length * (per_token + per_pair * (sequence_length + 1) / 2)
+
+
 def _attention(model: ModelShape) -> tuple[int, int]:
     width = model.num_heads * model.head_dim
     kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim

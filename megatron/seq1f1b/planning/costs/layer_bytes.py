@@ -9,6 +9,7 @@ and the gradient of the residual stream. The loss holds logits in several precis
 """
 
 from dataclasses import replace
+from functools import singledispatch
 
 from .model_shape import DeltaNet, Mamba, ModelShape
 from .operations import BYTES
@@ -35,6 +36,7 @@ def layers_alike(setup: TrainingSetup, stage: int) -> list[tuple[int, int]]:
     return list(found.values())
 
 
+@singledispatch
 def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What the forward of one layer keeps for the backward of the segment [start, end), without what passes between
     segments."""
@@ -42,16 +44,11 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
     whole = rows * setup.model.hidden_size / setup.token_shares
     if setup.recompute == "full":
         return BYTES * whole
-    # Of each block the input, the normalised input of its first product, and the mask of the dropout behind it.
-    kept = sum(
-        (5 if setup.software.dropout else 4) * whole + rows * block_bytes(setup, symbol) / setup.tensor_parallel
+    # Of each block the input, and the normalised input of its first product.
+    return sum(
+        2 * BYTES * whole + rows * block_bytes(setup.model, symbol) / setup.tensor_parallel
         for symbol in setup.model.blocks(layer)
     )
-    if "*" in setup.model.blocks(layer) and not setup.software.fuses_kernels:
-        kept += rows * 4 * BYTES * setup.model.head_dim  # cosines and sines for queries and for keys, on every rank
-    if not setup.software.flash_attention and setup.recompute != "selective" and "*" in setup.model.blocks(layer):
-        kept += 5 * rows * end * setup.model.num_heads / setup.tensor_parallel
-    return kept
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
@@ -70,17 +67,15 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
     return sum(BYTES * rows * (ends + inside[symbol] / setup.tensor_parallel) for symbol in model.blocks(layer))
 
 
+@singledispatch
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """Keys and values that the forward of the segment [start, end) makes, which are kept for its backward.
 
     The first segment of a micro-batch, which goes backward last, has the buffer for all of them; within a window each
-    has its own, of which a window stays if they are computed again. Some software makes copies of the prefix instead.
+    has its own, of which a window stays if they are computed again.
     """
     if len(setup.segments) == 1:
         tokens = 0 if setup.recompute == "full" else end - start
-    elif setup.software.concatenates_prefix:
-        # Its own; and the copy for all, until the first segment goes backward.
-        tokens = end - start + (0 if start else setup.sequence_length)
     elif _has_window(setup.model, layer):
         tokens = _seen_later(setup.model, layer, end - start) if setup.recompute == "full" else end - start
     else:
@@ -88,15 +83,14 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
     return BYTES * keys_values_of(setup, layer, tokens)
 
 
+@singledispatch
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     """Gradients that later segments leave for the keys and values of earlier ones, in a buffer from the first backward
     of a micro-batch to its last."""
     if len(setup.segments) == 1:
         return 0.0
-    # Some software adds those of the last segment to it.
-    own = 0 if setup.software.concatenates_prefix else setup.segments[-1]
-    tokens = _seen_later(setup.model, layer, setup.sequence_length - own)
-    return (BYTES if setup.software.concatenates_prefix else 4) * keys_values_of(setup, layer, tokens)
+    tokens = _seen_later(setup.model, layer, setup.sequence_length - setup.segments[-1])
+    return 4 * keys_values_of(setup, layer, tokens)
 
 
 def layer_state(setup: TrainingSetup, layer: int) -> float:
@@ -136,15 +130,13 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
     return 2 * heads * model.head_dim * setup.micro_batch_size * tokens / shares
 
 
-def block_bytes(setup: TrainingSetup, symbol: str) -> float:
+def block_bytes(model: ModelShape, symbol: str) -> float:
     """Bytes for each token inside a block, whose heads and columns tensor-parallel ranks share."""
-    model = setup.model
     inner = (2 if model.is_gated else 1) + 1  # what goes into the activation function, and what comes out
     match symbol:
         case "*":
             # Queries and the output; the log-sum-exp of each head.
-            statistics = 4 * model.num_heads if setup.software.flash_attention else 0
-            return 2 * BYTES * model.num_heads * model.head_dim + statistics
+            return 2 * BYTES * model.num_heads * model.head_dim + 4 * model.num_heads
         case "-":
             return BYTES * inner * model.ffn_hidden_size
         case "E" if model.experts is not None:
@@ -173,12 +165,9 @@ def _convolved(layer: DeltaNet | Mamba) -> int:
     return layer.heads * layer.head_dim + 2 * layer.groups * layer.state_dim
 
 
-# Tensors of the size of its input that the backward of GELU has at once where every operation is a kernel of its own:
-# the input with its bias, the hyperbolic tangent, its derivative, two factors, what comes in and what goes out.
-_UNFUSED_ACTIVATION = 7
-# Bytes of a logit: in 16 bit, in 32 bit, and its exponential, which takes the place of the second where it is computed
-# in place. The exponential is kept for the backward, which makes a gradient in 16 bit of it for the weight gradients.
-_LOGIT_IN_PLACE, _LOGIT_COPIED, LOGIT_KEPT, LOGIT_KEPT_FOR_WEIGHTS = 6, 10, 4, BYTES
+# Bytes of a logit: in 16 bit, and its exponential in 32 bit, which is computed in place. The exponential is kept for
+# the backward, which makes a gradient in 16 bit of it for the weight gradients.
+_LOGIT, LOGIT_KEPT, LOGIT_KEPT_FOR_WEIGHTS = 6, 4, BYTES
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
@@ -186,10 +175,10 @@ def logits(setup: TrainingSetup, length: int) -> float:
     return setup.micro_batch_size * length / setup.context_parallel * setup.model.vocab_size / setup.tensor_parallel
 
 
+@singledispatch
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
     """Logits, and what the loss makes of them, at their most."""
-    in_place = setup.software.fuses_kernels or not is_forward
-    return (_LOGIT_IN_PLACE if in_place else _LOGIT_COPIED) * logits(setup, length)
+    return _LOGIT * logits(setup, length)
 
 
 def whole_input(setup: TrainingSetup, length: int) -> float:
@@ -197,16 +186,10 @@ def whole_input(setup: TrainingSetup, length: int) -> float:
     return BYTES * setup.micro_batch_size * length / setup.context_parallel * setup.model.hidden_size
 
 
+@singledispatch
 def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end)."""
-    layers = setup.layers_of(stage)
-    most = max((_layer(setup, layer, start, end) for layer, _ in layers_alike(setup, stage)), default=0.0)
-    if setup.software.frees_late and setup.token_shares > 1:
-        # Of each layer stay two gathered gradients of outputs and two gradients of gathered inputs, while what the
-        # layer kept is freed.
-        stays = 4 * whole_input(setup, end - start) - layer_activation(setup, layers[0], start, end)
-        most += len(layers) * max(0.0, stays)
-    return most
+    return max((_layer(setup, layer, start, end) for layer, _ in layers_alike(setup, stage)), default=0.0)
 
 
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
@@ -215,23 +198,16 @@ def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     residual = whole / setup.token_shares
     around = residual + whole + (whole if setup.token_shares > 1 else 0.0)
     again = layer_activation(replace(setup, recompute="none"), layer, start, end) if setup.recompute == "full" else 0.0
-    return around + again + max(_block(setup, layer, symbol, start, end) for symbol in setup.model.blocks(layer))
+    return around + again + max(block_working(setup, layer, symbol, start, end) for symbol in setup.model.blocks(layer))
 
 
-def _block(setup: TrainingSetup, layer: int, symbol: str, start: int, end: int) -> float:
-    model, software = setup.model, setup.software
+@singledispatch
+def block_working(setup: TrainingSetup, layer: int, symbol: str, start: int, end: int) -> float:
+    """What the backward of one block of a layer holds for the segment [start, end)."""
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    kept = rows * block_bytes(setup, symbol) / setup.tensor_parallel
-    if symbol == "-" and not software.fuses_kernels:
-        into = BYTES * (2 if model.is_gated else 1) * model.ffn_hidden_size
-        return _UNFUSED_ACTIVATION * rows * into / setup.tensor_parallel
+    kept = rows * block_bytes(setup.model, symbol) / setup.tensor_parallel
     if symbol != "*":
         return kept
     # The kernel returns gradients of all keys and values that it was given, and sums those of the queries in 32 bit.
-    of_queries = 4 * rows * model.num_heads * model.head_dim / setup.tensor_parallel
-    found = kept + BYTES * keys_values_of(setup, layer, end) + of_queries
-    if not software.flash_attention:
-        # Scores, their softmax and the mask of its dropout, if they are computed again; and gradients of both.
-        each = 2 * BYTES + (5 if setup.recompute == "selective" else 0)
-        found += each * rows * end * model.num_heads / setup.tensor_parallel / setup.context_parallel
-    return found
+    of_queries = 4 * rows * setup.model.num_heads * setup.model.head_dim / setup.tensor_parallel
+    return kept + BYTES * keys_values_of(setup, layer, end) + of_queries

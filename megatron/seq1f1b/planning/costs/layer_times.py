@@ -5,80 +5,62 @@ projection, norm, feed-forward block or experts. FLOPs follow arXiv 2104.04473, 
 parallelism exchange follows arXiv 2205.05198, section 4.2.
 """
 
-from dataclasses import dataclass
+from functools import singledispatch
 from typing import NamedTuple
 
 from .machine import Machine
-from .operations import (
-    BYTES,
-    all_reduce_time,
-    all_to_all_time,
-    flash_time,
-    matmul_time,
-    moving_time,
-    unfused_attention_time,
-)
+from .operations import BYTES, all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
 from .training_setup import TrainingSetup
 
+# Of the products of weight gradients, the share of their time that can hide a collective: a guess.
+_HIDING = 0.8
+# Bytes that move for each logit while the loss is taken in 32 bit, step by step: guesses, by the tensors that PyTorch's
+# kernels read and write.
+_OF_LOGIT_FORWARD, _OF_LOGIT_BACKWARD = 40, 16
 
-@dataclass(frozen=True)
-class LayerTime:
-    """One segment on one layer: the parts of each direction. Seconds on the device.
 
-    `forward_*` are parts of the forward; `input_*` of the input gradients; `weight` are the weight gradients.
-    `exchange` is what tensor parallelism does not hide, `all_to_all` what context and expert parallelism exchange,
-    `addition` that of weight gradients to those there, where it comes after all else.
-    """
+class Parts(NamedTuple):
+    """One direction of a segment on one layer, by what its seconds are spent on."""
 
-    forward_matmul: float
-    forward_attention: float
-    forward_other: float
-    forward_exchange: float
-    forward_all_to_all: float
-    input_matmul: float
-    input_attention: float
-    input_other: float
-    input_exchange: float
-    input_all_to_all: float
+    matmul: float
+    attention: float
+    other: float
+    exchange: float  # what tensor parallelism does not hide of its collectives
+    all_to_all: float  # what context and expert parallelism exchange
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+class LayerTime(NamedTuple):
+    """One segment on one layer: its forward, its input gradients and its weight gradients. Seconds on the device."""
+
+    forward: Parts
+    input: Parts
     weight: float
-    addition: float
-
-    @property
-    def forward(self) -> float:
-        parts = self.forward_matmul, self.forward_attention, self.forward_other, self.forward_exchange
-        return sum(parts) + self.forward_all_to_all
-
-    @property
-    def input(self) -> float:
-        parts = self.input_matmul, self.input_attention, self.input_other, self.input_exchange
-        return sum(parts) + self.input_all_to_all
 
 
+@singledispatch
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has_experts: bool = False) -> LayerTime:
     """The time of the tokens [start, end) of every sequence of a micro-batch, without recomputation."""
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
     widths = _Widths.of(setup, has_experts)
-    forward_matmul, input_matmul, weight, addition = _products(setup, machine, widths, rows, has_experts)
+    forward_matmul, input_matmul, weight = _products(setup, machine, widths, rows, has_experts)
     forward_attention, input_attention = _attention(setup, machine, widths, start, end)
     forward_other, input_other = _moving(setup, machine, widths, rows)
     forward_exchange, input_exchange = _tensor_exchange(setup, machine, widths, rows, weight)
     # Context parallelism by heads: queries, keys, values and the output change from tokens to heads and back.
     context_bytes = BYTES * rows * (2 * widths.queries + 2 * widths.keys)
     context_exchange = all_to_all_time(machine, setup.context_group, context_bytes)
-    routed = expert_time(setup, machine, rows) if setup.model.experts and has_experts else NO_EXPERTS
+    routed = expert_time(setup, machine, rows) if setup.model.experts and has_experts else _NO_EXPERTS
+    all_to_all = context_exchange + routed.all_to_all
+    forward_matmul, input_matmul = forward_matmul + routed.matmul, input_matmul + routed.matmul
+    forward_other, input_other = forward_other + routed.other, input_other + 2 * routed.other
     return LayerTime(
-        forward_matmul + routed.matmul,
-        forward_attention,
-        forward_other + routed.other,
-        forward_exchange,
-        context_exchange + routed.all_to_all,
-        input_matmul + routed.matmul,
-        input_attention,
-        input_other + 2 * routed.other,
-        input_exchange,
-        context_exchange + routed.all_to_all,
+        Parts(forward_matmul, forward_attention, forward_other, forward_exchange, all_to_all),
+        Parts(input_matmul, input_attention, input_other, input_exchange, all_to_all),
         weight + routed.weight,
-        addition,
     )
 
 
@@ -106,8 +88,8 @@ class _Widths(NamedTuple):
 
 def _products(
     setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float, has_experts: bool
-) -> tuple[float, float, float, float]:
-    """Matrix products of the forward, of input gradients and of weight gradients, and what adds these up after all."""
+) -> tuple[float, float, float]:
+    """Matrix products of the forward, of input gradients and of weight gradients."""
     device, hidden = machine.device, setup.model.hidden_size
     queries, keys, into_activation, activated = widths
     # outputs, inputs
@@ -115,34 +97,22 @@ def _products(
     forward = sum(matmul_time(device, rows, out, into) for out, into in weights)
     back = sum(matmul_time(device, rows, into, out) for out, into in weights)
     weight = sum(matmul_time(device, out, into, rows) for out, into in weights)
-    gradients = setup.software.gradient_bytes * setup.layer_parameters(has_experts)
-    if setup.software.adds_gradients_last:
-        return forward, back, weight, moving_time(device, 3 * gradients, 1)
     # A product that adds to gradients reads and writes them meanwhile.
-    return forward, back, max(weight, moving_time(device, 2 * gradients)), 0.0
+    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(has_experts))
+    return forward, back, max(weight, adding)
 
 
 def _attention(setup: TrainingSetup, machine: Machine, widths: _Widths, start: int, end: int) -> tuple[float, float]:
     """Attention of the forward and of the input gradients."""
-    model, device, software = setup.model, machine.device, setup.software
-    batch, length = setup.micro_batch_size, end - start
+    model, device, batch, length = setup.model, machine.device, setup.micro_batch_size, end - start
     heads = model.num_heads / setup.tensor_parallel / setup.context_parallel
-    if software.flash_attention:
-        pairs = length * (start + end + 1) / 2
-        forward = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
-        back = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
-    else:
-        sizes = (device, length, end, heads, model.head_dim, batch, software.dropout, software.fuses_kernels)
-        forward = unfused_attention_time(*sizes, backward=False)
-        back = unfused_attention_time(*sizes, backward=True)
+    pairs = length * (start + end + 1) / 2
+    forward = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
+    back = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
     if len(setup.segments) > 1:
-        # Keys and values of the prefix: either copied each time, or their gradients are added to sums in 32 bit.
+        # Gradients of the keys and values of the prefix are added to sums in 32 bit.
         cached = batch * end / setup.context_parallel * 2 * widths.keys
-        if software.concatenates_prefix:
-            forward += moving_time(device, 2 * BYTES * cached, 2)
-            back += moving_time(device, 3 * BYTES * cached, 2)
-        else:
-            back += moving_time(device, (BYTES + 8) * cached, 2)
+        back += moving_time(device, (BYTES + 8) * cached, 2)
     return forward, back
 
 
@@ -171,14 +141,13 @@ def _tensor_exchange(
     blocks = 2 if widths.activated else 1
     forward = back = blocks * all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
     back += forward / 2 if setup.sequence_parallel else 0.0
-    if setup.software.overlaps_tensor_parallel and not setup.splits_backward:
+    if not setup.splits_backward:
         # With sequence parallelism the gathering runs beside a product, and the reduction beside another.
-        back -= min(forward, 0.8 * weight)
+        back -= min(forward, _HIDING * weight)
     return forward, back
 
 
-@dataclass(frozen=True)
-class EndTime:
+class EndTime(NamedTuple):
     """The embedding, or the projection to the vocabulary with the loss, for one segment."""
 
     forward: float
@@ -198,21 +167,20 @@ def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int)
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
-    """The loss is taken in 32 bit, step by step: about 40 bytes move for each logit forward, 16 backward."""
+    """The projection to the vocabulary and the loss."""
     device, hidden = machine.device, setup.model.hidden_size
     rows = setup.micro_batch_size * (end - start) / setup.context_parallel
     columns = setup.model.vocab_size / setup.tensor_parallel
     logits = rows * columns
     once = all_reduce_time(machine, setup.tensor_group, BYTES * rows * hidden)
-    forward = matmul_time(device, rows, columns, hidden) + moving_time(device, 40 * logits, 10)
+    forward = matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
     forward += once / 2 if setup.sequence_parallel else 0.0
-    back = matmul_time(device, rows, hidden, columns) + moving_time(device, 16 * logits, 4) + once
-    adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.embedding_parameters)
+    back = matmul_time(device, rows, hidden, columns) + moving_time(device, _OF_LOGIT_BACKWARD * logits, 4) + once
+    adding = moving_time(device, 2 * setup.gradient_bytes * setup.embedding_parameters)
     return EndTime(forward, back, max(matmul_time(device, columns, hidden, rows), adding))
 
 
-@dataclass(frozen=True)
-class ExpertTime:
+class ExpertTime(NamedTuple):
     """`matmul` and `all_to_all` of the forward, which the input gradients take again, and `other` of the forward."""
 
     matmul: float
@@ -221,7 +189,7 @@ class ExpertTime:
     weight: float
 
 
-NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
+_NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
 
 
 def expert_time(setup: TrainingSetup, machine: Machine, rows: float) -> ExpertTime:
@@ -237,7 +205,7 @@ def expert_time(setup: TrainingSetup, machine: Machine, rows: float) -> ExpertTi
     weights = ((fc1, hidden), (hidden, ffn))  # outputs, inputs
     matmul = sum(matmul_time(device, routed / here, out, into, here) for out, into in weights)
     weight = sum(matmul_time(device, out, into, routed / here, here) for out, into in weights)
-    adding = moving_time(device, 2 * setup.software.gradient_bytes * setup.layer_expert_parameters)
+    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_expert_parameters)
     # The router; sorting tokens by expert and back, each a read and a write; the activation function.
     router = matmul_time(device, tokens, experts.total, hidden)
     other = moving_time(device, BYTES * routed * (4 * hidden + fc1 + ffn), 12)

@@ -13,9 +13,10 @@ from math import ceil, log2
 
 from .machine import Device, Machine
 
-# Rows, columns, and speed relative to the largest tile, which reuses its operands most.
+# Rows, columns, and speed relative to the largest tile, which reuses its operands most. The speeds are guesses:
+# libraries choose among dozens of kernels, and the fitted efficiency of a machine is that of the largest tile.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64, 64, 0.65))
-# To fill and drain a tile takes as long as this many steps along the dimension that is summed over.
+# To fill and drain a tile takes as long as this many steps along the dimension that is summed over: a guess.
 _TILE_OVERHEAD = 128
 # FlashAttention gives a multiprocessor a block of so many queries of one head, two blocks at a time; in the backward it
 # is a block of keys (arXiv 2307.08691, section 3.2).
@@ -61,39 +62,11 @@ def flash_time(
     """
     flops = (10 if backward else 4) * batch * heads * head_dim * pairs
     rate = device.peak_flops * (device.flash_backward if backward else device.flash_forward)
-    rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)
+    rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)  # a line through heads of 64 and of 128
     # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
     blocks = ceil((keys if backward else queries) / _BLOCK) * heads * batch
     idle = device.multiprocessors / (2 * blocks) if blocks else 0.0
     return flops / rate * (1 + min(idle, device.multiprocessors)) + device.kernel_latency
-
-
-def unfused_attention_time(
-    device: Device,
-    queries: int,
-    keys: int,
-    heads: float,
-    head_dim: int,
-    batch: int,
-    dropout: bool,
-    fuses_softmax: bool,
-    backward: bool,
-) -> float:
-    """Attention by two batched matrix products and a kernel for scale, mask and softmax, as in Megatron.
-
-    Without `fuses_softmax` the mask is added by a kernel, the softmax makes numbers in 32 bit, and these are cast.
-    """
-    count = heads * batch
-    scores = BYTES * count * queries * keys
-    products = matmul_time(device, queries, keys, head_dim, count) + matmul_time(device, queries, head_dim, keys, count)
-    masked = moving_time(device, 2.5 * scores, 1) if dropout else 0.0  # the same, and a mask of one byte
-    if not backward:
-        # A kernel reads and writes the scores; or three do, with 4 bytes between the last two.
-        softmax = moving_time(device, 2 * scores, 1) if fuses_softmax else moving_time(device, 8 * scores, 3)
-        return products + softmax + masked
-    # Two products for each of the forward; the softmax also reads its result.
-    softmax = moving_time(device, 3 * scores, 1) if fuses_softmax else moving_time(device, 8 * scores, 2)
-    return 2 * products + softmax + masked
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """How long the actions of a training step take on a machine, and what follows the last of them. Seconds."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from itertools import accumulate, pairwise
 
 from ...schedule import Costs, Placement
 from .layer_times import EndTime, LayerTime, embedding_time, head_time, layer_time
 from .machine import Machine
 from .operations import BYTES, all_gather_time, all_reduce_time, message_time, moving_time
+from .step_memory import activation_tables
 from .training_setup import TrainingSetup
 
 Row = tuple[float, ...]
@@ -33,10 +34,10 @@ def _rows(
     row_f, row_i, row_w = [], [], []
     for dense, sparse, embedding, head in _parts(replace(setup, recompute="none"), machine):
         counted = tuple(zip(layers, (dense, sparse), strict=True))
-        forward = sum(count * layer.forward for count, layer in counted)
-        back = sum(count * layer.input for count, layer in counted)
+        forward = sum(count * layer.forward.total for count, layer in counted)
+        back = sum(count * layer.input.total for count, layer in counted)
         weight = sum(count * layer.weight for count, layer in counted)
-        attention = sum(count * layer.forward_attention for count, layer in counted)
+        attention = sum(count * layer.forward.attention for count, layer in counted)
         repeated = {"none": 0.0, "selective": attention, "full": forward}[setup.recompute]
         for end, there in ((embedding, first), (head, last)):
             if there:
@@ -47,9 +48,6 @@ def _rows(
         launch_b = sum(layers) * host.layer_backward + (launch_f if setup.recompute == "full" else 0.0)
         total = max(back + weight + repeated, launch_b) + host.action
         weight *= (total - host.action) / (back + weight + repeated) if setup.splits_backward else 1.0
-        if setup.software.adds_gradients_last:
-            weight = sum(count * layer.addition for count, layer in counted)
-            total += weight
         row_f.append(max(forward, launch_f) + host.action)
         row_i.append(total - weight)
         row_w.append(weight)
@@ -66,7 +64,7 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
         placement=Placement(1),
         layers_per_stage=(setup.model.num_layers,),
         family=setup.family if setup.splits_backward else "1f1b",
-        software=replace(setup.software, overlaps_data_parallel=False),
+        overlaps_data_parallel=False,
     )
     last = setup.placement.num_stages - 1
     kinds = [(setup.stage_layers[stage], stage == 0, stage == last) for stage in range(last + 1)]
@@ -74,24 +72,21 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
     return [rows[kind] for kind in kinds]
 
 
+@singledispatch
 @lru_cache(maxsize=256)
 def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
     """Durations of F, I and W and of the messages, by stage and segment, in seconds; memory in bytes is in `memory`."""
-    from .step_memory import activation_tables
-
     f, i, w = zip(*stage_rows(setup, machine), strict=True)
-    messages = message_times(setup, machine)
+    messages = message_times(setup, machine, setup.tensor_parallel)
     activation, kept = activation_tables(setup)
     return Costs(f, i, w, messages[0], messages[1], activation, kept)
 
 
-def message_times(setup: TrainingSetup, machine: Machine) -> tuple[tuple[tuple[float, ...], ...], ...]:
+def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """From a stage to the next, and back to the one before: by stage and segment.
 
-    Every tensor-parallel rank sends its part; without sequence parallelism the receivers gather the parts. Or one of
-    them sends all, which the receivers broadcast.
+    So many tensor-parallel ranks send a part each; without sequence parallelism the receivers gather the parts.
     """
-    parts = setup.tensor_parallel if setup.software.scatters_messages else 1
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
     tables = []
     stages = setup.placement.num_stages
@@ -121,7 +116,7 @@ def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, exp
     parameters where the optimizer state is sharded; those of `experts` have a group of their own."""
     reduce = gather = 0.0
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
-        gradients = setup.software.gradient_bytes * count
+        gradients = setup.gradient_bytes * count
         if not count:
             continue
         if setup.distributed_optimizer:
@@ -149,18 +144,17 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     stages = setup.placement.stages_of(rank)
     parameters = sum(setup.stage_parameters(stage) for stage in stages)
     experts = sum(setup.stage_expert_parameters(stage) for stage in stages)
-    software = setup.software
     reduce = gather = 0.0
-    if not software.overlaps_data_parallel:
+    if not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)
     ends = (0, setup.placement.num_stages - 1)
     if setup.tied_embeddings and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
-        size = software.gradient_bytes * setup.embedding_parameters
+        size = setup.gradient_bytes * setup.embedding_parameters
         reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
     # All ranks clear, scale and measure gradients; Adam takes parameter, two moments, gradient and a 16-bit copy.
-    moved = 4 * software.gradient_bytes * (parameters + experts)
+    moved = 4 * setup.gradient_bytes * (parameters + experts)
     for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1
-        moved += (24 + software.gradient_bytes + BYTES) * count / share
+        moved += (24 + setup.gradient_bytes + BYTES) * count / share
     return StepEnd(reduce, moving_time(machine.device, moved, 20), gather)

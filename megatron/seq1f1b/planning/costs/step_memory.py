@@ -117,7 +117,7 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
         group.size if setup.distributed_optimizer else 1 for group in (setup.data_group, setup.expert_data_group)
     )
     optimizer = 12 * (parameters / share + experts / expert_share)
-    return BYTES * (parameters + experts), setup.software.gradient_bytes * (parameters + experts), optimizer
+    return BYTES * (parameters + experts), setup.gradient_bytes * (parameters + experts), optimizer
 
 
 def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:

@@ -48,12 +48,7 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
 
 def _of_layer(time: LayerTime, recompute: str) -> tuple[float, ...]:
     """Seconds of both directions, in the order of `_OF_LAYERS`."""
-    repeated = {"none": 0.0, "selective": time.forward_attention, "full": time.forward}
-    return (
-        time.forward_matmul + time.input_matmul + time.weight,
-        time.forward_attention + time.input_attention,
-        time.forward_other + time.input_other,
-        time.forward_exchange + time.input_exchange,
-        time.forward_all_to_all + time.input_all_to_all,
-        repeated[recompute],
-    )
+    both = (forward + back for forward, back in zip(time.forward, time.input, strict=True))
+    matmul, *others = both
+    repeated = {"none": 0.0, "selective": time.forward.attention, "full": time.forward.total}
+    return (matmul + time.weight, *others, repeated[recompute])

@@ -10,7 +10,7 @@ from ...partition import SegmentTime, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.machine import OUTSIDE_GIB, Machine
-from ..costs.training_setup import Software, TrainingSetup
+from ..costs.training_setup import TrainingSetup
 
 # GPipe takes as long as 1F1B, in more memory.
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
@@ -82,7 +82,7 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                         layers_per_stage=layers,
                         sequence_parallel=tensor > 1,
                         distributed_optimizer=True,
-                        software=Software(overlaps_data_parallel=data * context > 1),
+                        overlaps_data_parallel=data * context > 1,
                     )
                     for expert in expert_sizes(question.model, tensor * context * data):
                         for recompute in question.recomputes:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ...errors import ParameterError
 from ..costs.machine import GIB
-from ..costs.training_setup import parameters_of_model
+from ..costs.model_shape import parameters_of_model
 from ..simulator import predict_long
 from .search import least_bytes, least_seconds
 from .space import Candidate, Question, scheduled, setups

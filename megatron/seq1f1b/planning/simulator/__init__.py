@@ -1,6 +1,5 @@
 """The step predicted: a schedule with costs and communication, in simulated time. Start with step."""
 
-from .blocking import execute_blocking
 from .estimate import StepEstimate, estimate_step
 from .long_step import LongStep, predict_long
 from .lowered import ChunkCollectives, execute_lowered
@@ -12,7 +11,6 @@ __all__ = [
     "Prediction",
     "StepEstimate",
     "estimate_step",
-    "execute_blocking",
     "execute_lowered",
     "predict",
     "predict_long",

@@ -1,13 +1,13 @@
 """A training step predicted: the lowered schedule in simulated time, then gradients, optimizer and parameters."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import singledispatch
 
-from ...schedule import Action, Kind, Schedule, Timeline, build, lower, simulate
+from ...schedule import Costs, Schedule, Timeline, build, lower, simulate
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, rank_memory
 from ..costs.training_setup import TrainingSetup
-from .blocking import execute_blocking
 from .lowered import ChunkCollectives, compute_only, execute_lowered
 
 
@@ -38,19 +38,10 @@ class Prediction:
 
 
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
-    """`schedule` is built from `setup.family` if it is not given. Raises ValueError for what cannot run.
-
-    Messages that overlap with compute travel as the interpreter sends them (`lowered`); where ranks wait for every
-    message, both of its ends are one call, as in Megatron's own schedules (`blocking`).
-    """
+    """`schedule` is built from `setup.family` if it is not given. Raises ValueError for what cannot run."""
     costs = step_costs(setup, machine)
     schedule = schedule or build(setup.family, setup.shape, costs)
-    if setup.software.adds_gradients_last:
-        schedule = _with_additions(schedule)
-    if setup.software.overlaps_messages or setup.pipeline_parallel == 1:
-        timeline = execute_lowered(lower(schedule), costs, chunk_collectives(setup, machine))
-    else:
-        timeline = execute_blocking(schedule, costs)
+    timeline = timeline_of(setup, machine, schedule, costs)
     timeline = Timeline(timeline.shape, timeline.ranks, "s", {"schedule": setup.family})
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
     seconds = _seconds(timeline, ends, machine)
@@ -58,14 +49,10 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     return Prediction(setup, machine, timeline, ends, seconds, memory)
 
 
-def _with_additions(schedule: Schedule) -> Schedule:
-    """The additions to weight gradients behind each backward."""
-
-    def parts(action: Action) -> tuple[Action, ...]:
-        return (action._replace(kind=Kind.I), action._replace(kind=Kind.W)) if action.kind is Kind.B else (action,)
-
-    ranks = (tuple(part for action in actions for part in parts(action)) for actions in schedule.ranks)
-    return replace(schedule, ranks=tuple(ranks))
+@singledispatch
+def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, costs: Costs) -> Timeline:
+    """The actions of a schedule in time, with messages as the interpreter sends them."""
+    return execute_lowered(lower(schedule), costs, chunk_collectives(setup, machine))
 
 
 def shortest(setup: TrainingSetup, machine: Machine, schedule: Schedule) -> float:
@@ -77,7 +64,7 @@ def shortest(setup: TrainingSetup, machine: Machine, schedule: Schedule) -> floa
 
 def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollectives | None:
     """None where replicas exchange gradients and parameters outside the schedule."""
-    if not setup.software.overlaps_data_parallel or setup.data_group.size == 1:
+    if not setup.overlaps_data_parallel or setup.data_group.size == 1:
         return None
     stages = range(setup.placement.num_stages)
     times = (

@@ -7,9 +7,10 @@ import pytest
 from megatron.seq1f1b.planning.costs import Experts
 from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.model_shape import parameters_of_model
 from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup, parameters_of_model
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import preset
 from megatron.seq1f1b.schedule import Placement, build
 
@@ -41,7 +42,7 @@ def test_one_expert_for_all_tokens_is_a_feed_forward_block():
         layer_time(replace(SETUP, model=model, expert_parallel=1), MACHINE, 0, 8192, has_experts=model is alone)
         for model in (dense, alone)
     ]
-    assert times[1].forward_matmul == pytest.approx(times[0].forward_matmul, rel=0.01)
+    assert times[1].forward.matmul == pytest.approx(times[0].forward.matmul, rel=0.01)
     assert times[1].weight == pytest.approx(times[0].weight, rel=0.01)
 
 

@@ -12,8 +12,9 @@ from megatron.seq1f1b.planning.costs.layer_bytes import (
     layer_keys_values_gradients,
     layer_state,
 )
+from megatron.seq1f1b.planning.costs.model_shape import parameters_of
 from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, stage_kept
-from megatron.seq1f1b.planning.costs.training_setup import Software, TrainingSetup, parameters_of
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
 
 LENGTH = 16384
@@ -32,9 +33,6 @@ def hybrid(pattern: str, **changes) -> TrainingSetup:
     [
         {},
         {"recompute": "selective"},
-        {"software": Software(dropout=True)},
-        {"software": Software(flash_attention=False)},
-        {"software": Software(concatenates_prefix=True)},
     ],
     ids=str,
 )
@@ -44,14 +42,6 @@ def test_attention_and_mlp_as_layers_of_their_own_keep_what_a_layer_of_a_gpt_doe
     for size in (layer_activation, layer_keys_values):
         assert sum(size(apart, layer, *span) for layer in (0, 1)) == pytest.approx(size(whole, 0, *span))
     assert sum(parameters_of(apart.model, symbol) for symbol in "*-") == parameters_of(GPT, GPT.blocks(0))
-
-
-def test_the_activations_of_a_gpt_are_34_bytes_a_token_and_hidden_unit():
-    model = replace(GPT, num_kv_heads=None, is_gated=False)
-    setup = TrainingSetup(model, LENGTH, 1, software=Software(dropout=True))
-    kept = layer_activation(setup, 0, 0, 1) + layer_keys_values(setup, 0, 0, 1)
-    # The paper stores no log-sum-exp, and the mask of the dropout within attention takes a byte a score.
-    assert kept - 4 * model.num_heads == 34 * model.hidden_size
 
 
 def test_a_state_is_a_matrix_for_each_head_and_the_columns_before_the_convolution():

@@ -9,15 +9,25 @@ after it.
 
 from collections.abc import Iterator
 
-from ...schedule import Action, Costs, Kind, Schedule, Shape, Span, Timeline
-from ...schedule.dependencies import message_needed
+from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Shape, Span, Timeline
+from megatron.seq1f1b.schedule.dependencies import message_needed
 
 _NEVER = -1.0
 
 
 def execute_blocking(schedule: Schedule, costs: Costs) -> Timeline:
-    """The timeline of the compute actions; `costs` holds how long a message takes. Raises ValueError."""
+    """The timeline of the compute actions; `costs` holds how long a message takes. Raises ValueError.
+
+    With several model chunks and no more micro-batches than ranks, all ranks run their forwards before their backwards,
+    as Megatron's interleaved schedule does.
+    """
     costs.check(schedule.shape)
+    shape = schedule.shape
+    if shape.num_chunks > 1 and shape.num_microbatches <= shape.num_ranks:
+        forwards_first = (
+            tuple(sorted(actions, key=lambda each: each.kind is not Kind.F)) for actions in schedule.ranks
+        )
+        schedule = Schedule(shape, tuple(forwards_first))
     return _Machine(schedule, costs).run()
 
 
@@ -109,7 +119,10 @@ class _Machine:
         received, sent, times = self.messages.received, self.messages.sent, self.messages.times
         segments = self.messages.segments
         batch: list[tuple[int, int, float]] = []
-        for weights, group in _groups(self.schedule.ranks[rank], paired=self.schedule.shape.num_chunks > 1):
+        actions = self.schedule.ranks[rank]
+        for weights, group in _groups(
+            actions, paired=self.schedule.shape.num_chunks > 1 and _has_steady_state(actions)
+        ):
             for kind, stage, microbatch, segment in group:
                 first = received[kind][stage]
                 if first is not None:
@@ -121,6 +134,12 @@ class _Machine:
                 first = sent[kind][stage]
                 if first is not None:
                     batch.append((0, first + microbatch * segments + segment, times[kind][stage][segment]))
+
+
+def _has_steady_state(actions: tuple[Action, ...]) -> bool:
+    """Whether a forward comes after a backward."""
+    kinds = [action.kind for action in actions]
+    return Kind.B in kinds and Kind.F in kinds[kinds.index(Kind.B) :]
 
 
 def _groups(actions: tuple[Action, ...], paired: bool) -> Iterator[tuple[list[Action], list[Action]]]:

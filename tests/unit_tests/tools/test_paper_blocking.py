@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from megatron.seq1f1b.planning.simulator import execute_blocking
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Placement, Schedule, Shape, build, simulate
+from paper.blocking import execute_blocking
 
 # With several chunks Megatron, too, takes whole groups of as many micro-batches as there are ranks.
 CASES = [
@@ -36,10 +36,22 @@ def test_one_rank_waits_for_the_slow_exchange_of_its_neighbours():
     assert execute_blocking(build("1f1b", shape), costs).makespan == pytest.approx(1 + 0.5 + 1 + 2 + 0.5 + 2)
 
 
+@pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 4), (8, 2)])
+def test_interleaved_with_as_many_micro_batches_as_ranks_runs_all_forwards_first(ranks, chunks):
+    """As arXiv 2104.04473 ran it in figures 12 and 18, with batches of 12."""
+    shape = Shape(Placement(ranks, chunks), ranks)
+    costs = Costs.uniform(shape, message=0.25)
+    timeline = execute_blocking(build("1f1b", shape), costs)
+    for spans in timeline.ranks:
+        kinds = [span.action.kind for span in spans]
+        assert kinds == [Kind.F] * ranks * chunks + [Kind.B] * ranks * chunks
+    assert simulate(build("breadth-first", shape), costs).makespan <= timeline.makespan
+
+
 def test_a_schedule_that_needs_messages_ahead_is_a_mistake_and_no_hang():
-    shape = Shape(Placement(4, 2), 3)
+    shape = Shape(Placement(4, 2), 5)
     with pytest.raises(ValueError, match="ranks that wait for every message cannot run this schedule to its end"):
-        execute_blocking(build("gpipe", shape), Costs.uniform(shape))
+        execute_blocking(build("1f1b", shape), Costs.uniform(shape))
 
 
 def _split(microbatches):

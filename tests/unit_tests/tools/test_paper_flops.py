@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.seq1f1b.planning.costs.paper_flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from megatron.seq1f1b.planning.planner.presets import gpt
+from paper.flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from paper.megatron_tables import sc21_setup
 from paper.row import read
 

@@ -1,16 +1,6 @@
-"""Floating-point operations of a whole training step by the formula of each paper, for TFLOPS that can be compared."""
+"""Floating-point operations of a training step by the formula of each paper, for TFLOPS that can be compared."""
 
-from .flops import authors_flops, head_flops, layer_flops
-from .model_shape import ModelShape
-
-
-def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
-    """FLOPs of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing
-    recomputed."""
-    layers = [layer_flops(model, layer) for layer in range(model.num_layers)]
-    per_token = head_flops(model) + sum(layer.per_token for layer in layers)
-    per_pair = sum(layer.per_pair for layer in layers)
-    return 3.0 * batch * sequence_length * (per_token + per_pair * (sequence_length + 1) / 2)
+from megatron.seq1f1b.planning.costs import ModelShape, authors_flops
 
 
 def seq1f1b_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
