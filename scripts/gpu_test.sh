@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks that need a GPU: one of them, 8 minutes at most, no network, nothing to compile. PYTHON needs torch and
+# The checks that need a GPU: one of them, 9 minutes at most, no network, nothing to compile. PYTHON needs torch and
 # megatron-core, from their wheels. Without a GPU it ends with a sentence. Arguments go to tests/gpu_tests/run.py (see its --help).
 #
 #   bash scripts/gpu_test.sh                       # or PYTHON=/path/to/python bash scripts/gpu_test.sh

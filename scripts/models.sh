@@ -68,16 +68,26 @@ esac
 : "${WORLD_SIZE:=}" # of the rehearsed launch; empty: one model, TP x PP
 
 # --------------------------------------------------------------------------- where it is to run
-# Hardware queues of a GPU. Tensor parallelism overlaps its messages by the order of launches, which one queue keeps
-# (Megatron requires it below Blackwell); without it, several queues keep messages from holding up kernels.
+# Context-parallel ranks, from the arguments of the launcher.
+CP=1
+previous=
+for word in "$@"; do
+    [ "$previous" != --context-parallel-size ] || CP=$word
+    [[ $word != --context-parallel-size=* ]] || CP=${word#*=}
+    previous=$word
+done
+# Hardware queues of a GPU. Tensor and context parallelism overlap their messages by the order of launches, which one
+# queue keeps (Megatron requires it below Blackwell); without them, several queues keep messages from holding up kernels.
 if [ -z "${CUDA_DEVICE_MAX_CONNECTIONS:-}" ]; then
-    CUDA_DEVICE_MAX_CONNECTIONS=$([ "$TP" = 1 ] && echo 32 || echo 1)
+    CUDA_DEVICE_MAX_CONNECTIONS=$([ "$TP" = 1 ] && [ "$CP" = 1 ] && echo 32 || echo 1)
 fi
+# Loading a kernel waits for the GPU, which may be waiting for a message: load all before the first.
+: "${CUDA_MODULE_LOADING:=EAGER}"
 # Segments of different lengths fragment memory unless the allocator's blocks can grow.
 : "${PYTORCH_ALLOC_CONF:=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}"
 PYTORCH_CUDA_ALLOC_CONF=$PYTORCH_ALLOC_CONF # its name before PyTorch 2.9
 : "${OMP_NUM_THREADS:=1}"
-export CUDA_DEVICE_MAX_CONNECTIONS PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS
+export CUDA_DEVICE_MAX_CONNECTIONS CUDA_MODULE_LOADING PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS
 : "${PYTHON:=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}"
 
 # Set `installed` to those of the modules that $PYTHON finds, without importing them.
@@ -121,18 +131,20 @@ check_switches() {
 
 # check_world NODES: check the sizes, set GPUS_PER_NODE if need be, and check that the model can be laid out.
 check_world() {
-    check_numbers TP PP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
+    check_numbers TP PP CP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
         TRAIN_ITERS SAVE_INTERVAL
     [ "$SEQUENCE_SPLITS" = auto ] || check_numbers SEQUENCE_SPLITS
     check_switches DRY_RUN RECOMPUTE
+    local model="TP=$TP x PP=$PP"
+    [ "$CP" = 1 ] || model+=" x --context-parallel-size $CP"
     [[ $EVAL_ITERS =~ ^[0-9]+$ ]] || die "EVAL_ITERS=$EVAL_ITERS is not a number of iterations."
     [[ $DEVICE == cuda || $DEVICE == cpu ]] || die "DEVICE=$DEVICE is unknown: take cuda or cpu."
     [ -z "$WORLD_SIZE" ] || check_numbers WORLD_SIZE
     if [ "$DRY_RUN" = 1 ]; then
-        : "${WORLD_SIZE:=$((TP * PP))}"
-        DP=$((WORLD_SIZE / (TP * PP)))
-        ((DP * TP * PP == WORLD_SIZE && DP > 0)) ||
-            die "WORLD_SIZE=$WORLD_SIZE is not a multiple of TP=$TP x PP=$PP: change one of them."
+        : "${WORLD_SIZE:=$((TP * PP * CP))}"
+        DP=$((WORLD_SIZE / (TP * PP * CP)))
+        ((DP * TP * PP * CP == WORLD_SIZE && DP > 0)) ||
+            die "WORLD_SIZE=$WORLD_SIZE is not a multiple of $model: change one of them."
         return
     fi
     if [ -z "${GPUS_PER_NODE:-}" ]; then
@@ -141,9 +153,9 @@ check_world() {
     [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] ||
         die "no GPU is visible (GPUS_PER_NODE=$GPUS_PER_NODE): set GPUS_PER_NODE, or try MODEL_SIZE=tiny, which runs on the CPU."
     local world=$(($1 * GPUS_PER_NODE))
-    ((world % (TP * PP) == 0)) ||
-        die "$1 node(s) x GPUS_PER_NODE=$GPUS_PER_NODE make $world processes, which is not a multiple of TP=$TP x PP=$PP: change one of them."
-    DP=$((world / (TP * PP)))
+    ((world % (TP * PP * CP) == 0)) ||
+        die "$1 node(s) x GPUS_PER_NODE=$GPUS_PER_NODE make $world processes, which is not a multiple of $model: change one of them."
+    DP=$((world / (TP * PP * CP)))
 }
 
 check_data() {

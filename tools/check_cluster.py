@@ -10,6 +10,7 @@ import platform
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ import torch.distributed as dist
 REPETITIONS = 5
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_MEMORY = 1 << 30  # of the workers that load data
+# The oldest driver for each major version of CUDA; newer minor versions of CUDA run on it, too.
+LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 
 
 class Facts(NamedTuple):
@@ -104,10 +107,35 @@ def looked_at(folder: Path, device: torch.device, rank: int) -> tuple[list[str],
     if Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").total < LEAST_SHARED_MEMORY:
         notes.append("/dev/shm has less than 1 GiB: start containers with --ipc=host")
     if device.type == "cpu":
-        notes.append("no GPU is visible; gloo was tried instead of NCCL")
+        hidden = hidden_gpus(driver(), torch.version.cuda, torch.__version__)
+        (troubles if hidden else notes).append(hidden or "no GPU is visible; gloo was tried instead of NCCL")
     elif torch.cuda.mem_get_info(device)[0] < 0.9 * torch.cuda.mem_get_info(device)[1]:
         notes.append("another process holds more than a tenth of the GPU's memory")
     return troubles, notes
+
+
+def driver() -> str | None:
+    """The version of the driver, if it has a GPU on this machine."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        found = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.split("\n")[0].strip() or None if found.returncode == 0 else None
+
+
+def hidden_gpus(installed: str | None, cuda: str | None, torch_version: str) -> str | None:
+    """Why PyTorch, built for `cuda`, sees no GPU where the driver `installed` has one; None where there is none."""
+    if installed is None:
+        return None
+    found = f"nvidia-smi lists GPUs (driver {installed}), but PyTorch {torch_version} sees none"
+    if cuda is None:
+        return f"{found}: it is built for CPUs; install one that is built for CUDA"
+    least = LEAST_DRIVER.get(int(cuda.split(".")[0]))
+    if least is not None and tuple(map(int, installed.split(".")[:2])) < least:
+        needed = ".".join(map(str, least))
+        return f"{found}: CUDA {cuda} needs driver {needed} or later; update it, or install a PyTorch for an older CUDA"
+    return f"{found}: look at CUDA_VISIBLE_DEVICES, and at the devices of the container"
 
 
 def message_speed(device: torch.device, size: int, troubles: list[str]) -> float:

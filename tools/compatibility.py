@@ -137,7 +137,7 @@ SUPPORTED: tuple[Supported, ...] = (
     Supported(
         "`--transformer-impl transformer_engine`",
         "tests/functional_tests/test_transformer_engine.py::test_its_layers_train_by_segments",
-        "weight gradients apart too; on a CPU its layers run where its Python is installed without its CUDA libraries",
+        "weight gradients apart too; on a CPU refused",
     ),
     Supported(
         "`--bf16`, `--fp16`, fp32",

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
 from .patches import Patch, PatchTable, Scope, patched
-from .runtime import Packing, PipelineExecutor, StepMeter, Tracer, UpstreamSteps, trace_collectives
+from .runtime import Packing, PipelineExecutor, Segmentation, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
 
 
@@ -23,9 +23,9 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         lambda: args.curr_iteration + 1,
         sequence_length_is=partial(_sequence_length_is, args),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        packing=_packing(config, end_of_document) if config.follows_documents else None,
         meter=StepMeter(),
         reports_on_last_rank=True,
+        packing=_packing(config, end_of_document) if config.follows_documents else None,
     )
 
 
@@ -82,15 +82,17 @@ def watched(function: Callable, tracer: Any) -> Callable:
     return partial(_traced, function, tracer)
 
 
-def _executor(config: PipelineConfig, iteration_now: Callable[[], int], **options: Any) -> PipelineExecutor:
-    return PipelineExecutor(
-        schedule=config.schedule,
-        num_segments=config.num_segments,
-        cut=cache(config.cut),  # used in every step
-        tracer=_tracer(config, iteration_now),
+def _executor(
+    config: PipelineConfig, iteration_now: Callable[[], int], packing: Packing | None, **options: Any
+) -> PipelineExecutor:
+    executor = PipelineExecutor(
+        config.schedule,
+        Segmentation(config.num_segments, cache(config.cut), packing),  # cuts in every step
         costs=None if not config.run.has_sizes else config.action_costs,
         **options,
     )
+    executor.trace_with(_tracer(config, iteration_now))
+    return executor
 
 
 def _packing(config: PipelineConfig, end_of_document: Callable[[], int] | None = None) -> Packing:

@@ -63,8 +63,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     if is_rehearsal:
         rehearsal.prepare(os.environ)
     if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
-        has_their_layers = not is_library and not is_rehearsal and cpu.wants_transformer_engine(sys.argv[1:])
-        cpu.activate(with_transformer_engine=has_their_layers)
+        cpu.activate()
     if _installed() is not None:
         return
     from megatron.core.pipeline_parallel import schedules
@@ -225,6 +224,7 @@ def _installed() -> Overlay | None:
 
 def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; a program without megatron.training does not import it for our sake."""
+    from . import without_te
     from .model.local_attention import LOCAL_ATTENTION
     from .model.output_layer import needs_output_layers_without_apex, without_apex
 
@@ -247,6 +247,8 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
             wraps=True,
         )
     )
+    if without_te.are_missing() and not cpu.is_active():
+        rows += without_te.REPAIRS.patches
     if not is_library:
         rows += startup.CommandLine().patches()
         rows += startup.TrainingLoop(overlay.megatron_args, overlay.running, overlay.last_step).patches()

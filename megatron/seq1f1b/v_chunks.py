@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from .patches import Patch, PatchTable, Scope, patched
-from .runtime.tied_embeddings import tied_embeddings
+from .runtime.gradient_sync import tied_embeddings
 from .schedule import Placement
 
 # As it is while no chunk is built.

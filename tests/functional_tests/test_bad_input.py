@@ -185,7 +185,6 @@ LATE = [
 GOOD = [MOCK + SPLIT, MOCK + "--load {}/none", "--data-path {}/data", MOCK + SPLIT + "--save {}/new --save-interval 2"]
 CHANGED = {
     MOCK + "--distributed-backend nccl": "--distributed-backend nccl becomes gloo on the CPU",
-    MOCK + "--pipeline-schedule zb-h1 --transformer-impl transformer_engine": "transformer_engine becomes local on",
     MOCK + SPLIT + "--flash-attention-version 4": "--flash-attention-version has no effect on the CPU",
     MOCK
     + "--pipeline-schedule gpipe --pipeline-schedule-file {}/four.csv": "takes the place of --pipeline-schedule gpipe",

@@ -3,14 +3,16 @@
 import os
 import subprocess
 
-from check_cluster import Facts, verdict
+import pytest
+
+from check_cluster import Facts, hidden_gpus, verdict
 from support.launch import ENVIRONMENT, ROOT
 from support.patience import patient
 
 
-def run(*flags):
+def run(*flags, **variables):
     command = ["bash", ROOT / "scripts" / "check_cluster.sh", "--megabytes", "1", *flags]
-    environment = os.environ | ENVIRONMENT | {"GPUS_PER_NODE": "2"}
+    environment = os.environ | ENVIRONMENT | {"GPUS_PER_NODE": "2"} | variables
     environment.pop("SLURM_JOB_NODELIST", None)
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patient(360))
 
@@ -31,3 +33,30 @@ def test_what_would_stop_a_training_is_a_sentence_each():
         "rank 2 on b has torch 1; the others have torch 2, megatron-core 0.19.2",
     ]
     assert "is needed" in verdict([good._replace(versions="megatron-core 0.18.0")])[0]
+
+
+@pytest.mark.parametrize(
+    "driver, cuda, why",
+    [
+        (
+            "535.183.01",
+            "13.0",
+            "(driver 535.183.01), but PyTorch 2.13 sees none: CUDA 13.0 needs driver 580.65",
+        ),
+        ("580.65.06", "13.0", "look at CUDA_VISIBLE_DEVICES"),
+        ("535.183.01", "12.6", "look at CUDA_VISIBLE_DEVICES"),
+        ("535.183.01", None, "it is built for CPUs"),
+    ],
+)
+def test_gpus_that_pytorch_does_not_see_are_trouble(driver, cuda, why):
+    assert why in hidden_gpus(driver, cuda, "2.13")
+    assert hidden_gpus(None, cuda, "2.13") is None
+
+
+def test_a_driver_that_is_too_old_is_no_ready_machine(tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 470.57.02\n")
+    smi.chmod(0o755)
+    done = run("--folder", str(tmp_path), PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 1 and done.stdout.endswith("verdict: not ready\n")
+    assert "trouble: rank 0" in done.stdout and "nvidia-smi lists GPUs (driver 470.57.02)" in done.stdout

@@ -1,15 +1,24 @@
-"""Our executor in the hands of programs other than megatron.training (see executor_worker.py)."""
+"""Our executor in programs other than megatron.training (see workers/executor_worker.py)."""
 
-import re
 from pathlib import Path
+
+import pytest
+
+from support.checks import assert_passed, checks_of
+from support.launch import Job
 
 WORKER = Path(__file__).parent / "workers" / "executor_worker.py"
 
 
-def test_what_callers_rely_on(launch):
-    log = launch(2, script=WORKER).check().log
-    for check in re.findall(r"def (check_\w+)", WORKER.read_text()):
-        assert log.count(f"passed: {check} ") == 2
+@pytest.fixture(scope="module")
+def job(launch) -> Job:
+    """One job on two ranks, which makes all checks in turn."""
+    return launch(2, script=WORKER)
+
+
+@pytest.mark.parametrize("check", checks_of(WORKER))
+def test_callers_can_rely_on(job, check):
+    assert_passed(job, check, ranks=2)
 
 
 def test_a_rank_that_fails_ends_its_job_at_once_with_the_place_in_the_schedule(launch):

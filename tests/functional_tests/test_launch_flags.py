@@ -89,9 +89,9 @@ def packages(tmp_path_factory):
     return folders
 
 
-def launch(folder: Path, *settings: dict[str, str]) -> subprocess.CompletedProcess:
+def launch(folder: Path, *settings: dict[str, str], arguments: str = "") -> subprocess.CompletedProcess:
     """What the launcher makes of each of the settings: a line with its environment, then one with its flags."""
-    command = 'found=$(source scripts/models.sh; check_python; echo "$installed")\n'
+    command = f'set -- {arguments}\nfound=$(source scripts/models.sh; check_python; echo "$installed")\n'
     for each in settings:
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in each.items())
         command += (
@@ -196,6 +196,17 @@ def test_apex_without_extensions_is_refused(tmp_path):
     (tmp_path / "apex.py").touch()
     run = launch(tmp_path, with_gpus("7b"))
     assert run.returncode == 1 and run.stderr.startswith("error: NVIDIA apex is installed without its extensions")
+
+
+@pytest.mark.parametrize("flag", ["--context-parallel-size 2", "--context-parallel-size=2"])
+def test_context_parallel_ranks_count(packages, flag):
+    """Megatron requires one hardware queue for them, too, and they take no part of the batch."""
+    size = with_gpus("2.7b", GPUS_PER_NODE="16")
+    run = launch(packages["te"], size, arguments=flag)
+    variables, flags = run.stdout.splitlines()
+    assert variables.split()[0] == "1", run.stderr
+    assert shlex.split(flags)[shlex.split(flags).index("--global-batch-size") + 1] == "16"
+    assert "--context-parallel-size 3: change" in launch(packages["te"], size, arguments=flag.replace("2", "3")).stderr
 
 
 def test_what_the_user_set_stays(packages):

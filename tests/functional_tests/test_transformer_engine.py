@@ -1,6 +1,6 @@
 """Transformer Engine's layers by segments, and their weight gradients apart, against Megatron's own unsegmented run.
 
-Its Python runs on CPU tensors, on stand-ins of its kernels (see megatron/seq1f1b/cpu/transformer_engine).
+Its Python runs on CPU tensors, on a double of its kernels (see support/te_double.py).
 """
 
 import re
@@ -10,9 +10,10 @@ import pytest
 from functional_tests.equality.suites import groups, representatives
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
 from support.few import few_of
-from support.launch import PRETRAIN, ROOT, TINY_GPT, Job, torchrun
+from support.launch import ROOT, TINY_GPT, Job, torchrun
 
 WORKER = ROOT / "tests" / "functional_tests" / "equality" / "worker.py"
+SCRIPT = ROOT / "tests" / "functional_tests" / "scripts" / "te_script.py"
 # Made by scripts/setup.sh, away from other packages.
 PACKAGES = ROOT / ".venv" / "transformer-engine"
 CASES = [name for group in groups() if group.model.transformer_engine for name in group.cases]
@@ -54,7 +55,8 @@ def training(*flags: str) -> Job:
     """pretrain_gpt.py on two stages of its layers."""
     if not (PACKAGES / "transformer_engine").is_dir():
         pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
-    return torchrun(PRETRAIN, 2, [*TWO_STAGES, *flags], timeout=200, env={"PYTHONPATH": f"{ROOT}:{PACKAGES}"})
+    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
+    return torchrun(SCRIPT, 2, [*TWO_STAGES, *flags], timeout=200, env=folders)
 
 
 def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do(tmp_path):
@@ -67,13 +69,6 @@ def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do(tmp_path
     flags = "--pipeline-schedule-file", str(tmp_path / "mine.csv"), "--sequence-splits", "2"
     with_weight_gradients_apart = training("--train-iters", "3", *flags).check().losses()
     assert with_weight_gradients_apart == pytest.approx(whole, abs=1e-5)
-
-
-def test_attention_that_has_no_kernel_ends_all_ranks_with_a_sentence():
-    """Masked documents, which ours keeps apart under our schedules only."""
-    job = training("--reset-attention-mask")
-    assert job.code != 0
-    assert job.log.count("error: Transformer Engine's attention does not run on a CPU; add --sequence-splits") == 1
 
 
 @pytest.mark.parametrize("case", few_of(CASES, FEW))

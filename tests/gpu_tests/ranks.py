@@ -5,12 +5,14 @@ run on one rank, with its own attention and schedule; otherwise every one of `--
 """
 
 import os
+import statistics
+import time
 import zlib
 from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from common import Report, parse, patience, start_megatron
+from common import Report, parse, patience, start_megatron, synchronise
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -18,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.partition import even
-from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, communication
 from megatron.seq1f1b.schedule import Named
 
 LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
@@ -115,10 +117,11 @@ def no_synchronisation(args):
             torch.cuda.set_sync_debug_mode("default")
 
 
-def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> list[float]:
-    """The mean loss of every step of gradient descent, on the last rank; elsewhere nothing."""
-    found = []
+def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> tuple[list[float], list[float]]:
+    """The mean loss of every step of gradient descent, on the last rank only, and the seconds of each step."""
+    found, seconds = [], []
     for step in range(STEPS):
+        start = time.perf_counter()
         for chunk in chunks:
             chunk.zero_grad()
         micro_batches = [batches(length, step, args.device) for _ in chunks]
@@ -140,11 +143,14 @@ def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> list[float
         if reports:
             total, count = torch.stack([report["loss"].double() for report in reports]).sum(0).tolist()
             found.append(total / count)
-    return found
+        synchronise(args.device)
+        seconds.append(time.perf_counter() - start)
+    return found, seconds
 
 
 def main() -> None:
-    args = parse(segments=0, variants="1f1b", backend="gloo", hidden=128)
+    args = parse(segments=0, variants="1f1b", backend="gloo", hidden=128, ctas=communication.MAX_CTAS)
+    communication.MAX_CTAS = args.ctas
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if args.backend == "nccl" else 0)
     report = Report(args.output)
@@ -153,13 +159,13 @@ def main() -> None:
         start_megatron(args.device, args.backend, chunks)
         losses = losses_of_all_dtypes(args, schedule, chunks, recomputes)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-            report.figure(variant=variant, **losses)
+            report.figure(variant=variant, ctas=args.ctas, **losses)
         parallel_state.destroy_model_parallel()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> dict[str, list[float]]:
+def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> dict[str, list[float] | float]:
     length = 64 if args.tiny else 4096
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -167,8 +173,10 @@ def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> 
         run = forward_backward_no_pipelining
         if args.segments:
             cut, timeout = (lambda length: even(length, args.segments, 1)), patience(args.device)
-            run = PipelineExecutor(Named(schedule), args.segments, cut, timeout=timeout)
-        losses[str(dtype).removeprefix("torch.")] = losses_of(run, model, length, args)
+            run = PipelineExecutor(Named(schedule), Segmentation(args.segments, cut), timeout=timeout)
+        name = str(dtype).removeprefix("torch.")
+        losses[name], seconds = losses_of(run, model, length, args)
+        losses[f"{name}_seconds"] = statistics.median(seconds[1:])  # the first makes communicators and kernels
     return losses
 
 

@@ -1,4 +1,4 @@
-"""The checks that need a GPU, in eight minutes at most: run by scripts/gpu_test.sh.
+"""The checks that need a GPU, in nine minutes at most: run by scripts/gpu_test.sh.
 
 Every section has processes of its own and a time limit. What it found until then counts, and the rest is not run, which
 is no failure; ranks that hang fail before. Writes one JSON with all checks and figures, and prints a table of the
@@ -173,16 +173,20 @@ def pipeline_ranks(suite: Suite, budget: Budget) -> dict:
     return same_losses(own, suite.script("ranks", budget, *variants, ranks=4), "4 pipeline ranks on one GPU")
 
 
+ALL_VARIANTS = "1f1b,chunks,zb-h1-chunks"
+
+
 def ranks_over_nccl(suite: Suite, budget: Budget) -> dict:
-    """A GPU for each rank, one hardware queue and many, chunks, messages of 16 MB in fp32 and 8 MB in bf16."""
+    """A GPU for each rank, hardware queues as set by the launchers and as CUDA has them, chunks, messages of 16 MB in
+    fp32 and 8 MB in bf16; and the time of a step with fewer thread blocks for messages."""
     sizes = ("--hidden", "64" if suite.tiny else "2048")
     own = suite.script("ranks", budget, "--segments", "0", *sizes)
     result: dict = {"checks": [], "figures": []}
-    for queues in (1, 32):
+    for queues, ctas, names in ((1, 4, ALL_VARIANTS), (8, 4, ALL_VARIANTS), (32, 4, ALL_VARIANTS), (32, 2, "1f1b")):
         variants = ("--segments", "2", "--backend", "gloo" if suite.tiny else "nccl", *sizes)
-        variants += ("--variants", "1f1b,chunks,zb-h1-chunks")
+        variants += ("--variants", names, "--ctas", str(ctas))
         found = suite.script("ranks", budget, *variants, ranks=2, queues=queues)
-        found = same_losses(own, found, f"2 ranks over NCCL, CUDA_DEVICE_MAX_CONNECTIONS={queues}")
+        found = same_losses(own, found, f"2 ranks over NCCL, CUDA_DEVICE_MAX_CONNECTIONS={queues}, {ctas} CTAs")
         result = {name: [*result[name], *found[name]] for name in result}
     return result
 
@@ -237,7 +241,10 @@ def training_on_eight(suite: Suite, budget: Budget) -> dict:
     """Tensor and sequence parallelism in a pipeline of four; in two of two stages, gradients are reduced and parameters
     gathered meanwhile.
     """
-    common = [*LOCAL, *SEGMENTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    layers, attention = ([*LOCAL], [*OWN])
+    if is_installed("transformer_engine_torch"):
+        layers, attention = ["--transformer-impl", "transformer_engine"], []
+    common = [*layers, *SEGMENTS, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     common += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
     deep = [*common, "--pipeline-model-parallel-size", "4"]
     ours = {
@@ -245,7 +252,7 @@ def training_on_eight(suite: Suite, budget: Budget) -> dict:
         "PP 4, zb-h1": [*deep, "--pipeline-schedule", "zb-h1"],
         "PP 2, DP 2": [*common, "--pipeline-model-parallel-size", "2"],
     }
-    return trained_alike(suite, budget, [*LOCAL, *OWN], ours, ranks=8)
+    return trained_alike(suite, budget, [*layers, *attention], ours, ranks=8)
 
 
 def trained_alike(suite: Suite, budget: Budget, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
@@ -312,7 +319,7 @@ SECTIONS = (
         module="transformer_engine_torch",
     ),
     Section(
-        "two ranks over NCCL train as one rank does, with one hardware queue and with many", 90, ranks_over_nccl, 2
+        "two ranks over NCCL train as one rank does, with one hardware queue and with many", 150, ranks_over_nccl, 2
     ),
     Section("eight GPUs train as one does: TP 2, PP 4, overlap", 180, training_on_eight, 8),
     Section(
@@ -324,6 +331,11 @@ SECTIONS = (
         "time and memory of a stage of the 2.7b model, and what the host needs for it",
         85,
         lambda suite, budget: suite.script("stage", budget, "--part", "time"),
+    ),
+    Section(
+        "time of a stage with experts, for which the host waits in each segment",
+        60,
+        lambda suite, budget: suite.script("stage", budget, "--part", "experts"),
     ),
     Section(
         "longest sequence that fits a stage of the 2.7b model",

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import cut_sequence
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
-from megatron.seq1f1b.runtime.memory import PeakMemory
+from megatron.seq1f1b.runtime.meter import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
 
 STAGES = 8
@@ -29,8 +29,11 @@ GIB = 2**30
 class Stage:
     """The model, and the actions of its rank on sequences of any length."""
 
-    def __init__(self, sizes: tuple[int, int, int, int], device: str, longest: int, tensor: int = 1) -> None:
-        """`tensor` divides heads and feed-forward block as so many tensor-parallel ranks do."""
+    def __init__(
+        self, sizes: tuple[int, int, int, int], device: str, longest: int, tensor: int = 1, experts: int | None = None
+    ) -> None:
+        """`tensor` divides heads and feed-forward block as so many tensor-parallel ranks do. Of so many `experts`, each
+        an eighth of the feed-forward block, a token goes to two."""
         layers, hidden, heads, vocabulary = sizes
         self.device = torch.device(device)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -48,9 +51,11 @@ class Stage:
             bf16=self.dtype is torch.bfloat16,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
+            **_experts(experts, hidden // 2),
         )
+        layer = get_gpt_layer_local_spec(num_experts=experts)
         self.model = GPTModel(
-            config, get_gpt_layer_local_spec(), vocabulary, longest, post_process=False, position_embedding_type="rope"
+            config, layer, vocabulary, longest, post_process=False, position_embedding_type="rope"
         ).to(self.device)
         # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
         self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
@@ -90,6 +95,20 @@ class Stage:
         device = CPU_CORE if self.device.type == "cpu" else A100
         time = bottleneck_time(analytic_costs(self.shape, [self.shape.num_layers], device))
         return segments_of(cut_sequence("balanced", length, k, time=time, full_speed_rows=device.full_speed_rows))
+
+
+def _experts(number: int | None, hidden: int) -> dict:
+    """Settings of dropless experts, whose dispatcher makes the host wait for the GPU in each layer and unit."""
+    if number is None:
+        return {}
+    return {
+        "num_moe_experts": number,
+        "moe_ffn_hidden_size": hidden,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    }
 
 
 def first_rank(num_microbatches: int, k: int) -> list[Action]:
@@ -191,6 +210,22 @@ def host_time(report: Report, args) -> None:
         )
 
 
+def experts_time(report: Report, args) -> None:
+    """What segments cost where the host has to wait for the GPU in each of them: Megatron's alltoall dispatcher."""
+    length, microbatches = (64, 8) if args.tiny else (16384, 8)
+    stage, times = Stage(TINY if args.tiny else SIZES, args.device, length, experts=8), {}
+    for k in (1, 2, 4, 8):
+        for _ in range(2):  # the first warms up
+            stage.free()
+            times[k], _ = seconds(args.device, lambda k=k: stage.run(length, k, first_rank(microbatches, k)))
+        report.figure(experts=8, length=length, segments=k, seconds_per_sequence=times[k] / microbatches)
+    report.check(
+        "a stage with experts: 8 segments compute at most 1.3 times as long as whole sequences",
+        None if args.tiny else times[8] / times[1] <= 1.3,
+        f"{times[8] / times[1]:.3f} times",
+    )
+
+
 def room(report: Report, stage: Stage, args) -> None:
     step, limit = (64, 512) if args.tiny else (4096, 524288)
 
@@ -218,7 +253,11 @@ def room(report: Report, stage: Stage, args) -> None:
 def main() -> None:
     args = parse(part="time")
     start_megatron(args.device)
-    report, stage = Report(args.output), Stage(TINY if args.tiny else SIZES, args.device, 524288)
+    report = Report(args.output)
+    if args.part == "experts":
+        experts_time(report, args)
+        return
+    stage = Stage(TINY if args.tiny else SIZES, args.device, 524288)
     if args.part == "room":
         room(report, stage, args)
         return

@@ -15,7 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.seq1f1b.arguments.supported import Use, first_unsupported
-from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Named
 
 NAMES = (
@@ -28,7 +28,7 @@ NAMES = (
 def replace_functions() -> None:
     """Make Megatron's `get_forward_backward_func`, which looks its functions up in its module, return ours."""
     functions = UpstreamFunctions(
-        PipelineExecutor(Named("1f1b"), 1, lambda length: (length,)),
+        PipelineExecutor(Named("1f1b"), Segmentation()),
         {name: getattr(schedules, name) for name in NAMES},
         lambda config: first_unsupported(vars(config), {Use.ANY_SCHEDULE}) is not None,
     )

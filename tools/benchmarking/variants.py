@@ -23,7 +23,7 @@ from megatron.seq1f1b.planning.costs import (
     check_profile,
     read_profile,
 )
-from megatron.seq1f1b.runtime import PipelineExecutor, StepMeter
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, StepMeter
 from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
 
@@ -126,12 +126,11 @@ def ours(
     for suffix, recorder, meter in measuring:
         executor = PipelineExecutor(
             choose(schedule, args.placement),
-            len(lengths),
-            lambda _: lengths,
-            tracer=recorder,
-            meter=meter,
+            Segmentation(len(lengths), lambda _: lengths),
             costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
+            meter=meter,
         )
+        executor.trace_with(recorder)
         step = _megatron_step(executor, args, model, batch, num_microbatches)
         yield Variant(f"{name}{suffix}", schedule, model, step, recorder, shape, lengths, meter)
 

@@ -4,6 +4,8 @@ causal-conv1d, with their names and arguments.
 They compute in the type of their inputs, at least in fp32.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,11 +18,47 @@ def there(found: bool) -> bool:
     return True
 
 
-def gated_norm(upstream: type) -> type:
-    """Mamba's norm; imported late, since it imports Megatron."""
-    from megatron.seq1f1b.cpu.mamba import GatedRMSNorm
+class GatedRMSNorm(torch.nn.Module):
+    """x · silu(z), normalised in groups of `group_size`, times the weight; under the name and arguments of Megatron's
+    `ExtendedRMSNorm`. Computes at least in fp32."""
 
-    return GatedRMSNorm
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate, "Megatron's layers gate before they normalise"
+        self.eps = eps
+        self.group_size = group_size or hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        dtype = x.dtype
+        x, weight = (y.to(torch.promote_types(dtype, torch.float32)) for y in (x, self.weight))
+        if z is not None:
+            x = x * F.silu(z.to(x.dtype))
+        groups = x.unflatten(-1, (-1, self.group_size))
+        groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (groups.flatten(-2) * weight).to(dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:

@@ -1,11 +1,18 @@
-"""The table of everything that training on a CPU redirects, in torch and in Megatron."""
+"""The table of everything that training on a CPU redirects, in torch and in Megatron.
+
+Each reason ends with what the redirect hides: what could fail on a GPU though it passes on a CPU, and where that is
+covered.
+"""
 
 import importlib
 import os
+import sys
+from importlib.util import find_spec
 
 import torch
 
-from megatron.seq1f1b.cpu import gloo, optimizer, recurrent, rng, stand_ins, tensors, transformer_engine, upstream
+from megatron.seq1f1b import without_te
+from megatron.seq1f1b.cpu import recurrent, stand_ins, upstream
 from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
 
 _FACTORIES = (
@@ -14,26 +21,27 @@ _FACTORIES = (
     *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
 )
 
-_NO_DEVICE = "there is no CUDA device"
-_DONE = "CPU work is finished when the call returns"
-_MEMORY = "reports the memory of the process"
-_RANDOM = "CPU tensors draw from the CPU's generator"
-_INITIALIZE = "asserts CUDA by default"
-_TRITON = "its kernels are for GPUs only"
+_NO_DEVICE = "there is no CUDA device; hides nothing that shapes a step"
+_DONE = "CPU work is finished when the call returns; hides reads that do not wait for another stream (GPU suite)"
+_MEMORY = "reports the memory of the process; hides fragmentation, and an allocator that waits for the device when full"
+_RANDOM = "CPU tensors draw from the CPU's generator; hides nothing, since states are saved and restored alike"
+_MADE = "upstream writes device='cuda'; hides tensors on the wrong device (rehearsals run on fake CUDA tensors)"
+_INITIALIZE = "asserts CUDA by default; hides nothing"
+_TRITON = "its kernels are for GPUs only; hides their versions and bugs (checked at start-up)"
 
 # torch comes first: importing megatron.core already uses some of it.
 REDIRECTS = PatchTable(
     Scope.PROCESS,
     (
         # The device
-        Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used"),
-        Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0"),
+        Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used; hides branches for GPUs"),
+        Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0; hides nothing"),
         Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
         Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
         Patch(
             "torch.distributed.distributed_c10d.ProcessGroupGloo",
-            gloo.on_one_device,
-            "each group would poll its sockets in a thread of its own",
+            stand_ins.on_one_device,
+            "each group would poll its sockets in a thread of its own; hides nothing",
             wraps=True,
         ),
         # Streams and events
@@ -43,102 +51,78 @@ REDIRECTS = PatchTable(
         Patch("torch.cuda.current_stream", stand_ins.current_stream, _DONE),
         Patch("torch.cuda.default_stream", stand_ins.current_stream, _DONE),
         Patch("torch.cuda.set_stream", stand_ins.nothing, _DONE),
-        Patch("torch.cuda.synchronize", stand_ins.nothing, _DONE),
-        Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs"),
+        Patch(
+            "torch.cuda.synchronize",
+            stand_ins.nothing,
+            "CPU work is finished when the call returns; hides waits within a step, which never end behind a posted "
+            "receive: --timing-log-level 2 and CUDA_LAUNCH_BLOCKING are refused with NCCL",
+        ),
+        Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),
         # Memory
         Patch("torch.cuda.memory_allocated", stand_ins.resident_bytes, _MEMORY),
         Patch("torch.cuda.memory_reserved", stand_ins.resident_bytes, _MEMORY),
         Patch("torch.cuda.max_memory_allocated", stand_ins.peak_resident_bytes, _MEMORY),
         Patch("torch.cuda.max_memory_reserved", stand_ins.peak_resident_bytes, _MEMORY),
+        Patch("torch.cuda.reset_peak_memory_stats", stand_ins.forget_peak, _MEMORY),
         Patch("torch.cuda.device_memory_used", stand_ins.resident_bytes, _MEMORY),
         Patch("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
-        Patch("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty"),
+        Patch("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty; hides nothing"),
         # Random numbers
-        Patch("torch.cuda.get_rng_state", rng.get_state, _RANDOM),
-        Patch("torch.cuda.set_rng_state", rng.set_state, _RANDOM),
-        Patch("torch.cuda.manual_seed", rng.seed, _RANDOM),
+        Patch("torch.cuda.get_rng_state", stand_ins.get_rng_state, _RANDOM),
+        Patch("torch.cuda.set_rng_state", stand_ins.set_rng_state, _RANDOM),
+        Patch("torch.cuda.manual_seed", stand_ins.seed, _RANDOM),
         # Tensors
-        *(
-            Patch(f"torch.{name}", tensors.made_on_cpu, "upstream writes device='cuda'", wraps=True)
-            for name in _FACTORIES
-        ),
-        Patch("torch.Tensor.cuda", tensors.stay, "the CPU is where it belongs"),
+        *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
+        Patch("torch.Tensor.cuda", stand_ins.stay, "the CPU is where it belongs; hides tensors on the wrong device"),
         Patch(
             "torch.Tensor.type",
-            tensors.cuda_type_name,
-            "optimizers and clipping compare with 'torch.cuda.FloatTensor'",
+            stand_ins.cuda_type_name,
+            "optimizers and clipping compare with 'torch.cuda.FloatTensor'; hides nothing",
             wraps=True,
         ),
         Patch(
             "torch.compile",
             upstream.not_compiled,
-            "fused element-wise kernels save nothing here, and compiling takes minutes",
+            "compiling takes minutes and saves nothing here; hides kernels that are compiled, and loaded, at their "
+            "first use: the first step with segments of new lengths has no message under way meanwhile",
         ),
         # Megatron
-        Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", rng.get_state, _RANDOM),
-        Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", rng.set_state, _RANDOM),
+        Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
+        Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
         Patch(
             "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-            rng.fork,
-            "warns when the CPU's generator moves, as here it must",
-        ),
-        Patch(
-            "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-            upstream.torch_norm,
-            "refuses sequence parallelism, since its parameters have no mark",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
-            upstream.sized_for_latent_attention,
-            "refuses the head sizes that multi-latent attention passes",
-            wraps=True,
+            upstream.fork,
+            "warns when the CPU's generator moves, as here it must; hides nothing",
         ),
         Patch(
             "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
             upstream.on_cpu,
-            "hands tensors on as split sizes, which all-to-all does not take",
-        ),
-        Patch(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict",
-            optimizer.state_dict_before_first_step,
-            "without Apex, fails when a checkpoint is to be loaded",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",
-            optimizer.load_with_steps,
-            "without Apex, lets parameters share one step counter; in fp32, needs no_grad",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states",
-            optimizer.set_all_but_steps,
-            "without Apex, overwrites the number of steps or looks for it in vain",
-            wraps=True,
+            "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
+            "of experts and segment (GPU suite)",
         ),
         Patch(
             "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
             upstream.forked,
-            "the first save would start a Python that imports Megatron again, which fork avoids",
+            "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
+            "training script, too (a functional test saves with it)",
             wraps=True,
         ),
         Patch(
             "megatron.training.training.build_pretraining_data_loader",
-            rng.loader_with_own_generator,
-            "starting it would move the generator that dropout draws from",
+            upstream.loader_with_own_generator,
+            "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own",
             wraps=True,
         ),
         Patch(
             "megatron.training.arguments.parse_args",
             upstream.with_cpu_defaults,
-            "its defaults name NCCL and CUDA kernels",
+            "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels",
             wraps=True,
         ),
         Patch(
             "megatron.training.arguments.get_device_arch_version",
             upstream.newest_architecture,
-            _NO_DEVICE,
+            "there is no CUDA device; hides that one hardware queue is demanded before Blackwell (the launchers' test)",
         ),
         # Recurrent layers, and the hybrid models that have them
         Patch("megatron.core.ssm.gated_delta_net.common.HAVE_FLA", recurrent.there, _TRITON, wraps=True),
@@ -150,7 +134,7 @@ REDIRECTS = PatchTable(
             _TRITON,
         ),
         Patch("megatron.core.ssm.mamba_mixer.HAVE_MAMBA_SSM", recurrent.there, _TRITON, wraps=True),
-        Patch("megatron.core.ssm.mamba_mixer.ExtendedRMSNorm", recurrent.gated_norm, _TRITON, wraps=True),
+        Patch("megatron.core.ssm.mamba_mixer.ExtendedRMSNorm", recurrent.GatedRMSNorm, _TRITON),
         Patch("megatron.core.ssm.mamba_mixer.causal_conv1d_fn", recurrent.causal_conv1d_fn, _TRITON),
         Patch(
             "megatron.core.ssm.mamba_mixer.mamba_chunk_scan_combined",
@@ -165,23 +149,14 @@ REDIRECTS = PatchTable(
         Patch(
             "megatron.training.models.hybrid.HybridModelBuilder.build_model",
             upstream.from_local_layers,
-            "its layers are Transformer Engine's unless a specification is given",
+            "its layers are Transformer Engine's unless a specification is given; hides those (a double tests them)",
             wraps=True,
         ),
         # One function, bound in three places by `from … import`
-        Patch(
-            "megatron.training.initialize.initialize_megatron",
-            upstream.without_cuda,
-            _INITIALIZE,
-            wraps=True,
+        *(
+            Patch(f"{module}.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True)
+            for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
         ),
-        Patch(
-            "megatron.training.training.initialize_megatron",
-            upstream.without_cuda,
-            _INITIALIZE,
-            wraps=True,
-        ),
-        Patch("megatron.training.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True),
     ),
 )
 
@@ -191,8 +166,8 @@ def is_active() -> bool:
     return torch.cuda.current_device is stand_ins.current_device
 
 
-def apply(with_transformer_engine: bool = False) -> None:
-    """Bind every name of the table to its replacement; once."""
+def apply() -> None:
+    """Bind every name of the table to its replacement, and repair what Transformer Engine would bring; once."""
     if is_active():
         return
     # Hides a GPU from the parts of torch that call the driver and not `torch.cuda`.
@@ -203,9 +178,8 @@ def apply(with_transformer_engine: bool = False) -> None:
         torch.empty(0)
     of_torch = [patch for patch in REDIRECTS.patches if patch.target.startswith("torch.")]
     patched(REDIRECTS._replace(patches=tuple(of_torch)))
-    # Between torch, which it uses, and Megatron, which looks for it when it is imported.
-    if with_transformer_engine:
-        transformer_engine.load()
-    elif transformer_engine.is_without_extension():
-        transformer_engine.hide()
+    # Megatron fails to start where it finds Transformer Engine's Python without its C++ extension.
+    if find_spec("transformer_engine") is not None and find_spec("transformer_engine_torch") is None:
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     patched(REDIRECTS._replace(patches=REDIRECTS.patches[len(of_torch) :]))
+    patched(without_te.REPAIRS)

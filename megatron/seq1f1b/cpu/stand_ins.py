@@ -1,16 +1,22 @@
-"""What stands in for ``torch.cuda`` when the device is the CPU.
+"""What stands in for a GPU in torch when the device is the CPU.
 
-CPU work is finished when the call returns, so a stream has nothing to order and an event nothing
-to wait for.
+CPU work is finished when the call returns, so a stream has nothing to order and an event nothing to wait for.
 """
 
 import contextlib
+import ctypes
+import functools
+import os
 import resource
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Stream:
@@ -105,6 +111,17 @@ def peak_resident_bytes(device=None) -> int:
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, resident_bytes())
 
 
+def forget_peak(device=None) -> None:
+    """Count the peak from now on (Linux).
+
+    Pages that were freed go back to the system first: memory that is allocated anew would be found in them, and would
+    not count.
+    """
+    if _CLEAR_REFS.exists():
+        ctypes.CDLL(None).malloc_trim(0)
+        _CLEAR_REFS.write_text("5")  # see proc(5)
+
+
 def memory_stats(device=None) -> dict[str, int]:
     now, peak = resident_bytes(), peak_resident_bytes()
     return {
@@ -114,3 +131,94 @@ def memory_stats(device=None) -> dict[str, int]:
         "reserved_bytes.all.peak": peak,
         "allocation.all.current": 0,
     }
+
+
+# "The GPU's" random state is the CPU's own.
+
+
+def get_rng_state(*args, **kwargs):
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state, *args, **kwargs):
+    torch.set_rng_state(new_state)
+
+
+def seed(value):
+    torch.default_generator.manual_seed(value)
+
+
+# Tensors that upstream creates on a GPU.
+
+
+def _is_cuda(device) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or str(device).startswith("cuda")
+
+
+def made_on_cpu(factory):
+    """``factory`` (``torch.zeros``, say), with a CUDA ``device`` read as the CPU, and nothing pinned for it."""
+
+    @functools.wraps(factory)
+    def create(*args, **kwargs):
+        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+            kwargs["device"] = "cpu"
+        if kwargs.get("out") is not None:  # which is where it is: without values in a rehearsal
+            kwargs.pop("device", None)
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def stay(tensor, *args, **kwargs):
+    """``Tensor.cuda``: the tensor is where it belongs."""
+    return tensor
+
+
+def cuda_type_name(type_method):
+    """``Tensor.type``, that names a CPU tensor as upstream's checks expect it."""
+
+    @functools.wraps(type_method)
+    def name_or_cast(tensor, dtype=None, *args, **kwargs):
+        if dtype is None:
+            return type_method(tensor).replace("torch.", "torch.cuda.", 1)
+        return type_method(tensor, dtype, *args, **kwargs)
+
+    return name_or_cast
+
+
+# Process groups.
+
+
+def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
+    """The class of gloo's groups, with the devices of a process in common.
+
+    A device is a thread that polls its sockets a hundred times a second, and torch makes one for each group. Megatron
+    makes some thirty groups a rank: 60 groups take a fifth of a core while nothing happens, on a shared device less
+    than a hundredth.
+    """
+
+    class OnOneDevice(gloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = _devices_of(os.getpid())
+            options._threads = 2 * len(options._devices)  # as torch has it
+            super().__init__(store, rank, size, options)
+
+    return OnOneDevice
+
+
+@functools.cache
+def _devices_of(process: int) -> list:
+    """Those that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names.
+
+    Their threads do not live on in a fork, so that each `process` has its own.
+    """
+    make = dist.ProcessGroupGloo
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not interfaces:
+        return [make.create_default_device()]
+    return [make.create_device(interface=name) for name in interfaces.split(",")]

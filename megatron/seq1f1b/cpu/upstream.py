@@ -1,11 +1,13 @@
 """Replacements of what ``megatron.core`` and ``megatron.training`` do only for a GPU."""
 
+import contextlib
 import functools
 import logging
 import sys
 
-from ..ranks import warn_on_rank_0
-from . import transformer_engine
+import torch
+
+from ..ranks import is_rank_0, warn_on_rank_0
 
 _log = logging.getLogger(__name__)
 
@@ -32,11 +34,11 @@ def with_cpu_defaults(parse_args):
         if is_rehearsed:
             namespace.replaced_on_cpu = {flag: getattr(namespace, flag) for flag, _, _ in FLAGS}
         for name, value, reason in FLAGS:
-            if name in _OF_TRANSFORMER_ENGINE and transformer_engine.is_loaded():
-                continue
             asked = getattr(namespace, name)
             flag = f"--{name.replace('_', '-')}"
             if asked != value and was_given(flag) and not is_rehearsed:
+                if name == "transformer_impl":
+                    raise SystemExit(_NEEDS_GPU if is_rank_0() else 1)
                 warn_on_rank_0(_log, f"{flag} {asked} becomes {value} on the CPU: {reason}")
             setattr(namespace, name, value)
         if namespace.flash_attention_version is not None and not is_rehearsed:
@@ -64,8 +66,9 @@ FLAGS = (
 )
 
 
-# What its layers on CPU tensors can do.
-_OF_TRANSFORMER_ENGINE = ("transformer_impl", "gradient_accumulation_fusion")
+_NEEDS_GPU = (
+    "error: --transformer-impl transformer_engine: Transformer Engine's layers need a GPU; use --transformer-impl local"
+)
 
 
 def forked(get_write_results_queue):
@@ -75,45 +78,6 @@ def forked(get_write_results_queue):
 def newest_architecture():
     # Upstream demands CUDA_DEVICE_MAX_CONNECTIONS=1 for old GPUs.
     return 10
-
-
-def torch_norm(new):
-    """``WrappedTorchNorm``, that serves sequence parallelism too.
-
-    The gradient of a norm's parameters must then be summed over the tensor-parallel ranks;
-    upstream does that for each parameter that carries this mark.
-    """
-
-    @functools.wraps(new)
-    def build(cls, config, hidden_size, *args, **kwargs):
-        sequence_parallel = config.sequence_parallel
-        config.sequence_parallel = False  # upstream refuses it, since nothing sets the mark
-        try:
-            norm = new(cls, config, hidden_size, *args, **kwargs)
-        finally:
-            config.sequence_parallel = sequence_parallel
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = sequence_parallel
-        return norm
-
-    return build
-
-
-def sized_for_latent_attention(init):
-    """``DotProductAttention.__init__``, that takes the head sizes of keys and values.
-
-    Multi-latent attention passes them to every attention; upstream's own, the only one without
-    CUDA kernels, could compute with them but has no such parameters.
-    """
-
-    @functools.wraps(init)
-    def initialize(attention, *args, k_channels=None, v_channels=None, **kwargs):
-        init(attention, *args, **kwargs)
-        if v_channels is not None:
-            heads = attention.num_attention_heads_per_partition
-            attention.hidden_size_per_partition = heads * v_channels
-
-    return initialize
 
 
 def on_cpu(tensor, as_numpy=False, record_stream=False):
@@ -134,3 +98,41 @@ def from_local_layers(build_model):
         return build_model(self, *args, **kwargs)
 
     return build
+
+
+def loader_with_own_generator(build_data_loader):
+    """A data loader whose workers' seed leaves alone the generator that dropout draws from.
+
+    It is drawn when the loader starts: before the first step, but after a checkpoint is loaded.
+    """
+
+    @functools.wraps(build_data_loader)
+    def build(*args, **kwargs):
+        loader = build_data_loader(*args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader):
+            loader.generator = torch.Generator()
+        return loader
+
+    return build
+
+
+@contextlib.contextmanager
+def fork(tracker, name="model-parallel-rng"):
+    """``CudaRNGStatesTracker.fork``: run a block with the random state ``name`` of ``tracker``.
+
+    Upstream's own warns each time that a fork draws from the CPU's generator, which here it must.
+    """
+    if name not in tracker.states_:
+        raise KeyError(f"random state {name} was never added to the tracker")
+    outer_name, outer_state = tracker._current_state_name, torch.get_rng_state()
+    if outer_name in tracker.states_:
+        tracker.states_[outer_name] = outer_state
+    torch.set_rng_state(tracker.states_[name])
+    tracker._current_state_name = name
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        # A nested fork of the outer name has moved that state on.
+        torch.set_rng_state(tracker.states_.get(outer_name, outer_state))
+        tracker._current_state_name = outer_name

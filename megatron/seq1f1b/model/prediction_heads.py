@@ -18,7 +18,7 @@ from .segment import Segment, SegmentContext
 
 
 class Ahead(Protocol):
-    """What follows a segment; see runtime/look_ahead.py."""
+    """What follows a segment; see runtime/prediction.py."""
 
     entries: dict[str, Tensor]
     counts: Tensor

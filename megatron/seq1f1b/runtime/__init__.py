@@ -1,10 +1,18 @@
-"""Doing it: the interpreter of a schedule, its messages, losses, gradient reduction and traces."""
+"""Running a schedule: the interpreter of its actions, messages, losses, gradient reduction and traces."""
 
-from .collectives import trace_collectives
-from .documents import Packing
 from .executor import PipelineExecutor
 from .meter import Reading, StepMeter
+from .recorder import UpstreamSteps, trace_collectives
+from .segmentation import Packing, Segmentation
 from .tracer import Tracer
-from .upstream_steps import UpstreamSteps
 
-__all__ = ["Packing", "PipelineExecutor", "Reading", "StepMeter", "Tracer", "UpstreamSteps", "trace_collectives"]
+__all__ = [
+    "Packing",
+    "PipelineExecutor",
+    "Reading",
+    "Segmentation",
+    "StepMeter",
+    "Tracer",
+    "UpstreamSteps",
+    "trace_collectives",
+]

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from ..model import (
     Documents,
-    PredictionHeads,
     Segment,
     SegmentContext,
     WeightGradientStore,
@@ -25,59 +24,55 @@ from ..patches import patched
 from ..schedule import Channel, CostsOfLengths, Kind, Placement, ScheduleChoice, Shape
 from .agreement import check_agreement
 from .call import Call
-from .collectives import trace_collectives
 from .communication import Communicator
 from .data import SegmentIterator
-from .documents import Packing, documents_of_step
-from .gradient_sync import GradientSync
+from .gradient_sync import GradientSync, add_up_tied_embeddings
 from .interpreter import Interpreter, Services, Step
-from .look_ahead import LookAhead, look_ahead
 from .loss import LossLedger
 from .meter import Reading, StepMeter
-from .prediction_stage import prediction_stage
+from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
-from .recorder import Recorder
-from .segmentation import Segmentation
-from .tied_embeddings import add_up_tied_embeddings
+from .recorder import Recorder, trace_collectives
+from .segmentation import Segmentation, documents_of_step
 from .tracer import Tracer
 
 
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
-    `cut(sequence_length)` gives the lengths of the segments if there are several; `costs(lengths)` what `auto` plans
-    for, equal costs if it is None. `sequence_length_is(length)` is entered around the user's forward step, for code
-    that derives shapes from a global sequence length. With `packing` attention stays within the documents of a
-    sequence. A `meter` measures every training step. With `reports_on_last_rank` the last rank of the pipeline has the
-    reports, too, where another computes the loss. No state of a step survives it.
+    `costs(lengths)` are the costs that `auto` plans for, equal ones if it is None. `sequence_length_is(length)` is
+    entered around the user's forward step, for code that derives shapes from a global sequence length. No wait for a
+    message is longer than `timeout`. A `meter` measures every training step. With `reports_on_last_rank` the last rank
+    of the pipeline has the reports, too, where another computes the loss.
+
+    No state of a step survives it. A step that fails closes the executor: the other ranks have been left in the middle
+    of the step, so their messages no longer match. Every later call raises RuntimeError.
     """
 
     def __init__(
         self,
         schedule: ScheduleChoice,
-        num_segments: int,
-        cut: Callable[[int], Sequence[int]],
+        segmentation: Segmentation,
+        costs: CostsOfLengths | None = None,
         sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
         timeout: timedelta = timedelta(minutes=10),
-        tracer: Tracer | None = None,
-        packing: Packing | None = None,
-        costs: CostsOfLengths | None = None,
         meter: StepMeter | None = None,
         reports_on_last_rank: bool = False,
     ) -> None:
         self._programs = Programs(schedule, costs, streams_share_queues())
-        self._segmentation = Segmentation(num_segments, cut, packing)
+        self._segmentation = segmentation
         self._sequence_length_is = sequence_length_is
         self._timeout = timeout
-        self._tracer = tracer
+        self._tracer: Tracer | None = None
         self._meter = meter
         self._reports_on_last_rank = reports_on_last_rank
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._agreed: set[str] = set()
+        self._failure: str | None = None
 
-    def trace_with(self, tracer: Tracer) -> None:
+    def trace_with(self, tracer: Tracer | None) -> None:
         """Let `tracer` record the steps from now on."""
         self._tracer = tracer
 
@@ -95,6 +90,11 @@ class PipelineExecutor:
 
         Returns one report per micro-batch on the rank that computes the loss, an empty list elsewhere.
         """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step of this pipeline failed ({self._failure}), and its ranks are out of step since then; "
+                "end the program, and start it again from a checkpoint"
+            )
         call = Call.of(**arguments)
         if self._segmentation.num_segments > 1:
             refuse_attention_to_later_tokens(call.chunks)
@@ -119,6 +119,10 @@ class PipelineExecutor:
             timers("forward-backward", log_level=1).start(barrier=call.config.barrier_with_L1_time)
         try:
             reports = self._run(self._step(call, shape), program, shape)
+        except BaseException as error:
+            if shape.num_ranks > 1:
+                self._failure = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self._context.clear()
             self._weight_gradients.clear()
@@ -158,8 +162,10 @@ class PipelineExecutor:
             recorders: list[Recorder | StepMeter] = []
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, call.chunks))
-            if (prediction := self._prediction_heads(step, shape)) is not None:
-                around.enter_context(patched(prediction.patches()))
+            if shape.num_segments > 1 or call.groups.cp.size() > 1 or self._segmentation.packing is not None:
+                heads = prediction_heads(call, shape.placement, step.rank, step.batches, self._context)
+                if heads is not None:
+                    around.enter_context(patched(heads.patches()))
             if self._tracer is not None and not call.forward_only:
                 tracing = self._tracer.step(self._programs.name, shape, call.pipeline, call.device, lengths)
                 recorder = around.enter_context(tracing)
@@ -205,26 +211,6 @@ class PipelineExecutor:
         if pipeline.rank() != placement.num_ranks - 1:
             return reports
         return tree_map(partial(_moved, torch.device(torch.cuda.current_device())), sent[0])
-
-    def _prediction_heads(self, step: Step, shape: Shape) -> PredictionHeads | None:
-        """For the ranks with the layers of multi-token prediction, and with its loss, where sequences are cut or
-        documents kept apart."""
-        call, placement = step.call, shape.placement
-        predicting = prediction_stage(call.config, placement)
-        is_packed = self._segmentation.packing is not None
-        if predicting is None or shape.num_segments == call.groups.cp.size() == 1 and not is_packed:
-            return None
-        stages = {predicting, placement.num_stages - 1}
-        batches = [step.batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == step.rank]
-        if not batches:
-            return None
-
-        def ahead(segment: Segment) -> LookAhead:
-            running = next(each for each in batches if each is None or each.segment is segment)
-            depth, groups = call.config.mtp_num_layers, call.groups
-            return look_ahead(running, segment, call.micro_batch_size, depth, groups.tp, groups.cp, call.device)
-
-        return PredictionHeads(self._context, ahead, call.groups.cp.size())
 
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement

@@ -1,4 +1,4 @@
-"""When the gradients of a model chunk are reduced over data-parallel ranks.
+"""When the gradients of a model chunk are reduced over data-parallel ranks, and those of tied embeddings added up.
 
 Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`.
 So `no_sync` is left for exactly one backward per chunk: its last one in the step. Where backwards are split, it is left
@@ -6,18 +6,19 @@ for the last input-gradient half, which completes biases and norms, and for the 
 parameter must be ready as often in each step as in the first.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 
 
 class GradientSync:
     """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank.
 
-    `ends_last`: the rank has one chunk and is the last to end its backwards, so no rank has to be waited for, and the
-    hooks may reduce even where Megatron sets `grad_sync_func`.
+    `ends_last` is true on a rank with one chunk that finishes its backwards last; its DDP hooks may reduce even with
+    `grad_sync_func`.
     """
 
     def __init__(self, config: Any, chunks: list[torch.nn.Module], ends_last: bool = False) -> None:
@@ -31,7 +32,7 @@ class GradientSync:
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
-        """Inside, the hooks of parameters may reduce, unless Megatron sets `grad_sync_func`."""
+        """Inside, the DDP hooks may reduce, unless Megatron sets `grad_sync_func`."""
         if self._start_reduction:
             yield
             return
@@ -70,3 +71,33 @@ def _per_chunk(hook: Callable | list[Callable] | None, num_chunks: int) -> list[
     if hook is None or isinstance(hook, list):
         return hook
     return [hook] * num_chunks
+
+
+def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    """The weights of the embedding in the first and in the last chunk of a rank, as in a V; none if the last has none.
+
+    The last chunk has them in an output layer that is tied to the embedding, or as multi-token prediction's copy.
+    """
+    first, last = _bare(chunks[0]), _bare(chunks[-1])
+    if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):
+        return []
+    if not (first.share_embeddings_and_output_weights or getattr(last, "mtp_process", False)):
+        return []
+    return [model.shared_embedding_or_output_weight() for model in (first, last)]
+
+
+def add_up_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
+    """Give both weights the sum of their gradients; Megatron sums over two ranks, at the end of a step, too."""
+    weights = tied_embeddings(chunks)
+    if not weights:
+        return
+    embedding, output = (getattr(weight, _get_main_grad_attr(weight)) for weight in weights)
+    if embedding is not None and output is not None:  # None if the weights are frozen
+        embedding += output
+        output.copy_(embedding)
+
+
+def _bare(chunk: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = chunk.module
+    return chunk

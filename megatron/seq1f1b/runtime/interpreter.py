@@ -4,9 +4,9 @@ It contains nothing of families, phases or neighbours: all that is in the progra
 `backward_step` run the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
 from .meter import StepMeter
-from .prediction_stage import rows_per_token
+from .prediction import rows_per_token
 from .program import Program
 from .recorder import Recorder
 
@@ -55,7 +55,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Services:
-    """What the actions of a step work with. `around(action)` shows what all ranks do around an action."""
+    """What the actions of a step work with.
+
+    `around(action)` shows what all ranks do around an action. `handlers` run further kinds of actions, or take the
+    place of the interpreter's own (`Interpreter.HANDLERS`).
+    """
 
     communicator: Communicator
     context: SegmentContext
@@ -65,6 +69,7 @@ class Services:
     sequence_length_is: Callable[[int], AbstractContextManager]
     recorders: Sequence[Recorder | StepMeter]
     around: Callable[[Action], str]
+    handlers: "Mapping[Kind, Handler]" = field(default_factory=dict)
 
 
 class Interpreter:
@@ -98,7 +103,7 @@ class Interpreter:
         self._ends, self._splits_backwards = program.ends, program.splits_backwards
         self._recomputed = self._all_but_partially_checkpointed(program.actions)
         # A range for each action in the PyTorch profiler, and in Nsight by Megatron's --profile.
-        is_profiled, handlers = torch.autograd._profiler_enabled(), self._HANDLERS
+        is_profiled, handlers = torch.autograd._profiler_enabled(), {**self.HANDLERS, **self._services.handlers}
         for position, action in enumerate(program.actions):
             try:
                 if is_profiled:
@@ -266,7 +271,7 @@ class Interpreter:
             self._timers(name).stop()
 
     # On the class: a table of bound methods would be a cycle that keeps a step until a collection.
-    _HANDLERS = {
+    HANDLERS: "Mapping[Kind, Handler]" = {
         Kind.F: _forward,
         Kind.B: _backward,
         Kind.I: _backward,
@@ -278,6 +283,10 @@ class Interpreter:
         Kind.GATHER: _gather,
         Kind.REDUCE: _reduce,
     }
+
+
+# Runs one action of a kind.
+Handler = Callable[[Interpreter, Action], None]
 
 
 class _Both:

@@ -3,16 +3,83 @@
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..schedule import Action
 
-# Of the resident memory of a process, which stands for that of a device on a CPU; see clear_refs in proc(5).
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_FORGET_PEAK = "5"
+
+class Clock(Protocol):
+    """Marks moments: `now` returns a mark, `seconds` the time between two; `restart` invalidates all marks."""
+
+    def restart(self) -> None: ...
+
+    def now(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    """The clock of the processor, which runs the actions itself. Marks are `time.perf_counter()`."""
+
+    def restart(self) -> None:
+        pass
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class DeviceClock:
+    """Events on the current stream of a GPU, made once and recorded again after a restart.
+
+    Marking does not wait for the device; `seconds` needs the device to have passed both marks.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+
+    def restart(self) -> None:
+        self._used = 0
+
+    def now(self) -> torch.cuda.Event:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for what runs on `device`."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class PeakMemory:
+    """Counts from its creation: activations, caches, messages and workspace, but not weights or optimizer state.
+
+    The numbers are those of `torch.cuda`: PyTorch's allocator on a GPU, the resident set of the process on a CPU (see
+    cpu/stand_ins.py). On a GPU `resets_peak` also resets the peak in Megatron's reports; without it the peak is that
+    of the whole run.
+    """
+
+    def __init__(self, device: torch.device, resets_peak: bool = True) -> None:
+        self._device = device
+        if resets_peak or device.type != "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._baseline = torch.cuda.memory_allocated(device)
+
+    def peak(self) -> int:
+        """Bytes."""
+        return torch.cuda.max_memory_allocated(self._device) - self._baseline
 
 
 class Reading(NamedTuple):
@@ -23,23 +90,13 @@ class Reading(NamedTuple):
     peak_memory: float
 
 
-class Clock(Protocol):
-    """Marks moments of a step: `now` returns the number of a mark, `seconds` the time between two."""
-
-    def restart(self) -> None: ...
-
-    def now(self) -> int: ...
-
-    def seconds(self, start: int, end: int) -> float: ...
-
-
 class StepMeter:
     """Made once. A step costs two marks per action and two queries of the allocator; nothing waits for the device."""
 
     def __init__(self) -> None:
         self._clock: Clock = HostClock()
-        self._spans: list[tuple[int, int]] = []
-        self._whole: tuple[int, int] | None = None
+        self._spans: list[tuple[Any, Any]] = []
+        self._whole: tuple[Any, Any] | None = None
         self._peak = 0
 
     @contextmanager
@@ -50,11 +107,11 @@ class StepMeter:
         self._spans.clear()
         self._whole = None
         self._clock.restart()
-        baseline = _memory_before(device)
+        memory = PeakMemory(device, resets_peak=False)
         start = self._clock.now()
         yield
         self._whole = start, self._clock.now()
-        self._peak = _highest_memory(device) - baseline
+        self._peak = memory.peak()
 
     def span(self, action: Action) -> AbstractContextManager[None]:
         """Around one action."""
@@ -73,7 +130,7 @@ class _Span:
 
     __slots__ = ("_clock", "_spans", "_start")
 
-    def __init__(self, clock: Clock, spans: list[tuple[int, int]]) -> None:
+    def __init__(self, clock: Clock, spans: list[tuple[Any, Any]]) -> None:
         self._clock = clock
         self._spans = spans
 
@@ -82,52 +139,3 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._spans.append((self._start, self._clock.now()))
-
-
-class HostClock:
-    """The clock of the processor, which runs the actions itself."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-
-    def restart(self) -> None:
-        self._times.clear()
-
-    def now(self) -> int:
-        self._times.append(time.perf_counter())
-        return len(self._times) - 1
-
-    def seconds(self, start: int, end: int) -> float:
-        return self._times[end] - self._times[start]
-
-
-class DeviceClock:
-    """Events on the current stream of a GPU, made once and recorded again in every step."""
-
-    def __init__(self) -> None:
-        self._events: list[Any] = []
-        self._used = 0
-
-    def restart(self) -> None:
-        self._used = 0
-
-    def now(self) -> int:
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[self._used].record()
-        self._used += 1
-        return self._used - 1
-
-    def seconds(self, start: int, end: int) -> float:
-        return self._events[start].elapsed_time(self._events[end]) / 1e3
-
-
-def _memory_before(device: torch.device) -> int:
-    if device.type != "cuda" and _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text(_FORGET_PEAK)
-    return torch.cuda.memory_allocated(device)
-
-
-def _highest_memory(device: torch.device) -> int:
-    """On a GPU the peak of the whole run: resetting it would change what Megatron reports."""
-    return torch.cuda.max_memory_allocated(device)

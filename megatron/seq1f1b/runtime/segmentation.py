@@ -1,16 +1,45 @@
-"""Where the sequences of a step are cut."""
+"""Where the sequences of a step are cut, and where the documents packed into them start.
+
+The rank that reads the data finds the starts of documents and sends them to all ranks of a model.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ..model import Documents, Segment
-from .documents import Packing
+from ..model.masks import differs
+from .data import SegmentIterator
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How documents are packed into sequences.
+
+    `end_of_document` is the id of the token that ends one; None if batches mark documents in another way.
+    `cut(sequence_length, documents)` gives the lengths of the segments of a micro-batch, where they follow its
+    documents.
+    """
+
+    end_of_document: int | None
+    cut: Callable[[int, Documents], Sequence[int]] | None = None
 
 
 class Segmentation:
-    """`num_segments` segments of the lengths `cut(sequence_length)`, or of those that follow the documents."""
+    """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
 
-    def __init__(self, num_segments: int, cut: Callable[[int], Sequence[int]], packing: Packing | None = None) -> None:
+    With `packing` attention stays within the documents of a sequence, and the lengths may follow them.
+    """
+
+    def __init__(
+        self, num_segments: int = 1, cut: Callable[[int], Sequence[int]] = lambda _: (), packing: Packing | None = None
+    ) -> None:
         self.num_segments = num_segments
         self.packing = packing
         self._cut = cut
@@ -51,3 +80,81 @@ class Segmentation:
     @property
     def _follows_documents(self) -> bool:
         return self.num_segments > 1 and self.packing is not None and self.packing.cut is not None
+
+
+def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
+    """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
+
+    It is taken from, in this order, `cu_seqlens` (b rows of ascending positions, 0 and s among them), a boolean
+    `attention_mask` [b, 1, s, s] that hides a token from the one after it where a document ends, and `tokens` that end
+    a document, as in Megatron's GPTDataset, unless `end_of_document` is None. Raises ValueError if there is none of
+    them, or one of another shape.
+    """
+    entries = batch if isinstance(batch, dict) else {}
+    starts = torch.zeros(shape, dtype=torch.bool)
+    starts[:, 0] = True
+    num_sequences, length = shape
+    for name in ("cu_seqlens_padded", "cu_seqlens"):
+        positions = entries.get(name)
+        if positions is not None:
+            positions = positions.cpu().view(-1, positions.shape[-1]).long()
+            if len(positions) != num_sequences or positions.max() != length:
+                raise ValueError(
+                    f"{name} {list(positions.shape)} in a batch reaches to token {positions.max()}, but must have a "
+                    f"row that ends at {length} for each of the {num_sequences} sequences of a micro-batch"
+                )
+            return torch.nn.functional.pad(starts, (0, 1)).scatter_(1, positions, True)[:, :length]
+    mask = entries.get("attention_mask")
+    if mask is not None:
+        _check(mask[:, 0], (*shape, length), "attention_mask")
+        starts[:, 1:] = mask[:, 0].diagonal(-1, 1, 2).cpu()
+        if differs(mask[:, 0], starts.cumsum(1).to(mask.device)):
+            raise ValueError(
+                "the attention_mask of a batch hides more or less than other documents and later tokens, which is all "
+                "that segments of a sequence can hide; drop --sequence-splits"
+            )
+        return starts
+    tokens = entries.get("tokens")
+    if end_of_document is None or tokens is None:
+        entry = "cu_seqlens or attention_mask" if end_of_document is None else "cu_seqlens, attention_mask or tokens"
+        raise ValueError(
+            f"documents are to be kept apart, but a batch is no dict with {entry}; drop --sequence-splits and "
+            "--pipeline-schedule to run Megatron's own schedule"
+        )
+    _check(tokens, shape, "tokens")
+    starts[:, 1:] = tokens[:, :-1].cpu() == end_of_document
+    return starts
+
+
+def documents_of_step(
+    batches: SegmentIterator | None,
+    shape: tuple[int, int, int],
+    end_of_document: int | None,
+    source: int,
+    pipeline: dist.ProcessGroup,
+    tensor: dist.ProcessGroup,
+    device: torch.device,
+) -> list[Documents]:
+    """The documents of every micro-batch of a step, on all ranks of a model; `shape` = (m, b, s).
+
+    Rank `source` of the pipeline holds the first stage; of its tensor-parallel ranks the first has the `batches`, and
+    reads all m of them ahead. One bit a token is broadcast: to the other stages, then to the other tensor-parallel
+    ranks.
+    """
+    num_microbatches, *of_batch = shape
+    bits = torch.empty(-(-num_microbatches * of_batch[0] * of_batch[1] // 8), dtype=torch.uint8)
+    if pipeline.rank() == source and tensor.rank() == 0:
+        read = batches.read_ahead(num_microbatches)
+        starts = torch.stack([document_starts(batch, tuple(of_batch), end_of_document) for batch in read])
+        bits = torch.from_numpy(np.packbits(starts.numpy()))
+    bits = bits if dist.get_backend(pipeline) == "gloo" else bits.to(device)
+    if tensor.rank() == 0:
+        dist.broadcast(bits, dist.get_global_rank(pipeline, source), group=pipeline)
+    dist.broadcast(bits, dist.get_global_rank(tensor, 0), group=tensor)
+    starts = np.unpackbits(bits.cpu().numpy(), count=num_microbatches * of_batch[0] * of_batch[1]).reshape(shape)
+    return [tuple(tuple(np.flatnonzero(row).tolist()) for row in batch) for batch in starts]
+
+
+def _check(entry: Tensor, shape: tuple[int, ...], name: str) -> None:
+    if entry.shape != shape:
+        raise ValueError(f"{name} {list(entry.shape)} in a batch does not fit micro-batches of {list(shape)} tokens")

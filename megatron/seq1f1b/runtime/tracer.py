@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..schedule import Shape, Span, Timeline, write_timeline
-from .memory import PeakMemory
+from .meter import PeakMemory
 from .recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any
     """One timeline of all ranks, counted from the barrier before the step.
 
     Clocks of different machines have nothing in common but the barrier. Ranks leave it when the last has come, or later
-    if they are not scheduled at once, so that of those that share a clock the first is right for all.
+    if they are not scheduled at once, so the earliest departure by a clock is the origin of all ranks with that clock.
     """
     left: dict[str, float] = {}
     for clock, origin, _, _ in measured:

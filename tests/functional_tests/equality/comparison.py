@@ -23,7 +23,7 @@ from functional_tests.equality.step import run
 from megatron.seq1f1b.model import latents
 from megatron.seq1f1b.partition import balanced_by_documents
 from megatron.seq1f1b.planning.costs import AnalyticTime
-from megatron.seq1f1b.runtime import Packing, PipelineExecutor
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import choose
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -116,12 +116,8 @@ def compare(
     for (name, case), expected in zip(cases.items(), expectations, strict=True):
         expected_reports, expected_grads, expected_logs, expected_evaluation = expected
         packing = Packing(0, cut_by_documents(case)) if case.packed else None
-        executor = PipelineExecutor(
-            choose(case.family, layout.style),
-            case.k,
-            lambda length, case=case: case.lengths,
-            packing=packing,
-        )
+        cut = Segmentation(case.k, lambda length, case=case: case.lengths, packing)
+        executor = PipelineExecutor(choose(case.family, layout.style), cut)
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
         evaluations = [step(forward_only=True)[0]]
         reports, grads = step()

@@ -408,7 +408,7 @@ RANKS = {
 
 
 def transformer_engine_suite():
-    """Its layers run on CPU tensors by stand-ins of its kernels, see cpu/transformer_engine."""
+    """Its layers run on CPU tensors by a double of its kernels, see support/te_double.py."""
     cases = [Case(family, k, 2, "uneven", "random") for family in ("1f1b", "zb-h1", "auto") for k in (2, 3)]
     for kind in ("unfused", "fused"):
         yield Model(transformer_engine=kind), Layout(pipeline=2), cases

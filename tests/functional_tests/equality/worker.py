@@ -10,8 +10,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.seq1f1b import cpu
+from support import te_double
 
-cpu.activate(with_transformer_engine="--transformer-engine" in sys.argv)
+if "--transformer-engine" in sys.argv:
+    te_double.load()
+cpu.activate()
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import megatron.seq1f1b
 from megatron.seq1f1b import cpu
+from support import te_double
 
 FOLDER, SEGMENTS = Path(sys.argv[1]), int(sys.argv[2])
-cpu.activate(with_transformer_engine=True)  # which Megatron-Bridge imports
+te_double.load()  # Megatron-Bridge imports Transformer Engine
+cpu.activate()
 if SEGMENTS > 1:
     megatron.seq1f1b.install(sequence_splits=SEGMENTS)
 else:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import megatron.seq1f1b
 from megatron.seq1f1b import cpu
+from support import te_double
 
-cpu.activate(with_transformer_engine=True)  # which Megatron-Bridge imports
+te_double.load()  # Megatron-Bridge imports Transformer Engine
+cpu.activate()
 megatron.seq1f1b.install(sequence_splits=3)
 
 import torch  # noqa: E402

@@ -29,7 +29,7 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
     initialize_rerun_state_machine,
 )
 
-from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
 from megatron.seq1f1b.schedule import Given, Named, Placement, Shape, build  # noqa: E402
 
 SEQUENCE, BATCH, HIDDEN, MICROBATCHES = 8, 2, 4, 3
@@ -96,7 +96,9 @@ def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs)
 
 
 def executor(schedule=Named("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
-    return PipelineExecutor(schedule, k, lambda length: [length // k] * k, timeout=timedelta(seconds=timeout))
+    return PipelineExecutor(
+        schedule, Segmentation(k, lambda length: [length // k] * k), timeout=timedelta(seconds=timeout)
+    )
 
 
 def raises(kind: type[Exception], function, *args, **kwargs) -> str:
@@ -198,7 +200,7 @@ def check_chunks_in_a_v(world, alone) -> None:
     here = placement.stages_of(world.rank())
     expected = [gradients(stages[number]) for number in here]
     whole = executor(Given(build("zb-h1", Shape(placement, MICROBATCHES))))
-    named = PipelineExecutor(Named("1f1b", "v"), 1, lambda length: [length], timeout=timedelta(seconds=60))
+    named = executor(Named("1f1b", "v"))
     for given in (whole, named):
         model = [stages[number] for number in here]
         reports = run(given, model, pg_collection=groups(world, alone))
@@ -327,11 +329,15 @@ def stuck_step(world):
 
 
 def check_failure_of_one_rank(world, alone) -> None:
-    """The other ranks fail within the timeout even if the process of the failed one lives on. Has to be last."""
+    """The other ranks fail within the timeout even if the process of the failed one lives on, and no rank of a program
+    that catches the error takes another step. Has to be last."""
     kind, step = (KeyError if world.rank() == 1 else RuntimeError), failing_step(world)
-    message = raises(kind, run, executor(timeout=5), stage(world), step, pg_collection=groups(world, alone))
+    failing, model = executor(timeout=5), stage(world)
+    message = raises(kind, run, failing, model, step, pg_collection=groups(world, alone))
     place = "rank 1 failed at 1F1.0, among" if world.rank() == 1 else "rank 0 failed at 0B"
     assert place in message, message
+    again = raises(RuntimeError, run, failing, model, pg_collection=groups(world, alone))
+    assert f"an earlier step of this pipeline failed ({kind.__name__}: " in again, again
 
 
 def main() -> None:

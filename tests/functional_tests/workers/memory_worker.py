@@ -28,7 +28,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.seq1f1b.model import Segment, SegmentContext, attach, use_segment_attention  # noqa: E402
-from megatron.seq1f1b.runtime import PipelineExecutor  # noqa: E402
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
 
@@ -201,7 +201,7 @@ def main() -> None:
         kept = bytes_kept(model, data, lengths)
         assert kept <= uncut, f"a micro-batch in {name} segments keeps {kept} bytes, uncut {uncut}"
         promised = peak_promised(rank, lengths, kept)
-        executor = PipelineExecutor(Named("1f1b"), len(lengths), lambda _, lengths=lengths: lengths)
+        executor = PipelineExecutor(Named("1f1b"), Segmentation(len(lengths), lambda _, lengths=lengths: lengths))
         ours = peak_of(executor, model, data)
         check(f"bytes of Seq1F1B, {name} segments", ours, promised)
         check(f"their share of Megatron's, {name} segments", ours / megatrons, promised / whole)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 
-from megatron.seq1f1b.runtime.documents import document_starts
+from megatron.seq1f1b.runtime.segmentation import document_starts
 
 END = 9
 SHAPE = (2, 12)

@@ -2,25 +2,29 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
-from megatron.seq1f1b.runtime import PipelineExecutor, Tracer
-from megatron.seq1f1b.schedule import Named
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
+from megatron.seq1f1b.runtime import executor as executor_file
+from megatron.seq1f1b.runtime.interpreter import Interpreter, Services
+from megatron.seq1f1b.schedule import Kind, Named
 from support.one_rank import Batches, Stage, forward_step, run
 
 
-def executor(schedule: str = "1f1b", k: int = 2, **options) -> PipelineExecutor:
-    return PipelineExecutor(Named(schedule), k, lambda length: [length // k] * k, **options)
+def executor(schedule: str = "1f1b", k: int = 2) -> PipelineExecutor:
+    return PipelineExecutor(Named(schedule), Segmentation(k, lambda length: [length // k] * k))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, is_traced):
     """A cycle would keep the data iterator, and with it the data loader's workers, until a collection."""
-    tracer = Tracer(tmp_path, {1}, lambda: 1) if is_traced else None
-    model, runs = Stage(), executor(schedule, tracer=tracer)
+    model, runs = Stage(), executor(schedule)
+    if is_traced:
+        runs.trace_with(Tracer(tmp_path, {1}, lambda: 1))
     run(runs, model)  # caches of PyTorch and Megatron
     outputs = []
 
@@ -65,6 +69,17 @@ def test_a_failure_shows_the_neighbourhood_on_all_ranks(alone):
     notes = "\n".join(failure.value.__notes__)
     assert "pipeline rank 0 failed at 0F1.0, among 0F0.0 0F0.1 0B0.1" in notes
     assert "> rank 0" in notes and "[0F1.0]" in notes
+
+
+def test_kinds_of_actions_can_be_given_handlers(alone, monkeypatch):
+    def reduce(interpreter: Interpreter, action) -> None:
+        reduced.append(str(action))
+        Interpreter.HANDLERS[Kind.REDUCE](interpreter, action)
+
+    reduced = []
+    monkeypatch.setattr(executor_file, "Services", partial(Services, handlers={Kind.REDUCE: reduce}))
+    run(executor(), Stage())
+    assert reduced == ["0REDUCE"]
 
 
 def test_every_action_is_a_range_of_the_profiler(alone):

@@ -11,7 +11,7 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 
-from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Named
 from support.one_rank import Stage, run
 
@@ -44,7 +44,7 @@ def step(seen, losses, data_iterator, model):
 
 
 def executor(k):
-    return PipelineExecutor(Named("1f1b"), k, lambda length: [length // k] * k)
+    return PipelineExecutor(Named("1f1b"), Segmentation(k, lambda length: [length // k] * k))
 
 
 @pytest.mark.parametrize("k, expected", [(1, [1.0, 2.0]), (2, [3.0, 7.0])])

@@ -10,7 +10,7 @@ from megatron.seq1f1b.model import Segment, SegmentContext
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.masks import MaskCheck, differs
 from megatron.seq1f1b.runtime.data import SegmentIterator
-from megatron.seq1f1b.runtime.documents import document_starts
+from megatron.seq1f1b.runtime.segmentation import document_starts
 
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)

@@ -1,5 +1,6 @@
-"""The tokens right after those of a rank, which multi-token prediction reads and predicts (DeepSeek-V3, arXiv
-2412.19437)."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): where its layers are, and the tokens right after those of a
+rank, which it reads and predicts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +9,61 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.enums import LayerType
 from torch import Tensor
 
-from ..model import Documents, Segment
+from ..model import Documents, PredictionHeads, Segment, SegmentContext
+from ..schedule import Placement
+from .call import Call
 from .data import SegmentIterator
 
 _ENTRIES = ("tokens", "position_ids", "labels", "loss_mask")
+
+
+def prediction_stage(config: Any, placement: Placement) -> int | None:
+    """The stage with the layers of multi-token prediction: the last unless a layout places them; None without them."""
+    if not getattr(config, "mtp_num_layers", None):
+        return None
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is None:
+        return placement.num_stages - 1
+    ranks = placement.num_ranks
+    return next(
+        stage for stage in range(placement.num_stages) if LayerType.mtp in layout.layout[stage % ranks][stage // ranks]
+    )
+
+
+def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
+    """Rows of activations that `stage` sends for a token: behind multi-token prediction, one more for each depth."""
+    predicting = prediction_stage(config, placement)
+    return 1 if predicting is None or stage < predicting else 1 + config.mtp_num_layers
+
+
+def prediction_heads(
+    call: Call,
+    placement: Placement,
+    rank: int,
+    batches: Sequence[SegmentIterator | None],
+    context: SegmentContext,
+) -> PredictionHeads | None:
+    """For a rank with the layers of multi-token prediction, or with its loss; None elsewhere.
+
+    `batches` are the data of the model chunks of this rank.
+    """
+    predicting = prediction_stage(call.config, placement)
+    if predicting is None:
+        return None
+    stages = {predicting, placement.num_stages - 1}
+    readers = [batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == rank]
+    if not readers:
+        return None
+
+    def ahead(segment: Segment) -> LookAhead:
+        running = next(each for each in readers if each is None or each.segment is segment)
+        depth, groups = call.config.mtp_num_layers, call.groups
+        return look_ahead(running, segment, call.micro_batch_size, depth, groups.tp, groups.cp, call.device)
+
+    return PredictionHeads(context, ahead, call.groups.cp.size())
 
 
 @dataclass(frozen=True)
@@ -39,7 +89,7 @@ def look_ahead(
     context: dist.ProcessGroup,
     device: torch.device,
 ) -> LookAhead:
-    """For a stage of whose tensor-parallel ranks the first has the `batches`; called on all of them.
+    """Called on all tensor-parallel ranks of a stage; the first of them has the `batches`.
 
     A context-parallel rank has two runs of tokens, see model/head_exchange.py. One small message tells the others.
     As Megatron does, predictions stay within documents in batches of its packed format, which have `cu_seqlens`, and

@@ -1,0 +1,145 @@
+"""Repairs of Megatron where neither Transformer Engine nor NVIDIA apex is installed: its local layers, torch's Adam."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .patches import Patch, PatchTable, Scope
+
+
+def are_missing() -> bool:
+    """Whether Megatron has found neither optimizer, and takes torch's. Imports Megatron."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def _marked_norm(new: Callable) -> Callable:
+    """`WrappedTorchNorm.__new__` for sequence parallelism, too.
+
+    The gradient of a norm's parameters must then be summed over the tensor-parallel ranks; Megatron does that for each
+    parameter with this mark.
+    """
+
+    @functools.wraps(new)
+    def build(cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        sequence_parallel = config.sequence_parallel
+        config.sequence_parallel = False  # Megatron refuses it, since nothing sets the mark
+        try:
+            norm = new(cls, config, hidden_size, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        return norm
+
+    return build
+
+
+def _sized_for_latents(init: Callable) -> Callable:
+    """`DotProductAttention.__init__` with the head sizes of keys and values, which multi-latent attention passes."""
+
+    @functools.wraps(init)
+    def initialize(
+        attention: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        init(attention, *args, **kwargs)
+        if v_channels is not None:
+            attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
+
+    return initialize
+
+
+def _state_dict_before_first_step(state_dict: Callable) -> Callable:
+    """`DistributedOptimizer.state_dict` that also works before the first step.
+
+    It reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is about to
+    be loaded.
+    """
+
+    @functools.wraps(state_dict)
+    def answer(self: Any) -> dict:
+        inner = self.optimizer
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        if inner.state or not parameters:
+            return state_dict(self)
+        inner.state[parameters[0]] = {"step": torch.tensor(0.0)}
+        try:
+            return state_dict(self)
+        finally:
+            inner.state.clear()
+
+    return answer
+
+
+def _load_with_steps(load_state_dict: Callable) -> Callable:
+    """`DistributedOptimizer.load_state_dict` that also restores the number of steps.
+
+    A checkpoint stores it once a group. Megatron gives all parameters one tensor of it, which Adam increments in place,
+    once for each of them. Parameters in fp32, which are their own main copies, are written to, which only `no_grad`
+    allows.
+    """
+
+    @functools.wraps(load_state_dict)
+    @torch.no_grad()
+    def load(self: Any, loaded: dict) -> None:
+        load_state_dict(self, loaded)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    return load
+
+
+def _set_all_but_steps(set_states: Callable) -> Callable:
+    """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without steps.
+
+    It copies into every tensor of a parameter's state, also into the number of steps, which a checkpoint does not store
+    for each parameter.
+    """
+
+    @functools.wraps(set_states)
+    def set_tensors(self: Any, model_param: torch.Tensor, tensors: dict) -> None:
+        set_states(self, model_param, {**tensors, "step": None})
+
+    return set_tensors
+
+
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+REPAIRS = PatchTable(
+    Scope.PROCESS,
+    (
+        Patch(
+            "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+            _marked_norm,
+            "refuses sequence parallelism, since its parameters have no mark",
+            wraps=True,
+        ),
+        Patch(
+            "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+            _sized_for_latents,
+            "refuses the head sizes that multi-latent attention passes",
+            wraps=True,
+        ),
+        Patch(
+            f"{_OPTIMIZER}.state_dict",
+            _state_dict_before_first_step,
+            "asserts one number of steps where there is no state yet, as when a checkpoint is to be loaded",
+            wraps=True,
+        ),
+        Patch(
+            f"{_OPTIMIZER}.load_state_dict",
+            _load_with_steps,
+            "lets parameters share one counter of steps; in fp32, needs no_grad",
+            wraps=True,
+        ),
+        Patch(
+            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+            _set_all_but_steps,
+            "overwrites the number of steps, or looks for it in vain",
+            wraps=True,
+        ),
+    ),
+)

@@ -1,0 +1,62 @@
+"""Megatron where neither Transformer Engine nor apex is installed, on a machine with a GPU, too."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.seq1f1b import without_te
+from megatron.seq1f1b.patches import owner_of, patched
+from support.launch import ROOT
+from support.patience import patient
+
+# In a process of its own: a GPU seems to be there, so nothing is redirected.
+WITH_A_GPU = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+sys.argv = ["script"]
+import megatron.seq1f1b
+from megatron.seq1f1b import cpu, without_te
+from megatron.seq1f1b.patches import owner_of
+megatron.seq1f1b.install(sequence_splits=2)
+assert not cpu.is_active()
+assert all(hasattr(getattr(*owner_of(patch.target)), "__wrapped__") for patch in without_te.REPAIRS.patches)
+print("repaired")
+"""
+
+
+@pytest.fixture
+def repaired():
+    with patched(without_te.REPAIRS):
+        yield
+
+
+def test_install_repairs_megatron_on_a_gpu():
+    command = [sys.executable, "-W", "ignore", "-c", WITH_A_GPU]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(120))
+    assert "repaired" in done.stdout, done.stderr[-3000:]
+
+
+def test_an_optimizer_without_a_step_has_a_state_to_load_into(repaired):
+    """As Megatron asks for when a checkpoint is to be loaded."""
+    optimizer, _ = owner_of("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict")
+    adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    state = optimizer.state_dict(SimpleNamespace(optimizer=adam, grad_scaler=None))
+    assert [group["step"] for group in state["optimizer"]["param_groups"]] == [0.0]
+    assert not adam.state
+
+
+def test_parameters_of_a_norm_are_marked_for_sequence_parallelism(repaired):
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config = SimpleNamespace(
+        layernorm_zero_centered_gamma=False,
+        persist_layer_norm=False,
+        memory_efficient_layer_norm=False,
+        sequence_parallel=True,
+        normalization="LayerNorm",
+    )
+    norm = WrappedTorchNorm(config, 8)
+    assert all(parameter.sequence_parallel for parameter in norm.parameters()) and config.sequence_parallel
