@@ -72,7 +72,7 @@ class Messages:
     def post_receive(self, *_) -> None:
         pass
 
-    def receive(self, _) -> torch.Tensor:
+    def receive(self, *_) -> torch.Tensor:
         return torch.zeros(1)
 
     def send(self, *_) -> None:

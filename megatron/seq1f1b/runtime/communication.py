@@ -2,7 +2,7 @@
 
 A channel is one payload (activations or gradients) from one rank to another: a queue without tags. The schedule
 fixes the order, the same at both ends, and when each receive is posted, so neither shapes nor tags are negotiated.
-`schedule/lowering.py` shows why this cannot hang.
+`schedule/lowering.py` shows why this cannot hang. A rank may use messages in another order than they come in.
 """
 
 import threading
@@ -61,20 +61,24 @@ class Communicator:
         self._waiter = _Waiter() if self._is_gloo else None
         on_start = partial(torch.cuda.set_device, device)  # else the thread would take memory on the first GPU
         self._watch = Watch(timeout, on_start) if dist.get_backend(group) == "nccl" else None
-        self._receiving: dict[Channel, deque[tuple[dist.Work, Tensor, Action | None]]] = {}
+        # By (stage, micro-batch, segment) of the action that a message is for.
+        self._receiving: dict[Channel, dict[tuple | None, tuple[dist.Work, Tensor, Action | None]]] = {}
         self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
         self._connect(channels)
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
-        """Post a buffer for the next message of a channel; `action` is named if the message does not come."""
+        """Post a buffer for the next message of a channel; `action` is the RECV that it belongs to."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
-        self._receiving.setdefault(channel, deque()).append((work, buffer, action))
+        self._receiving.setdefault(channel, {})[None if action is None else action[1:]] = work, buffer, action
 
-    def receive(self, channel: Channel) -> Tensor:
-        """Wait for the oldest posted message of a channel. Raises RuntimeError if it does not come."""
-        work, buffer, action = self._receiving[channel].popleft()
+    def receive(self, channel: Channel, unit: tuple | None = None) -> Tensor:
+        """Wait for the message of a channel that is for `unit`, the (stage, micro-batch, segment) of its RECV.
+
+        Raises RuntimeError if it does not come.
+        """
+        work, buffer, action = self._receiving[channel].pop(unit)
         start = time.monotonic()
         try:
             self._wait(work)

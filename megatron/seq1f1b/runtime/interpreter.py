@@ -223,7 +223,7 @@ class Interpreter:
         else:
             name = "forward-recv" if is_forward else "backward-recv"
             self._start(name)
-            tensor = self._services.communicator.receive(channel)
+            tensor = self._services.communicator.receive(channel, action[1:])
             self._stop(name)
         return tensor.requires_grad_(is_forward)
 

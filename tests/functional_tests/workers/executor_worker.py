@@ -30,7 +30,7 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 )
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
-from megatron.seq1f1b.schedule import Given, Named, Placement, Shape, build  # noqa: E402
+from megatron.seq1f1b.schedule import Given, Kind, Named, Placement, Shape, build  # noqa: E402
 
 SEQUENCE, BATCH, HIDDEN, MICROBATCHES = 8, 2, 4, 3
 
@@ -206,6 +206,34 @@ def check_chunks_in_a_v(world, alone) -> None:
         reports = run(given, model, pg_collection=groups(world, alone))
         assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
         assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
+
+
+def check_messages_that_are_used_in_another_order_than_they_were_sent_in(world, alone) -> None:
+    """`auto` runs the chunks of two ranks in orders of their own."""
+    placement = Placement(2, 2)
+    order = build("auto", Shape(placement, MICROBATCHES, 2))
+    sent, used = (
+        [(action.microbatch, action.segment, action.stage // 2) for action in rank if action.kind is Kind.F]
+        for rank in order.ranks
+    )
+    assert sent != used
+    stages = [Stage(stage(world).config, number) for number in range(4)]
+    total = 0
+    for tokens in batches(MICROBATCHES):
+        for each in stages:
+            tokens = each.linear(tokens).tanh()
+        total += tokens.square().mean() / MICROBATCHES
+    total.backward()
+    expected = [gradients(stages[number]) for number in placement.stages_of(world.rank())]
+
+    def step(data_iterator, model):
+        output = model(next(data_iterator).transpose(0, 1))
+        return output, lambda output: (output.square().sum(), torch.tensor(output.numel()), {})
+
+    model = [stages[number] for number in placement.stages_of(world.rank())]
+    data = {"data_iterator": [Counted(), Counted()]}
+    run(executor(Given(order), k=2), model, step, pg_collection=groups(world, alone), **data)
+    assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
 
 
 class FusedLinear(torch.nn.Linear):

@@ -83,7 +83,7 @@ def nccl(alone, monkeypatch):
 def test_on_nccl_the_host_does_not_wait_and_the_stage_and_the_action_are_named(nccl, caplog):
     communicator = nccl()
     communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
-    communicator.receive(BACKWARD)
+    communicator.receive(BACKWARD, (2, 5, 1))
     assert not caplog.messages
     wait_for(lambda: caplog.messages)
     named = "the gradient of micro-batch 5, segment 1 from stage 3 to 2 (pipeline rank 1 to 0; 2RECV_B5.1) has not come"
