@@ -1,0 +1,35 @@
+"""The balance loss of experts by segments against the product of both sums over the whole sequence."""
+
+import pytest
+import torch
+
+from megatron.seq1f1b.model.experts import _Product, _Tally
+from megatron.seq1f1b.model.segment import Segment
+
+LENGTH, EXPERTS, FACTOR = 30, 7, 1 / 3
+BOUNDS = [(0, 11), (11, 19), (19, 30)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_of_a_balance_loss_are_rounded_once_to_the_type_of_the_probabilities(dtype):
+    torch.manual_seed(0)
+    probabilities = torch.rand(LENGTH, EXPERTS).to(dtype)
+    chosen = torch.rand(LENGTH, EXPERTS) < 0.3
+    grad = torch.tensor(0.1, dtype=dtype)
+
+    # In at least fp32, whatever the type of the probabilities.
+    computed_in = torch.promote_types(dtype, torch.float32)
+    exact = (grad.to(computed_in) * FACTOR * chosen.sum(0).to(computed_in)).to(dtype)
+
+    tally, released, parts = _Tally(), [], []
+    for index, (start, end) in enumerate(BOUNDS):
+        segment = Segment(0, index, start, end, LENGTH)
+        sums = probabilities[start:end].sum(0).requires_grad_()
+        is_new = tally.note(segment, chosen[start:end].sum(0))
+        release = lambda: released.append(True)  # noqa: E731
+        parts.append((sums, _Product.apply(sums, tally, segment, is_new, FACTOR, release)))
+    for sums, loss in reversed(parts):
+        loss.backward(grad.to(loss.dtype))
+        assert sums.grad.dtype == dtype
+        torch.testing.assert_close(sums.grad, exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    assert released == [True]
