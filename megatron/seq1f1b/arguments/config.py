@@ -11,9 +11,10 @@ from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, 
 from .device import is_on_cpu
 from .megatron_run import MegatronRun
 from .naming import Naming
+from .packages import packs_documents
 from .predictions import Predictions
 from .sequence_partition import SequencePartition
-from .supported import Use, first_unsupported, packs_documents, segments_are_possible, unsupported
+from .supported import Use, first_unsupported, segments_are_possible, unsupported
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,17 @@ Conditions look at the settings of a run, by the names of Megatron's arguments; 
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..schedule import splitting_families
+from .packages import (
+    fused_attention_has_no_backend,
+    lacks_delta_nets,
+    lacks_flash_attention,
+    lacks_transformer_engine,
+    layers_lack,
+)
 
 Condition = Callable[[Mapping[str, Any]], bool]
 
@@ -66,6 +71,11 @@ def _has_layers(symbol: str) -> Condition:
     return lambda settings: symbol in (settings.get("hybrid_layer_pattern") or "")
 
 
+def _with_layers(symbol: str, condition: Condition) -> Condition:
+    has_layers = _has_layers(symbol)
+    return lambda settings: has_layers(settings) and condition(settings)
+
+
 def _context_parallel_by(settings: Mapping[str, Any]) -> set[str]:
     kinds = settings.get("cp_comm_type") or ()
     return {kinds} if isinstance(kinds, str) else set(kinds)
@@ -108,40 +118,6 @@ def _recomputes(module: str) -> Condition:
 def _sees_later_tokens(settings: Mapping[str, Any]) -> bool:
     window = settings.get("window_size") or (0, 0)
     return tuple(window[1:]) != (0,)  # `--window-size 128` is one number
-
-
-def _fused_attention_is_missing(settings: Mapping[str, Any]) -> bool:
-    is_asked_for = getattr(settings.get("attention_backend"), "name", None) == "fused"
-    if not is_asked_for or not _is_on_gpu_here(settings):
-        return False
-    try:
-        return tuple(map(int, version("transformer-engine").split(".")[:2])) < (2, 20)
-    except PackageNotFoundError:
-        return True
-
-
-def _flash_attention_is_missing(settings: Mapping[str, Any]) -> bool:
-    modules = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-    module = modules.get(settings.get("flash_attention_version") or 0)
-    return module is not None and _is_on_gpu_here(settings) and _is_missing(module)
-
-
-def _layers_lack_kernels(symbol: str, *modules: str) -> Condition:
-    has_layers = _has_layers(symbol)
-    return lambda settings: has_layers(settings) and _is_on_gpu_here(settings) and any(map(_is_missing, modules))
-
-
-def _is_missing(module: str) -> bool:
-    try:
-        return find_spec(module) is None
-    except ImportError:  # of the package around it
-        return True
-
-
-def _is_on_gpu_here(settings: Mapping[str, Any]) -> bool:
-    """gloo serves GPUs, too. The packages of a rehearsed launch are on the cluster."""
-    is_on_gpu = settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
-    return is_on_gpu and not settings.get("dry_run")
 
 
 def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:
@@ -299,26 +275,32 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--fp4-format", _given("fp4"), "scales by the largest value of a micro-batch, too", "use --fp8-format"
         ),
         Unsupported(
+            "--attention-backend fused with --attention-dropout and a window or packed documents",
+            fused_attention_has_no_backend,
+            "has no kernel in Transformer Engine",
+            "drop --attention-dropout, or use --attention-backend flash",
+        ),
+        Unsupported(
             "--attention-backend fused without Transformer Engine 2.20 or later",
-            _fused_attention_is_missing,
+            lacks_transformer_engine,
             "needs it",
             "install transformer-engine, or use --attention-backend flash",
         ),
         Unsupported(
             "--flash-attention-version without its package",
-            _flash_attention_is_missing,
+            lacks_flash_attention,
             "needs it",
-            "install flash-attn (for 2), FlashAttention-3 or flash-attn-4, or drop it for the fastest one installed",
+            "install FlashAttention-3 or flash-attn-4, or drop it",
         ),
         Unsupported(
-            "--hybrid-layer-pattern with G on a GPU without flash-linear-attention",
-            _layers_lack_kernels("G", "fla"),
-            "needs its kernels",
-            "install flash-linear-attention",
+            "--hybrid-layer-pattern with G on a GPU without a fitting flash-linear-attention",
+            _with_layers("G", lacks_delta_nets),
+            "needs its kernels, which on Hopper GPUs are wrong or refused with Triton 3.4.0 to 3.7.0",
+            "install flash-linear-attention 0.5.2 or later, with Triton 3.7.1 or later or with tilelang",
         ),
         Unsupported(
             "--hybrid-layer-pattern with M on a GPU without mamba-ssm and causal-conv1d",
-            _layers_lack_kernels("M", "mamba_ssm", "causal_conv1d"),
+            _with_layers("M", layers_lack("mamba_ssm", "causal_conv1d")),
             "needs their kernels",
             "install mamba-ssm and causal-conv1d",
         ),
@@ -368,9 +350,3 @@ def first_unsupported(settings: Mapping[str, Any], uses: Collection[Use]) -> str
 def segments_are_possible(settings: Mapping[str, Any]) -> bool:
     """Whether the attention for segments can stand in for this model's own."""
     return first_unsupported(settings, {Use.SEGMENTS}) is None
-
-
-def packs_documents(settings: Mapping[str, Any]) -> bool:
-    """Whether sequences hold several documents that must not see one another."""
-    names = ("reset_attention_mask", "sft", "dataloader_inter_document_masking", "keep_documents_apart")
-    return any(settings.get(name) for name in names)

@@ -56,13 +56,19 @@ SETTINGS = {
     },
     "fp8_dot_product_attention or fp8_multi_head_attention": {"fp8_multi_head_attention": True},
     "--fp4-format": {"fp4": "e2m1"},
+    "--attention-backend fused with --attention-dropout and a window or packed documents": {
+        "attention_backend": argparse.Namespace(name="fused"),
+        "distributed_backend": "nccl",
+        "attention_dropout": 0.1,
+        "window_size": (128, 0),
+    },
     "--attention-backend fused without Transformer Engine 2.20 or later": {
         "attention_backend": argparse.Namespace(name="fused"),
         "distributed_backend": "nccl",
     },
     "--flash-attention-version 3": {"flash_attention_version": 3},
-    "--flash-attention-version without its package": {"flash_attention_version": 2, "distributed_backend": "nccl"},
-    "--hybrid-layer-pattern with G on a GPU without flash-linear-attention": {
+    "--flash-attention-version without its package": {"flash_attention_version": 3, "distributed_backend": "nccl"},
+    "--hybrid-layer-pattern with G on a GPU without a fitting flash-linear-attention": {
         "hybrid_layer_pattern": "G-*-",
         "distributed_backend": "nccl",
         "padded_vocab_size": None,
@@ -94,7 +100,7 @@ def settings_of(row):
 @pytest.mark.parametrize("use, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
 def test_an_unsupported_feature_is_one_sentence(capsys, monkeypatch, use, row):
     if "without its package" in row.feature or "on a GPU without" in row.feature:
-        monkeypatch.setattr("megatron.seq1f1b.arguments.supported.find_spec", lambda module: None)
+        monkeypatch.setattr("megatron.seq1f1b.arguments.packages.find_spec", lambda module: None)
     args = parsed(*FLAGS[use], **settings_of(row))
     with pytest.raises(SystemExit) as exit:
         validate(args)
@@ -124,7 +130,7 @@ def test_the_test_that_shows_a_row_exists(row):
     "installed, is_enough", [("2.19.1", False), ("2.20.0", True), ("3.0", True), ("2.21.0+cu13", True)]
 )
 def test_fused_attention_needs_a_transformer_engine_of_today(monkeypatch, installed, is_enough):
-    monkeypatch.setattr("megatron.seq1f1b.arguments.supported.version", lambda package: installed)
+    monkeypatch.setattr("megatron.seq1f1b.arguments.packages.version", lambda package: installed)
     settings = SETTINGS["--attention-backend fused without Transformer Engine 2.20 or later"]
     args = parsed("--sequence-splits", "4", "--device", "cuda", **settings)
     if is_enough:

@@ -1,0 +1,97 @@
+"""Whether the packages with kernels for GPUs are here that a run needs, by what its settings ask for."""
+
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+Version = tuple[int, ...]
+
+
+def lacks_transformer_engine(settings: Mapping[str, Any]) -> bool:
+    """--attention-backend fused without Transformer Engine 2.20 or later."""
+    return _is_fused(settings) and _is_on_gpu_here(settings) and (_version("transformer-engine") or (0,)) < (2, 20)
+
+
+def fused_attention_has_no_backend(settings: Mapping[str, Any]) -> bool:
+    """Transformer Engine's fused attention drops nothing within documents or windows, which it masks by cuDNN."""
+    masks = bool(settings.get("window_size")) or packs_documents(settings)
+    return _is_fused(settings) and _is_on_gpu(settings) and bool(settings.get("attention_dropout")) and masks
+
+
+def lacks_flash_attention(settings: Mapping[str, Any]) -> bool:
+    """--flash-attention-version 3 or 4 without its package; 2 is PyTorch's own."""
+    asked_for = settings.get("flash_attention_version")
+    if asked_for not in (3, 4) or not _is_on_gpu_here(settings):
+        return False
+    # Not its module: the package flash-attn, version 2, ships the folder flash_attn/cute, too.
+    return _is_missing("flash_attn_interface") if asked_for == 3 else _version("flash-attn-4") is None
+
+
+def layers_lack(*modules: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda settings: _is_on_gpu_here(settings) and any(map(_is_missing, modules))
+
+
+def lacks_delta_nets(settings: Mapping[str, Any]) -> bool:
+    """No flash-linear-attention, or one whose gradients of gated delta nets are wrong, or refused, on this GPU."""
+    if not _is_on_gpu_here(settings):
+        return False
+    return (
+        _is_missing("fla")
+        or _is_hopper()
+        and not _delta_nets_are_right(
+            _version("flash-linear-attention") or _version("fla-core"), _version("triton"), not _is_missing("tilelang")
+        )
+    )
+
+
+def _delta_nets_are_right(fla: Version | None, triton: Version | None, has_tilelang: bool) -> bool:
+    """On Hopper, Triton from 3.4.0 to 3.7.0 compiles their backward wrongly. From 0.5.0 on, flash-linear-attention
+    refuses to run it, up to 0.5.1 with any later Triton too, unless TileLang takes its place."""
+    if fla is None or triton is None or triton < (3, 4):
+        return True
+    if has_tilelang and fla >= (0, 5):
+        return True
+    return triton >= (3, 7, 1) and not (0, 5) <= fla < (0, 5, 2)
+
+
+def packs_documents(settings: Mapping[str, Any]) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    names = ("reset_attention_mask", "sft", "dataloader_inter_document_masking", "keep_documents_apart")
+    return any(settings.get(name) for name in names)
+
+
+def _is_fused(settings: Mapping[str, Any]) -> bool:
+    return getattr(settings.get("attention_backend"), "name", None) == "fused"
+
+
+def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
+    """gloo serves GPUs, too."""
+    return settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
+
+
+def _is_on_gpu_here(settings: Mapping[str, Any]) -> bool:
+    """The packages of a rehearsed launch are on the cluster."""
+    return _is_on_gpu(settings) and not settings.get("dry_run")
+
+
+def _is_hopper() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return find_spec(module) is None
+    except ImportError:  # of the package around it
+        return True
+
+
+def _version(distribution: str) -> Version | None:
+    """Up to three numbers, None if it is not installed."""
+    try:
+        return tuple(map(int, re.findall(r"\d+", version(distribution))[:3]))
+    except PackageNotFoundError:
+        return None
