@@ -225,8 +225,8 @@ def _installed() -> Overlay | None:
 def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; a program without megatron.training does not import it for our sake."""
     from . import without_te
-    from .model.local_attention import LOCAL_ATTENTION
-    from .model.output_layer import needs_output_layers_without_apex, without_apex
+    from .model.linear_layers import needs_output_layers_without_apex, without_apex
+    from .model.self_attention import LOCAL_ATTENTION
 
     modules = ["megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel"]
     modules += [] if is_library else ["megatron.training.training"]

@@ -1,12 +1,12 @@
 """Attention by segments in bf16 against fp64, beside the errors of the same kernel on whole sequences."""
 
-from importlib.util import find_spec
 from math import sqrt
 
 import torch
 from common import Report, attend, attention_layer, parse
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
+from megatron.seq1f1b.model.kernels.flash import why_not
 
 # What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
 CASES = [
@@ -20,15 +20,7 @@ CASES = [
 ]
 PARTS = ("output", "dQ", "dK", "dV")
 UNFUSED = KernelChoice(backend="unfused")
-PACKAGES = {None: "PyTorch", 2: "flash-attn", 4: "flash-attn-4"}
-
-
-def is_installed(version: int | None) -> bool:
-    module = {None: "torch", 2: "flash_attn.flash_attn_interface", 4: "flash_attn.cute"}[version]
-    try:
-        return find_spec(module) is not None
-    except ImportError:
-        return False
+PACKAGES = {None: "PyTorch", 4: "flash-attn-4"}
 
 
 def random(case: tuple, length: int, device: str) -> list[torch.Tensor]:
@@ -85,7 +77,7 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     tensors = random(case, length, device)
     _, _, value, grad = tensors
     if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() is not None:
-        torch.nn.attention.restore_flash_attention_impl()  # versions 3 and 4 have none
+        torch.nn.attention.restore_flash_attention_impl()  # version 3 has none
     layer = attention_layer(KernelChoice(flash_attention_version=version, has_dropout=True), case[4], dropout=0.2)
     lengths = [length // 4] * 4
 
@@ -123,8 +115,8 @@ def main() -> None:
     for version in PACKAGES:
         if args.device == "cpu" and version:
             continue
-        if not is_installed(version):
-            report.figure(package=PACKAGES[version], installed=False)
+        if version and (reason := why_not(version)):
+            report.figure(package=PACKAGES[version], not_used=reason)
             continue
         if args.device == "cuda" and version is None:
             report.figure(kernel=KernelChoice().name(AttentionRule(1.0), True, torch.bfloat16, 128, 128))

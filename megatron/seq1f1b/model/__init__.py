@@ -3,8 +3,8 @@ starts, weight gradients apart from input gradients."""
 
 from ..local_hybrid import local_hybrid_spec
 from .attach import attach
-from .documents import Documents
 from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
+from .packed_documents import Documents
 from .prediction_heads import PredictionHeads
 from .segment import Segment, SegmentContext
 from .self_attention import refuse_attention_to_later_tokens, use_segment_attention

@@ -1,27 +1,23 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
-from ..patches import patched_on
-from . import experts, gated_delta_net, mamba
+from ..patches import Patch, PatchTable, Scope, patched_on
+from . import experts, recurrent_layers
 from .attention import SegmentAttention
 from .latents import keep_latents
-from .packed_format import drop_packed_format
-from .positions import start_positions_at_segment
+from .masks import KEEP_APART
 from .segment import SegmentContext
 from .self_attention import use_segment_attention
-
-# Layers other than attention that follow the running segment, each with the patches that make it do so.
-_FOLLOWERS = (
-    (TopKRouter, experts.FOLLOWS),
-    (GatedDeltaNet, gated_delta_net.FOLLOWS),
-    (MambaMixer, mamba.FOLLOWS),
-)
 
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
@@ -31,8 +27,7 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     """
     others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
     for chunk in use_segment_attention(others):
-        drop_packed_format(chunk, context)
-        start_positions_at_segment(chunk, context)
+        _drop_packed_format(chunk, context)
         keep_latents(chunk)
         for module in chunk.modules():
             if isinstance(module, SegmentAttention):
@@ -42,3 +37,75 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
                     if not hasattr(module, "segment_context"):
                         patched_on([module], follows)
                     module.segment_context = context
+
+
+def _drop_packed_format(chunk: torch.nn.Module, context: SegmentContext) -> None:
+    """Make a model chunk ignore `packed_seq_params` where the running segment of `context` has documents.
+
+    Where it has none, they raise ValueError.
+
+    Its rotary positions then count from the start of the sequence instead of the document, which comes to the same:
+    rotary attention depends on differences of positions only.
+    """
+    if not hasattr(chunk, "segment_context"):
+        chunk.register_forward_pre_hook(_without_packed_format, with_kwargs=True)
+    chunk.segment_context = context
+
+
+def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    segment = chunk.segment_context.segment
+    if segment is None or kwargs.get("packed_seq_params") is None:
+        return args, kwargs
+    if segment.documents is None:
+        raise ValueError(
+            f"the model got packed_seq_params, but segments attend across documents; {KEEP_APART}, or drop "
+            "--sequence-splits"
+        )
+    return args, {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
+
+
+def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Rotary positions that begin where the segment does; Megatron's are as many as there are tokens, from 0."""
+    segment = rotary.segment_context.segment
+    return forward(*args, **kwargs if segment is None else {**kwargs, "offset": segment.start})
+
+
+def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
+    """The cache that the fused rotary embedding of multi-latent attention reads instead of calling the module.
+
+    The cosines and sines are those of a longer sequence without its first positions, so that one cache serves all
+    segments.
+    """
+    segment = rotary.segment_context.segment
+    if segment is None:
+        return cached(seq_len, **kwargs)
+    cos, sin = cached(segment.start + seq_len, **kwargs)
+    return cos[segment.start :], sin[segment.start :]
+
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_POSITIONS = PatchTable(
+    Scope.MODEL,
+    (
+        Patch(
+            f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward",
+            partial(partial, _at_segment),
+            "begins at position 0",
+            wraps=True,
+        ),
+        Patch(
+            f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
+            partial(partial, _from_segment_start),
+            "takes no offset, and begins at 0",
+            wraps=True,
+        ),
+    ),
+)
+
+# Modules other than attention that follow the running segment, each with the patches that make it do so.
+_FOLLOWERS = (
+    (RotaryEmbedding, _POSITIONS),
+    (TopKRouter, experts.FOLLOWS),
+    (GatedDeltaNet, recurrent_layers.DELTA_NET_FOLLOWS),
+    (MambaMixer, recurrent_layers.MAMBA_FOLLOWS),
+)

@@ -6,6 +6,7 @@ same kernel, so that comparing two schedules compares schedules and not kernels.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -18,14 +19,11 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .documents import from_token
 from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, QueryRuns, Saved, WithSink, keep_documents_apart
-from .kv_cache import KVCache
-from .latent_cache import LatentCache
+from .kv_cache import KVCache, SegmentCache, WindowCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
-from .window_cache import WindowCache
 
 
 class SegmentAttention(torch.nn.Module):
@@ -110,12 +108,13 @@ class SegmentAttention(torch.nn.Module):
             f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
+        release = partial(self.context.release, self, segment.microbatch)
         with self._random_numbers(rule):
-            if isinstance(cache, LatentCache):
-                output = cache.attend(query, key, value, sink, kernel, segment)
-            else:
-                output = _OneSegment.apply(query, key, value, sink, kernel, self, segment, cache)
-        self._forget_hidden(cache, segment)
+            output = cache.attend(query, key, value, sink, kernel, segment, release)
+        if segment.is_last and not self.context.keeps_for_backward:
+            release()
+        elif isinstance(cache, WindowCache) and not torch.is_grad_enabled():
+            cache.trim(keeps_earlier=self.context.keeps_for_backward)
         return output
 
     def _kernel(
@@ -138,17 +137,10 @@ class SegmentAttention(torch.nn.Module):
             )
             # A window leaves out the first keys.
             first_key = 0 if rule.window is None else max(0, segment.start - rule.window)
-            kernel = keep_documents_apart(kernel, from_token(first_key, segment.documents))
+            kernel = keep_documents_apart(kernel, segment.visible_documents(first_key))
         if query.shape[0] < key.shape[0]:
             kernel = QueryRuns.of(kernel, self.exchange.own_queries(key.shape[0]), key.shape[0])
         return kernel
-
-    def _forget_hidden(self, cache: KVCache | WindowCache | LatentCache, segment: Segment) -> None:
-        """After the forward of `segment`, what neither a backward nor a later segment needs."""
-        if segment.is_last and not self.context.keeps_for_backward:
-            self.context.release(self, segment.microbatch)
-        elif isinstance(cache, WindowCache) and not torch.is_grad_enabled():
-            cache.trim(keeps_earlier=self.context.keeps_for_backward)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -168,8 +160,8 @@ class SegmentAttention(torch.nn.Module):
         return get_cuda_rng_tracker().fork() if rule.dropout and self.has_own_random_state else nullcontext()
 
 
-def _new_cache(window: int | None, sequence_length: int, key: Tensor, value: Tensor) -> KVCache | WindowCache:
-    return KVCache(sequence_length, key, value) if window is None else WindowCache(window)
+def _new_cache(window: int | None, sequence_length: int, key: Tensor, value: Tensor) -> SegmentCache:
+    return KVCache(sequence_length, key, value) if window is None else WindowCache(window, sequence_length)
 
 
 class _WholeSequence(torch.autograd.Function):
@@ -188,42 +180,3 @@ class _WholeSequence(torch.autograd.Function):
         query, key, value, output, *statistics = ctx.saved_tensors
         grads = ctx.kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
         return grads.query, grads.key, grads.value, grads.sink, None
-
-
-class _OneSegment(torch.autograd.Function):
-    """Attention of one segment; keys and values go to the cache, not to the graph.
-
-    Later segments write other rows of the same buffers, which save_for_backward would take for a modification.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        kernel: Kernel,
-        layer: SegmentAttention,
-        segment: Segment,
-        cache: KVCache | WindowCache,
-    ) -> Tensor:
-        seen = cache.write(segment.start, segment.end, key, value)
-        output, statistics = kernel.forward(query, *seen.joined())
-        ctx.save_for_backward(query, output, *statistics)
-        ctx.kernel, ctx.layer, ctx.segment, ctx.cache, ctx.seen = kernel, layer, segment, cache, seen
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        query, output, *statistics = ctx.saved_tensors
-        layer, segment, cache = ctx.layer, ctx.segment, ctx.cache
-        saved = Saved(query, *ctx.seen.joined(), output, tuple(statistics))
-        grads = ctx.kernel.backward(grad_output, saved)
-        grad_key, grad_value = cache.exchange_gradients(
-            segment.start, segment.end, (grads.key, grads.value), grads.prefix
-        )
-        if segment.is_first:
-            layer.context.release(layer, segment.microbatch)
-        return grads.query, grad_key, grad_value, grads.sink, None, None, None, None

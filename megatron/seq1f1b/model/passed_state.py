@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .documents import pieces
+from .packed_documents import pieces
 from .segment import Segment, SegmentContext
 
 # Tensors [b, ...] for b sequences.

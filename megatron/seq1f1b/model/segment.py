@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from .documents import Documents
 from .masks import MaskCheck
+from .packed_documents import Documents, VisibleDocuments
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Segment:
     end: int
     sequence_length: int
     documents: Documents | None = None
+    _visible: dict[int, VisibleDocuments] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -40,6 +41,13 @@ class Segment:
     @property
     def is_whole_sequence(self) -> bool:
         return self.is_first and self.is_last
+
+    def visible_documents(self, first_key: int) -> VisibleDocuments:
+        """The documents as a layer sees them whose keys begin at token `first_key`; made once for all such layers."""
+        assert self.documents is not None, "the sequences are not packed"
+        if first_key not in self._visible:
+            self._visible[first_key] = VisibleDocuments(self.documents, first_key)
+        return self._visible[first_key]
 
 
 class SegmentContext:

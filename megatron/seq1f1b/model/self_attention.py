@@ -1,7 +1,9 @@
 """Segment attention in place of the attention that a Megatron model was built with."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from math import gcd
+from typing import Any
 
 import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
@@ -110,3 +112,40 @@ def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn
             handles.pop(part).remove()
         for part in new.modules():
             handles[part] = part.register_forward_pre_hook(chunk._make_forward_pre_hook())
+
+
+# With context parallelism, whose ranks share heads, Megatron's local attention is built only to be replaced.
+def _built(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def built(attention: Any, config: Any, *args: Any, **options: Any) -> None:
+        size, config.context_parallel_size = config.context_parallel_size, 1
+        try:
+            init(attention, config, *args, **options)
+        finally:
+            config.context_parallel_size = size
+
+    return built
+
+
+def _not_run(forward: Callable) -> Callable:
+    @wraps(forward)
+    def not_run(attention: Any, *args: Any, **options: Any) -> Any:
+        if attention.config.context_parallel_size > 1:
+            raise ValueError(
+                "Megatron's local attention does not see the keys of other context-parallel ranks; give --cp-comm-type "
+                "a2a or all_gather and no --attention-backend local"
+            )
+        return forward(attention, *args, **options)
+
+    return not_run
+
+
+_LOCAL = "megatron.core.transformer.dot_product_attention.DotProductAttention"
+
+LOCAL_ATTENTION = PatchTable(
+    Scope.INSTALLED,
+    (
+        Patch(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place", wraps=True),
+        Patch(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank where ours does not", wraps=True),
+    ),
+)

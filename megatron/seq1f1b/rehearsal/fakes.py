@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..model.kernels import AttentionRule, KernelChoice
-from ..model.kernels.cuda import CudaFlash
+from ..model.kernels import AttentionRule, CudaFlash, KernelChoice
 from ..patches import Patch, PatchTable, Scope
 from .packing import documents_of_step
 

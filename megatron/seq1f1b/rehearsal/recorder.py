@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..model.latent_cache import Prefix
+from ..model.kv_cache import GradientSums
+from ..model.latents import Prefix
 from ..schedule import Action, Kind, Shape
 from .counter import StorageCounter
 from .ledger import Category
@@ -111,7 +112,7 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tenso
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Prefix):
+    elif isinstance(value, Prefix | GradientSums):
         yield from _tensors_in(vars(value))
     elif isinstance(value, dict):
         for item in value.values():

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E
 
 from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout, latents_kept  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
-from megatron.seq1f1b.model.output_layer import without_apex  # noqa: E402
+from megatron.seq1f1b.model.linear_layers import without_apex  # noqa: E402
 
 
 def agreed(name: str, verdict: Verdict) -> str:

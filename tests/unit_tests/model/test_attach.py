@@ -4,7 +4,8 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from megatron.seq1f1b.model import Segment, SegmentContext, attach, experts, gated_delta_net, mamba
+from megatron.seq1f1b.model import Segment, SegmentContext, attach
+from megatron.seq1f1b.model.attach import _FOLLOWERS
 from megatron.seq1f1b.patches import owner_of
 
 
@@ -24,7 +25,7 @@ def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
     assert torch.equal(rotary.get_cached_cos_sin(48, dtype=torch.float32)[0], whole[0])
 
 
-@pytest.mark.parametrize("table", [experts.FOLLOWS, gated_delta_net.FOLLOWS, mamba.FOLLOWS])
+@pytest.mark.parametrize("table", [table for _, table in _FOLLOWERS])
 def test_what_is_bound_on_layers_exists_in_this_version(table):
     for patch in table.patches:
         owner, name = owner_of(patch.target)

@@ -85,7 +85,7 @@ def test_gradients_accumulate_in_fp32_for_16_bit_models():
             outputs.append(layer(*part))
     outputs[1].backward(torch.ones_like(outputs[1]))
     (cache,) = context._caches.values()
-    assert [x.dtype for x in cache._gradients] == [torch.float32] * 2
+    assert [x.dtype for x in cache.gradients._sums] == [torch.float32] * 2
 
 
 def test_evaluation_frees_the_cache_after_the_last_segment():

@@ -13,24 +13,13 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.attention import SegmentAttention
-from megatron.seq1f1b.model.kernels import (
-    AttentionRule,
-    CumulativeLengths,
-    DocumentsApart,
-    DocumentsPacked,
-    KernelChoice,
-    Saved,
-    choice,
-    cuda,
-    flash_version,
-    keep_documents_apart,
-)
-from megatron.seq1f1b.model.kernels.cuda import CudaFlash
-from megatron.seq1f1b.model.kernels.flash_attn_2 import FlashAttention2
-from megatron.seq1f1b.model.kernels.flash_attn_4 import FlashAttention4
-from megatron.seq1f1b.model.kernels.padded import Padded
+from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, Saved, choice, flash, keep_documents_apart
+from megatron.seq1f1b.model.kernels.adapted import Padded
+from megatron.seq1f1b.model.kernels.flash import CudaFlash, FlashAttention4
+from megatron.seq1f1b.model.kernels.parts import DocumentsApart, DocumentsPacked
 from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineFused
 from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.packed_documents import CumulativeLengths, VisibleDocuments
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 from support import fake_flash
 
@@ -67,149 +56,40 @@ def torch_operators(monkeypatch):
             return lengths
         assert lengths == (None, None, call.query.shape[1], call.key.shape[1])
 
+    def run(call, state):
+        assert call.return_debug_mask is False
+        call_of = call.query, call.key, call.value
+        if lengths := packing(call):
+            return fake_flash.forward_packed(*call_of, lengths, call.scale, call.dropout_p, state)
+        return fake_flash.forward(*call_of, call.scale, call.dropout_p, state)
+
     def forward(*args, **kwargs):
         call = named(torch.ops.aten._flash_attention_forward, args, kwargs)
-        lengths = packing(call)
-        assert call.return_debug_mask is False
+        assert call.dropout_p > 0
         state = fake_flash.random_state(call.dropout_p)
-        tensors = call.query, call.key, call.value
-        if lengths:
-            results = fake_flash.forward_packed(*tensors, lengths, call.scale, call.dropout_p, state)
-        else:
-            results = fake_flash.forward(*tensors, call.scale, call.dropout_p, state)
-        return *results, state, torch.empty((), dtype=torch.uint64), torch.empty(0)
+        return *run(call, state), state, torch.empty((), dtype=torch.uint64), torch.empty(0)
+
+    def without_dropout(*args, **kwargs):
+        call = named(torch.ops.aten._flash_attention_forward_no_dropout_inplace, args, kwargs)
+        assert call.dropout_p == 0 and call.out.shape == call.query.shape and call.out.stride(-1) == 1
+        output, logsumexp = run(call, fake_flash.random_state(0.0))
+        call.out.copy_(output)
+        return logsumexp
 
     def backward(*args, **kwargs):
         call = named(torch.ops.aten._flash_attention_backward, args, kwargs)
-        lengths = packing(call)
-        assert call.unused.shape == ()
+        assert call.unused.shape == () and call.rng_state.shape == (2,)
+        # Nothing but dropout reads the random state.
+        state = call.rng_state if call.dropout_p else fake_flash.random_state(0.0)
         tensors = call.grad_out, call.query, call.key, call.value, call.out, call.logsumexp
-        if lengths:
-            return fake_flash.backward_packed(*tensors, lengths, call.scale, call.dropout_p, call.rng_state)
-        return fake_flash.backward(*tensors, call.scale, call.dropout_p, call.rng_state)
+        if lengths := packing(call):
+            return fake_flash.backward_packed(*tensors, lengths, call.scale, call.dropout_p, state)
+        return fake_flash.backward(*tensors, call.scale, call.dropout_p, state)
 
-    monkeypatch.setattr(cuda, "_flash", forward)
-    monkeypatch.setattr(cuda, "_flash_backward", backward)
+    monkeypatch.setattr(flash, "_flash", forward)
+    monkeypatch.setattr(flash, "_flash_without_dropout", without_dropout)
+    monkeypatch.setattr(flash, "_flash_backward", backward)
     return CudaFlash
-
-
-def flash_attention_2(monkeypatch):
-    """The functions of flash-attn 2.7 and 2.8."""
-
-    def forward(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        return_softmax,
-    ):
-        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        assert return_softmax is False
-        state = fake_flash.random_state(dropout_p)
-        output, logsumexp = fake_flash.forward(q, k, v, softmax_scale, dropout_p, state, causal)
-        return output, logsumexp, torch.empty(0), state
-
-    def backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state=None,
-    ):
-        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        assert deterministic is False
-        grads = fake_flash.backward(dout, q, k, v, out, softmax_lse, softmax_scale, dropout_p, rng_state, causal)
-        for target, like, grad in zip((dq, dk, dv), (q, k, v), grads, strict=True):
-            assert target.shape == like.shape and target.dtype == like.dtype and target.stride(-1) == 1
-            target.copy_(grad)
-        return torch.empty(0)
-
-    def packed_forward(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left=-1,
-        window_size_right=-1,
-        softcap=0.0,
-        alibi_slopes=None,
-        return_softmax=False,
-    ):
-        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        assert causal and return_softmax is False
-        state = fake_flash.random_state(dropout_p)
-        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        output, logsumexp = fake_flash.forward_packed(q, k, v, packing, softmax_scale, dropout_p, state)
-        return output, logsumexp, torch.empty(0), state
-
-    def packed_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        dq,
-        dk,
-        dv,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size_left,
-        window_size_right,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        rng_state=None,
-    ):
-        assert (window_size_left, window_size_right, softcap, alibi_slopes) == (-1, -1, 0.0, None)
-        assert causal and deterministic is False
-        packing = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        tensors = dout, q, k, v, out, softmax_lse
-        grads = fake_flash.backward_packed(*tensors, packing, softmax_scale, dropout_p, rng_state)
-        for target, grad in zip((dq, dk, dv), grads, strict=True):
-            target.copy_(grad)
-        return torch.empty(0)
-
-    provide(
-        monkeypatch,
-        "flash_attn",
-        "flash_attn_interface",
-        _flash_attn_forward=forward,
-        _flash_attn_backward=backward,
-        _flash_attn_varlen_forward=packed_forward,
-        _flash_attn_varlen_backward=packed_backward,
-    )
-    return FlashAttention2
 
 
 def flash_attention_4(monkeypatch):
@@ -217,7 +97,8 @@ def flash_attention_4(monkeypatch):
 
     def forward(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
         assert return_lse
-        return *fake_flash.forward(q, k, v, softmax_scale, 0.0, NO_DROPOUT, causal, one_size=False), None, None, None
+        # Four values from 4.0.0 beta 19 on.
+        return *fake_flash.forward(q, k, v, softmax_scale, 0.0, NO_DROPOUT, causal, one_size=False), None, None
 
     def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, *, deterministic=False):
         assert deterministic is False
@@ -236,16 +117,17 @@ def transformer_engine(monkeypatch):
         assert call["qkv_layout"] == "_".join([call["o_format"]] * 3) and call["window_size"] == (-1, 0)
         assert call["attn_mask_type"] == layouts[call["o_format"]]
         assert all(x.is_contiguous() for x in tensors)
-        lengths = [call[f"{name}_{of}"] for name in ("cu_seqlens", "max_seqlen") for of in ("q", "kv")]
-        ends, most = lengths[:2], lengths[2:]
-        for x, of_kind, longest in zip(tensors, ends, most, strict=False):
-            assert of_kind.dtype == torch.int32 and int(of_kind.diff().max()) == longest
-            if call["o_format"] == "sbhd":
-                assert x.shape[0] == longest and of_kind.tolist() == [i * longest for i in range(x.shape[1] + 1)]
+        ends, most = ([call[f"{name}_{of}"] for of in ("q", "kv")] for name in ("cu_seqlens", "max_seqlen"))
+        longest = [int(of_kind.diff().max()) for of_kind in ends]
+        assert all(of_kind.dtype == torch.int32 for of_kind in ends)
         if call["o_format"] == "thd":
             assert call["cu_seqlens_q_padded"] is ends[0] and call["cu_seqlens_kv_padded"] is ends[1]
-            return lengths
-        assert call["cu_seqlens_q_padded"] is call["cu_seqlens_kv_padded"] is None
+            # Bounds that many lengths share, since cuDNN plans for each pair of them.
+            assert all(n <= bound < 2 * n and bound.bit_count() == 1 for n, bound in zip(longest, most, strict=True))
+            return *ends, *longest
+        assert most == longest and call["cu_seqlens_q_padded"] is call["cu_seqlens_kv_padded"] is None
+        for x, of_kind, length in zip(tensors, ends, longest, strict=False):
+            assert x.shape[0] == length and of_kind.tolist() == [i * length for i in range(x.shape[1] + 1)]
 
     def forward(*, is_training, q, k, v, attn_scale, dropout, **call):
         assert is_training
@@ -302,7 +184,6 @@ def provide(monkeypatch, package, module, **functions):
 
 KERNELS = {
     "PyTorch": torch_operators,
-    "flash-attn": flash_attention_2,
     "flash-attn-4": flash_attention_4,
     "Transformer Engine": transformer_engine,
 }
@@ -311,14 +192,18 @@ ALL_IN_ONE_CALL = {name: provider for name, provider in KERNELS.items() if name 
 BOUNDS = [(0, 11), (11, 12), (12, 40)]
 
 
-def step(kernel_of, query, key, value, grad, dropout=0.0, documents=None):
+def segments_of(documents):
+    return [Segment(0, i, start, end, BOUNDS[-1][1], documents) for i, (start, end) in enumerate(BOUNDS)]
+
+
+def step(kernel_of, query, key, value, grad, dropout=0.0, documents=None, segments=None):
     """Output and gradients of all segments, through the attention layer."""
     config = SimpleNamespace(
         kv_channels=query.shape[3], softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
     )
     layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda rule, query, value: kernel_of(rule)))
     layer.context = SegmentContext()
-    segments = [Segment(0, i, start, end, len(query), documents) for i, (start, end) in enumerate(BOUNDS)]
+    segments = segments or segments_of(documents)
     parts, outputs = [], []
     for segment in segments:
         parts.append([x[segment.start : segment.end].clone().requires_grad_() for x in (query, key, value)])
@@ -356,8 +241,9 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
 @pytest.mark.parametrize("provider", ALL_IN_ONE_CALL.values(), ids=ALL_IN_ONE_CALL)
 def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
     kernel_of = provider(monkeypatch)
-    assert isinstance(keep_documents_apart(kernel_of(RULE), documents), DocumentsPacked)
-    assert isinstance(keep_documents_apart(Unfused(RULE), documents), DocumentsApart)
+    visible = VisibleDocuments(documents)
+    assert isinstance(keep_documents_apart(kernel_of(RULE), visible), DocumentsPacked)
+    assert isinstance(keep_documents_apart(Unfused(RULE), visible), DocumentsApart)
     tensors = inputs((len(documents), 4, 2, 64, 64))
     apart = step(Unfused, *tensors, documents=documents)
     for result, expected in zip(step(kernel_of, *tensors, documents=documents), apart, strict=True):
@@ -419,21 +305,13 @@ def test_packed_calls_fit_the_operators_of_pytorch():
     assert [x.shape for x in grads] == [query.shape, key.shape, value.shape]
 
 
-@pytest.mark.parametrize(
-    "provider, module, functions",
-    [
-        (flash_attention_2, "flash_attn.flash_attn_interface", ("_flash_attn_forward", "_flash_attn_backward")),
-        (flash_attention_4, "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd")),
-    ],
-    ids=["flash-attn", "flash-attn-4"],
-)
-def test_stand_ins_take_what_the_installed_package_takes(monkeypatch, provider, module, functions):
-    real = pytest.importorskip(module)
-    signatures = [inspect.signature(getattr(real, name)).parameters for name in functions]
-    provider(monkeypatch)
-    for name, parameters in zip(functions, signatures, strict=True):
-        stand_in = inspect.signature(getattr(sys.modules[module], name)).parameters
-        assert stand_in.keys() <= parameters.keys()
+def test_the_stand_in_takes_what_the_installed_flash_attn_4_takes(monkeypatch):
+    real = pytest.importorskip("flash_attn.cute.interface")
+    parameters = {name: inspect.signature(getattr(real, name)).parameters for name in FLASH_ATTN_4}
+    flash_attention_4(monkeypatch)
+    for name, of_package in parameters.items():
+        stand_in = inspect.signature(getattr(sys.modules["flash_attn.cute.interface"], name)).parameters
+        assert stand_in.keys() <= of_package.keys()
 
 
 def test_what_transformer_engine_is_given_has_the_names_of_its_own():
@@ -444,7 +322,7 @@ def test_what_transformer_engine_is_given_has_the_names_of_its_own():
     functions = {each.name: each.args for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)}
     calls = {}
     kernel = object.__new__(TransformerEngineFused)
-    kernel._rule = RULE
+    kernel._rule, kernel._ends = RULE, {}
     kernel._package = SimpleNamespace(
         FusedAttnBackend={"F16_arbitrary_seqlen": 1},
         fused_attn_fwd=lambda **call: calls.update(fused_attn_fwd=call) or (call["q"], [call["q"]]),
@@ -478,9 +356,9 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
         ({"backend": "flash"}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
         ({"backend": "unfused"}, 64, 64, torch.bfloat16, True, 0.0, "Unfused"),
         ({"backend": "local"}, 64, 64, torch.float32, False, 0.0, "Unfused"),
-        ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, True, 0.1, "FlashAttention2"),
+        ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, True, 0.1, "CudaFlash"),
         ({"flash_attention_version": 4}, 192, 128, torch.bfloat16, True, 0.0, "FlashAttention4"),
-        ({"flash_attention_version": 4}, 100, 100, torch.bfloat16, True, 0.0, "Padded CudaFlash"),
+        ({"flash_attention_version": 4}, 100, 100, torch.bfloat16, True, 0.0, "Padded FlashAttention4"),
         ({"flash_attention_version": 3}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
         ({"flash_attention_version": 4}, 64, 64, torch.bfloat16, True, 0.1, "CudaFlash"),
         ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, False, 0.0, "CpuFlash"),
@@ -492,10 +370,10 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
     ],
 )
 def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, expected):
-    flash_attention_2(monkeypatch)
     transformer_engine(monkeypatch)
-    flash_attention_4(monkeypatch) if flags.get("flash_attention_version") == 4 else None
-    monkeypatch.setattr(choice, "activate_flash_attention", lambda version: 2)
+    flash_attention_4(monkeypatch)
+    monkeypatch.setattr(choice, "why_not", lambda number: None)
+    monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: None)
     rule, kernels = AttentionRule(0.125, dropout), KernelChoice(**flags, has_dropout=dropout > 0)
     kernel = kernels.kernel(rule, tensor(size, dtype, is_cuda), tensor(value_size, dtype, is_cuda))
     kinds = [type(kernel).__name__]
@@ -517,62 +395,141 @@ def test_what_is_not_fused_is_warned_of_once_on_rank_0(monkeypatch, caplog):
     assert not caplog.messages
 
 
+FLASH_ATTN_4 = {
+    "_flash_attn_fwd": "q, k, v, softmax_scale=None, causal=False, return_lse=False",
+    "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False",
+}
+
+
+def install(monkeypatch, folder, distributions=(), cute=None, with_3=False):
+    """Fake packages on the path: distributions, the source of `flash_attn/cute/interface.py`, FlashAttention 3."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, version in distributions:
+        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if cute is not None:
+        (folder / "flash_attn/cute").mkdir(parents=True)
+        (folder / "flash_attn/__init__.py").touch()
+        (folder / "flash_attn/cute/__init__.py").touch()
+        (folder / "flash_attn/cute/interface.py").write_text(cute)
+    if with_3:
+        (folder / "flash_attn_interface.py").touch()
+    monkeypatch.syspath_prepend(folder)
+
+
+def source(**parameters):
+    return "".join(f"def {name}({found}): pass\n" for name, found in (FLASH_ATTN_4 | parameters).items())
+
+
+PACKAGE_2, PACKAGE_4 = ("flash-attn", "2.8.3"), ("flash-attn-4", "4.0.0b19")
+NEEDS_CUTLASS = "import cutlass_that_is_not_there\n"
+INSTALLED = {
+    "nothing": {},
+    "3": {"with_3": True},
+    # flash-attn 2.8.3 ships the folder flash_attn/cute.
+    "2 with the folder of 4": {"distributions": [PACKAGE_2], "cute": NEEDS_CUTLASS},
+    "4": {"distributions": [PACKAGE_4], "cute": source()},
+    "3 and 4": {"distributions": [PACKAGE_4], "cute": source(), "with_3": True},
+    "4 without its compiler": {"distributions": [PACKAGE_4], "cute": NEEDS_CUTLASS},
+    "3, and 4 with other arguments": {
+        "distributions": [PACKAGE_4],
+        "cute": source(_flash_attn_fwd="q, k, v"),
+        "with_3": True,
+    },
+}
+
+
 @pytest.mark.parametrize(
     "version, major, installed, used, hint",
     [
-        (None, 8, (), 2, None),
-        (None, 9, (3, 4), 3, None),
-        (None, 9, (4,), 4, "instead of 3: install FlashAttention-3"),
-        (None, 9, (), 2, "instead of 3: install FlashAttention-3"),
-        (None, 10, (3, 4), 4, None),
-        (None, 10, (3,), 2, "instead of 4: install the package flash-attn-4"),
-        (3, 9, (3, 4), 3, None),
-        (4, 9, (3, 4), 4, None),
-        (3, 10, (3, 4), 2, "instead of 3: it is made for other GPUs"),
+        (None, 8, "3 and 4", 2, None),
+        (None, 9, "3", 3, None),
+        (None, 9, "2 with the folder of 4", 2, "instead of FlashAttention-3: install FlashAttention-3"),
+        (None, 9, "4", 2, "instead of FlashAttention-3: install FlashAttention-3"),
+        (None, 10, "3 and 4", 2, None),
+        (2, 9, "3 and 4", 2, None),
+        (3, 9, "3 and 4", 3, None),
+        (3, 10, "3", 2, "instead of FlashAttention-3: it is made for Hopper GPUs"),
+        (4, 9, "3 and 4", 4, None),
+        (4, 10, "4", 4, None),
+        (4, 8, "4", 2, "instead of FlashAttention-4: it is made for Hopper and Blackwell GPUs"),
+        (4, 9, "nothing", 2, "instead of FlashAttention-4: install the package flash-attn-4"),
+        (4, 10, "2 with the folder of 4", 2, "instead of FlashAttention-4: install the package flash-attn-4"),
+        (4, 10, "4 without its compiler", 2, "4.0.0b19 cannot be imported (No module named 'cutlass_that"),
+        (4, 9, "3, and 4 with other arguments", 3, "flash-attn-4 4.0.0b19 has another _flash_attn_fwd"),
     ],
 )
-def test_the_fastest_flash_attention_for_the_gpu_is_activated(
-    monkeypatch, caplog, version, major, installed, used, hint
+def test_version_4_is_taken_only_if_asked_for_else_3_else_2(
+    monkeypatch, caplog, tmp_path, version, major, installed, used, hint
 ):
     caplog.set_level("INFO")
     activated = []
+    install(monkeypatch, tmp_path, **INSTALLED[installed])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr(flash_version, "is_installed", lambda each: each in installed)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    assert flash_version.activate_flash_attention(version) == used
-    assert activated == ([f"FA{used}"] if used > 2 else [])
+    kernels = KernelChoice(flash_attention_version=version)
+    announced = kernels.name(RULE, True, torch.bfloat16, 64, 64)
+    for value_size in (64, 32):
+        kernel = kernels.kernel(RULE, tensor(64), tensor(value_size))
+    assert announced.split()[0] == f"FlashAttention-{used}"
+    assert isinstance(kernel, FlashAttention4) == (used == 4)
+    assert activated == (["FA3"] if used == 3 else [])
     assert caplog.messages[0].endswith(f"FlashAttention-{used}")
     assert len(caplog.messages) == (2 if hint else 1) and (hint or "") in caplog.messages[-1]
 
 
-def test_a_pytorch_that_cannot_switch_keeps_its_own_version(monkeypatch, caplog):
+def test_a_pytorch_that_cannot_switch_keeps_its_own_version(monkeypatch, caplog, tmp_path):
     """Such as 2.6, the oldest that this package takes."""
+    install(monkeypatch, tmp_path, with_3=True)
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(flash_version, "is_installed", lambda version: True)
-    assert flash_version.activate_flash_attention(None) == 2 == flash_version.best_version(None)
-    assert "instead of 3: install a PyTorch that can switch to it" in caplog.messages[-1]
+    assert isinstance(KernelChoice().kernel(RULE, tensor(64), tensor(64)), CudaFlash)
+    assert "instead of FlashAttention-3: install a PyTorch that can switch to it" in caplog.messages[-1]
+
+
+def test_a_package_that_was_built_for_another_pytorch_is_left_alone(monkeypatch, caplog):
+    def fail(name):
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(choice, "why_not", lambda number: None)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", fail)
+    assert isinstance(KernelChoice().kernel(RULE, tensor(64), tensor(64)), CudaFlash)
+    assert "FlashAttention-2 instead of FlashAttention-3: its package cannot be used (undefined" in caplog.messages[-1]
 
 
 def test_a_process_whose_model_has_dropout_keeps_the_built_in_version(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "activate_flash_attention", lambda version: pytest.fail("activated"))
+    monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: pytest.fail("activated"))
     kernels = KernelChoice(flash_attention_version=3, has_dropout=True)
     for dropout in (0.0, 0.1):  # evaluation and training
         assert isinstance(kernels.kernel(AttentionRule(0.125, dropout), tensor(64), tensor(64)), CudaFlash)
-    assert caplog.messages == ["FlashAttention-3 has no attention dropout: PyTorch's own version 2 takes its place."]
+    (line,) = caplog.messages
+    assert "FlashAttention-2 instead of FlashAttention-3: it has no attention dropout" in line
 
 
-def test_pytorch_has_the_implementations_by_these_names():
-    assert {each.implementation for each in flash_version._VERSIONS.values()} <= set(
-        torch.nn.attention.list_flash_attention_impls()
-    )
+def test_pytorch_has_the_implementation_by_this_name():
+    assert "FA3" in torch.nn.attention.list_flash_attention_impls()
 
 
 def test_a_kernel_is_chosen_once(monkeypatch):
     activated = []
-    monkeypatch.setattr(choice, "activate_flash_attention", activated.append)
+    monkeypatch.setattr(choice, "why_not", lambda number: None)
+    monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: activated.append(3))
     kernels = KernelChoice()
     first = kernels.kernel(RULE, tensor(64), tensor(64))
     assert kernels.kernel(AttentionRule(0.125), tensor(64), tensor(64)) is first
     assert kernels.kernel(AttentionRule(0.25), tensor(64), tensor(64)) is not first
-    assert activated == [None]
+    assert activated == [3]
+
+
+def test_documents_are_described_to_the_gpu_once_a_segment(monkeypatch):
+    """For all layers, forward and backward."""
+    kernel_of = torch_operators(monkeypatch)
+    made = []
+    monkeypatch.setattr(torch, "tensor", lambda *args, real=torch.tensor, **of: made.append(args) or real(*args, **of))
+    layers = [step, step, step]
+    tensors, segments = inputs((1, 4, 2, 64, 64)), segments_of(((0, 5, 11, 25, 39),))
+    for layer in layers:
+        layer(kernel_of, *tensors, segments=segments)
+    assert len(made) == len(BOUNDS)

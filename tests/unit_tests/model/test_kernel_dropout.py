@@ -198,3 +198,10 @@ def test_layers_that_evaluate_get_attention_that_drops_nothing():
     evaluating, training = (layer.core_attention for layer in layers)
     assert not evaluating.training and training.training
     assert evaluating.kernels is training.kernels  # which warns once
+
+
+def test_the_host_does_not_read_a_seed_from_the_device(monkeypatch):
+    """It would wait for a GPU, in every layer of every unit."""
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda tensor: pytest.fail("read"))
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("read"))
+    run(Unfused, *inputs(), dropout=0.3, seed=1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved
+from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
-from megatron.seq1f1b.model.kernels.padded import Padded
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.kv_cache import KVCache
 
@@ -74,7 +74,7 @@ def by_segments(kernel_of, query, key, value, grad, bounds, accumulator=None):
         part = kernel.backward(grad[start:end], Saved(query[start:end], *seen, output, statistics))
         own = cache.exchange_gradients(start, end, (part.key, part.value), part.prefix)
         if accumulator is not None and start:
-            cache._gradients = [x.to(accumulator) for x in cache._gradients]
+            cache.gradients._sums = [x.to(accumulator) for x in cache.gradients._sums]
         grads.append((part.query, *own))
     return [torch.cat([output for output, *_ in runs]), *(torch.cat(x[::-1]) for x in zip(*grads, strict=True))]
 

@@ -1,5 +1,6 @@
 """Multi-latent attention that keeps latents against one softmax over the whole sequence."""
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -7,8 +8,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, keep_documents_apart
-from megatron.seq1f1b.model.latent_cache import LatentCache
-from megatron.seq1f1b.model.latents import LARGEST_SHARE, _Join, share_of_projection
+from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, _Join, share_of_projection
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 LENGTH, BATCH, HEADS, RANK, SIZE, ROTARY, VALUE = 90, 2, 3, 6, 8, 4, 5
@@ -56,13 +56,14 @@ class Attention:
     def __call__(self, query, latent, rotary, sink):
         segment = self.context.segment
         cache = self.context.cache(self, lambda: LatentCache(LENGTH, self.project_up, SIZE))
-        projected, _ = cache.project(_Join.apply(latent, cache, self, segment), segment)
+        projected, _ = cache.project(_Join.apply(latent, cache, segment), segment)
         keys, values = projected.unflatten(2, (HEADS, -1)).split([SIZE, VALUE], -1)
         keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
         kernel = WithSink(KernelChoice().kernel(AttentionRule(SIZE**-0.5), query, values), sink)
         if self.documents is not None:
-            kernel = keep_documents_apart(kernel, self.documents)
-        return cache.attend(query, keys, values, sink, kernel, segment)
+            kernel = keep_documents_apart(kernel, segment.visible_documents(0))
+        release = partial(self.context.release, self, segment.microbatch)
+        return cache.attend(query, keys, values, sink, kernel, segment, release)
 
 
 def step(lengths, documents, after_each=lambda attention: None):
@@ -108,7 +109,7 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
         cache = attention.context.kept()[0]
         prefixes = [cache.latents, cache.rotary]
         kept.append(sum(x._rows.untyped_storage().nbytes() for x in prefixes))
-        kept[-1] += sum(x._gradients.numel() * 8 for x in prefixes if x._gradients is not None)
+        kept[-1] += sum(sums.numel() * 8 for x in prefixes for sums in x.gradients._sums)
         assert cache._projected is None
 
     step((40, 30, 20), None, count)

@@ -10,8 +10,9 @@ from megatron.seq1f1b.model.kernels import (
     WithSink,
     keep_documents_apart,
 )
-from megatron.seq1f1b.model.kernels.cpu_window import CpuWindow
+from megatron.seq1f1b.model.kernels.cpu import CpuWindow
 from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.packed_documents import VisibleDocuments
 
 LENGTH, HEADS, SIZE = 24, 2, 8
 RUNS = [((0, 6), (18, 24)), ((6, 12), (12, 18))]
@@ -20,7 +21,7 @@ KERNELS = {
     "plain": Unfused(AttentionRule(0.3)),
     "window": CpuWindow(AttentionRule(0.3, window=5)),
     "sink": WithSink(Unfused(AttentionRule(0.3)), SINK),
-    "documents": keep_documents_apart(Unfused(AttentionRule(0.3)), ((0, 9, 30), (0, 4, 11))),
+    "documents": keep_documents_apart(Unfused(AttentionRule(0.3)), VisibleDocuments(((0, 9, 30), (0, 4, 11)))),
 }
 
 

@@ -128,7 +128,7 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
         outputs.pop().sum().backward()
         assert kept_tokens(layer.context) == segment.start
         for cache in layer.context.kept():
-            assert [x.untyped_storage().nbytes() for x in cache._gradients] == [WINDOW * OF_TOKEN / 2] * 2
+            assert [x.untyped_storage().nbytes() for x in cache.gradients._sums] == [WINDOW * OF_TOKEN / 2] * 2
     layer.context.assert_empty()
 
 

@@ -5,15 +5,11 @@ import logging
 import torch
 from torch import Tensor
 
-from ...ranks import warn_on_rank_0
-from .cpu import CpuFlash
-from .cpu_window import CpuWindow
-from .cuda import CudaFlash
-from .flash_attn_2 import FlashAttention2
-from .flash_attn_4 import FlashAttention4
-from .flash_version import activate_flash_attention, best_version
+from ...ranks import is_rank_0, warn_on_rank_0
+from .adapted import Padded
+from .cpu import CpuFlash, CpuWindow
+from .flash import CudaFlash, FlashAttention4, activate_flash_attention_3, why_not
 from .interface import AttentionRule, Kernel
-from .padded import Padded
 from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
 
@@ -28,19 +24,20 @@ class KernelChoice:
     """Made once for the attention layers of a model; warns once, on rank 0, where no fused kernel serves.
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` means
-    Transformer Engine's attention on GPUs, anything else the fastest kernel. `flash_attention_version` is its
-    --flash-attention-version: None for PyTorch's own operators on the fastest FlashAttention that is installed, 3 and 4
-    for those operators on that version, 2 for the package flash-attn. Versions 3 and 4 have no dropout, and a process
-    has one of them: where a model `has_dropout`, PyTorch's built-in version 2 stays.
+    Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is its
+    --flash-attention-version: 2 for PyTorch's own operators, 3 for these operators on FlashAttention 3, 4 for
+    flash-attn-4, which is taken only where it is asked for; None for 3 where it is installed, on Hopper GPUs, else 2.
+    Versions 3 and 4 have no dropout, and the operators of a process run on one version: where a model `has_dropout`,
+    that is 2. A version that cannot be used is replaced by 3, else 2, with a warning.
     """
 
     def __init__(
         self, backend: str = "auto", flash_attention_version: int | None = None, has_dropout: bool = False
     ) -> None:
         self._backend = backend
-        self._version = flash_attention_version
+        self._asked_for = flash_attention_version
         self._has_dropout = has_dropout
-        self._is_activated = False
+        self._version: int | None = None  # once a layer needs it
         self._chosen: dict[tuple, Kernel] = {}
         self._warned: set[str] = set()
 
@@ -72,9 +69,7 @@ class KernelChoice:
             return "PyTorch's flash attention for CPUs"
         if self._backend == "fused":
             return "Transformer Engine's fused attention"
-        if self._version == 2:
-            return "FlashAttention-2 of the package flash-attn"
-        version = 2 if self._has_dropout else best_version(self._version)
+        version, _ = self._best_version()
         return f"FlashAttention-{version}" + (" of PyTorch" if version == 2 else "")
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
@@ -89,27 +84,53 @@ class KernelChoice:
             return self._unfused(rule, f"attention in {dtype} on a GPU")
         if max(size, value_size) > _LARGEST_HEAD:
             return self._unfused(rule, f"attention heads of more than {_LARGEST_HEAD}")
-        kernel = self._fused(rule, size == value_size)
+        kernel = self._fused(rule)
         sizes_fit = size == value_size or isinstance(kernel, FlashAttention4 | TransformerEngineFused)
         fits = sizes_fit and not size % _HEAD_MULTIPLE and not value_size % _HEAD_MULTIPLE
         return kernel if fits else Padded(kernel, _HEAD_MULTIPLE)
 
-    def _fused(self, rule: AttentionRule, is_one_size: bool) -> Kernel:
+    def _fused(self, rule: AttentionRule) -> Kernel:
         if self._backend == "fused":
             return TransformerEngineFused(rule)
-        if self._version == 2:
-            return FlashAttention2(rule)
-        if self._version == 4 and not is_one_size and not self._has_dropout and rule.window is None:
+        if self._version is None:
+            self._version = self._activated_version()
+        if self._version == 4 and rule.window is None:
             return FlashAttention4(rule)
-        if self._has_dropout:
-            if self._version in (3, 4):
-                self._warn_once(
-                    f"FlashAttention-{self._version} has no attention dropout: PyTorch's own version 2 takes its place."
-                )
-        elif not self._is_activated:
-            activate_flash_attention(self._version)
-            self._is_activated = True
         return CudaFlash(rule)
+
+    def _best_version(self) -> tuple[int, str | None]:
+        """The version for this process, and why it is not the one that was asked for, or might be expected."""
+        if self._asked_for == 2:
+            return 2, None
+        if self._has_dropout:
+            return 2, None if self._asked_for is None else "it has no attention dropout"
+        reason = None
+        if self._asked_for == 4:
+            reason = why_not(4)
+            if reason is None:
+                return 4, None
+        on_3 = why_not(3)
+        if on_3 is None:
+            return 3, reason
+        is_hopper = torch.cuda.get_device_capability()[0] == 9
+        return 2, reason or (on_3 if self._asked_for == 3 or is_hopper else None)
+
+    def _activated_version(self) -> int:
+        version, reason = self._best_version()
+        if version == 3:
+            try:
+                activate_flash_attention_3()
+            except Exception as error:  # of a package built for another PyTorch
+                version, reason = 2, f"its package cannot be used ({error})"
+        if is_rank_0():
+            _log.info("attention of segments runs on FlashAttention-%d", version)
+        if reason is not None:
+            wanted = f"FlashAttention-{self._asked_for or 3}"
+            self._warn_once(
+                f"attention runs on FlashAttention-{version} instead of {wanted}: {reason}; --attention-backend fused "
+                "takes Transformer Engine's"
+            )
+        return version
 
     def _unfused(self, rule: AttentionRule, what: str) -> Kernel:
         self._warn_once(f"{what} has no fused kernel: plain matrix products take its place, several times slower.")

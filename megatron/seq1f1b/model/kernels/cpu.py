@@ -6,6 +6,7 @@ log-sum-exp, the operator returns each part's exact share, since the softmax wei
 exp(score − logsumexp) with the log-sum-exp of the whole row.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from .interface import AttentionRule, Gradients, Saved
 
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Rows of a block within a window, unless the window is larger: fewer would leave the operator without work.
+_FEWEST_ROWS = 128
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -28,20 +32,20 @@ class CpuFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         start, scale = key.shape[0] - query.shape[0], self.rule.scale
-        q = heads_first(query)
-        output, logsumexp = flash(q, heads_first(key[start:]), heads_first(value[start:]), 0.0, True, scale=scale)
+        q = _heads_first(query)
+        output, logsumexp = _flash(q, _heads_first(key[start:]), _heads_first(value[start:]), 0.0, True, scale=scale)
         if start:
-            prefix = flash(q, heads_first(key[:start]), heads_first(value[:start]), 0.0, False, scale=scale)
+            prefix = _flash(q, _heads_first(key[:start]), _heads_first(value[:start]), 0.0, False, scale=scale)
             output, logsumexp = _merge(output, logsumexp, *prefix)
         return output.permute(2, 0, 1, 3).flatten(2).contiguous(), (logsumexp,)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         start, (logsumexp,) = saved.start, saved.statistics
-        q, o, grad = (heads_first(x.reshape(saved.query.shape)) for x in (saved.query, saved.output, grad_output))
+        q, o, grad = (_heads_first(x.reshape(saved.query.shape)) for x in (saved.query, saved.output, grad_output))
 
         def part(rows: slice, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            k, v = heads_first(saved.key[rows]), heads_first(saved.value[rows])
-            grads = flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=self.rule.scale)
+            k, v = _heads_first(saved.key[rows]), _heads_first(saved.value[rows])
+            grads = _flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=self.rule.scale)
             return tuple(x.permute(2, 0, 1, 3) for x in grads)
 
         grad_query, grad_key, grad_value = part(slice(start, None), True)
@@ -51,7 +55,7 @@ class CpuFlash:
         return Gradients(grad_query.add_(grad_query_prefix), grad_key, grad_value, tuple(grad_prefix))
 
 
-def heads_first(x: Tensor) -> Tensor:
+def _heads_first(x: Tensor) -> Tensor:
     """[s, b, h, d] as a view [b, h, s, d]; the operator takes any strides with a contiguous last dimension."""
     return x.permute(1, 2, 0, 3)
 
@@ -62,3 +66,54 @@ def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Te
     # In 16 bits each part is already rounded; blend in fp32 so that only one more rounding follows.
     merged = output.to(weight.dtype).lerp_(other.to(weight.dtype), weight).to(output.dtype)
     return merged, torch.logaddexp(logsumexp, other_logsumexp)
+
+
+@dataclass(frozen=True)
+class CpuWindow:
+    """As CpuFlash within a sliding window, block by block of queries; the work per query is at most three windows."""
+
+    rule: AttentionRule
+
+    def __post_init__(self) -> None:
+        assert self.rule.dropout == 0 and self.rule.window is not None, "the operator has no dropout"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        q, k, v = (_heads_first(x) for x in (query, key, value))
+        found = [
+            _flash(q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, False, attn_mask=mask, scale=self.rule.scale)
+            for rows, keys, mask in self._blocks(query, key.shape[0])
+        ]
+        outputs, logsumexps = zip(*found, strict=True)
+        output = torch.cat(outputs, 2).permute(2, 0, 1, 3).flatten(2).contiguous()
+        return output, (torch.cat(logsumexps, 2),)
+
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        (logsumexp,) = saved.statistics
+        q, k, v, o, grad = (
+            _heads_first(x) for x in (*saved[:3], *(x.reshape(saved.query.shape) for x in (saved.output, grad_output)))
+        )
+        sums = torch.promote_types(k.dtype, torch.float32)
+        grad_query, grad_key, grad_value = torch.empty_like(q), *(torch.zeros_like(x, dtype=sums) for x in (k, v))
+        for rows, keys, mask in self._blocks(saved.query, saved.key.shape[0]):
+            tensors = grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], o[:, :, rows]
+            of_block = _flash_backward(
+                *tensors, logsumexp[:, :, rows], 0.0, False, attn_mask=mask, scale=self.rule.scale
+            )
+            grad_query[:, :, rows] = of_block[0]
+            grad_key[:, :, keys] += of_block[1]
+            grad_value[:, :, keys] += of_block[2]
+        grads = grad_query, grad_key.to(k.dtype), grad_value.to(v.dtype)
+        return Gradients.of_last_keys(*(x.permute(2, 0, 1, 3) for x in grads))
+
+    def _blocks(self, query: Tensor, num_keys: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Rows of queries, the keys that they see, and what is added to their scores, of one block after the other."""
+        window, num_queries = self.rule.window, query.shape[0]
+        start, size = num_keys - num_queries, max(window, _FEWEST_ROWS)
+        for first in range(0, num_queries, size):
+            end = min(first + size, num_queries)
+            first_key = max(0, start + first - window)
+            # The key of a query's own token, seen from the first key of the block, lies on this diagonal.
+            own = start + first - first_key
+            seen = torch.ones(end - first, start + end - first_key, dtype=torch.bool).tril(own).triu(own - window)
+            mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, float("-inf"))
+            yield slice(first, end), slice(first_key, start + end), mask

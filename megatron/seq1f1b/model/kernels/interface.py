@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..packed_documents import CumulativeLengths
+
 
 @dataclass(frozen=True)
 class AttentionRule:
@@ -39,8 +41,10 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of one segment: its query, its own keys and values, and (key, value) of the tokens before it; of the
-    sink too, where there is one."""
+    """Gradients of one segment: of its queries, of its own keys and values, and of the sink where there is one.
+
+    `prefix` are those of the keys and values right before the segment; keys before these have none.
+    """
 
     query: Tensor
     key: Tensor
@@ -49,8 +53,8 @@ class Gradients(NamedTuple):
     sink: Tensor | None = None
 
     @classmethod
-    def of_all_keys(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
-        """From the gradients of all keys and values; those of the segment are the last."""
+    def of_last_keys(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
+        """From the gradients of all keys and values, or of the last of them, which end with those of the segment."""
         start = key.shape[0] - query.shape[0]
         return cls(query, key[start:], value[start:], (key[:start], value[:start]) if start else None)
 
@@ -70,19 +74,6 @@ class Kernel(Protocol):
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         """Gradients in Megatron's shapes, contiguous or not."""
-
-
-class CumulativeLengths(NamedTuple):
-    """Documents one after the other: where the queries and the keys of each end, and the length of the longest.
-
-    `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last of
-    the tokens that its keys span.
-    """
-
-    query_ends: Tensor
-    key_ends: Tensor
-    most_queries: int
-    most_keys: int
 
 
 @runtime_checkable

@@ -1,18 +1,19 @@
 """Transformer Engine's fused attention, which is cuDNN's: what Megatron runs on by `--attention-backend fused`."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .interface import AttentionRule, CumulativeLengths, Gradients, Saved
+from ..packed_documents import CumulativeLengths
+from .interface import AttentionRule, Gradients, Saved
 
 
 class TransformerEngineFused:
-    """bf16 and fp16; head sizes that are multiples of 8; grouped KV heads; dropout.
+    """bf16 and fp16; head sizes that are multiples of 8; grouped KV heads; a window or packed documents, or dropout.
 
     For Transformer Engine 2.20 and later. Tensors stay in Megatron's layout, sequence first, without a transposition.
+    Packed documents need a Hopper GPU or a later one.
     """
 
     def __init__(self, rule: AttentionRule) -> None:
@@ -20,20 +21,26 @@ class TransformerEngineFused:
 
         self._package = fused_attn
         self._rule = rule
+        self._ends: dict[tuple, Tensor] = {}  # the same in all layers and micro-batches
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output, statistics = self._forward(query, key, value, _lengths(query, key), "sbhd")
+        output, statistics = self._forward(query, key, value, self._lengths(query, key), "sbhd")
         return output.flatten(2), statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         heads = (*saved.query.shape[:3], saved.value.shape[3])
         saved = saved._replace(output=saved.output.view(heads))
-        lengths = _lengths(saved.query, saved.key)
-        return Gradients.of_all_keys(*self._backward(grad_output.reshape(heads), saved, lengths, "sbhd"))
+        lengths = self._lengths(saved.query, saved.key)
+        return Gradients.of_last_keys(*self._backward(grad_output.reshape(heads), saved, lengths, "sbhd"))
 
     def forward_packed(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if query.is_cuda and torch.cuda.get_device_capability()[0] < 9:
+            raise ValueError(
+                "--attention-backend fused cannot keep packed documents apart on this GPU, since Transformer Engine "
+                "does so on Hopper and later only; use --attention-backend flash"
+            )
         return self._forward(query, key, value, lengths, "thd")
 
     def backward_packed(
@@ -75,9 +82,12 @@ class TransformerEngineFused:
         """What forward and backward are given alike; the causal mask is aligned bottom-right."""
         is_packed = layout == "thd"
         window = self._rule.window
+        most = lengths.most_queries, lengths.most_keys
+        if is_packed:  # upper bounds, which cuDNN may make a plan for each of: few of them, whatever the documents
+            most = tuple(1 << (length - 1).bit_length() for length in most)
         return {
-            "max_seqlen_q": lengths.most_queries,
-            "max_seqlen_kv": lengths.most_keys,
+            "max_seqlen_q": most[0],
+            "max_seqlen_kv": most[1],
             "cu_seqlens_q": lengths.query_ends,
             "cu_seqlens_kv": lengths.key_ends,
             # Where documents lie in memory, which is one after the other.
@@ -93,14 +103,13 @@ class TransformerEngineFused:
             "window_size": (-1 if window is None else window, 0),
         }
 
-
-def _lengths(query: Tensor, key: Tensor) -> CumulativeLengths:
-    """Cumulative lengths of sequences of equal length."""
-    n, m = query.shape[0], key.shape[0]
-    return CumulativeLengths(*(_ends(length, query.shape[1], query.device) for length in (n, m)), n, m)
-
-
-# The same in all layers and micro-batches.
-@lru_cache(maxsize=256)
-def _ends(length: int, num_sequences: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (num_sequences + 1) * length, length, dtype=torch.int32, device=device)
+    def _lengths(self, query: Tensor, key: Tensor) -> CumulativeLengths:
+        """Cumulative lengths of sequences of equal length."""
+        ends = []
+        for length in (query.shape[0], key.shape[0]):
+            found = length, query.shape[1], query.device
+            if found not in self._ends:
+                stop = (query.shape[1] + 1) * length
+                self._ends[found] = torch.arange(0, stop, length, dtype=torch.int32, device=query.device)
+            ends.append(self._ends[found])
+        return CumulativeLengths(*ends, query.shape[0], key.shape[0])

@@ -16,7 +16,8 @@ _FEWEST_ROWS = 128
 class Unfused:
     """Works on blocks of queries, so that at most about `scores_at_once` scores are in memory; in at least fp32.
 
-    Saved are the log-sum-exp and, with dropout, a seed; the backward computes the weights and the masks again.
+    Saved are the log-sum-exp and, with dropout, the state of the random generator, which the host has without waiting
+    for a GPU; the backward computes the weights and the masks again.
     """
 
     rule: AttentionRule
@@ -24,8 +25,8 @@ class Unfused:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, k, v = (_by_group(x, key.shape[2]) for x in (query, key, value))
-        seed = (torch.randint(2**62, (1,), device=query.device),) if self.rule.dropout else ()
-        masks = _Masks(self.rule.dropout, *seed)
+        masks = _Masks(self.rule.dropout, _default_generator(query.device))
+        state = (masks.generator.get_state(),) if self.rule.dropout else ()
         outputs, logsumexps = [], []
         for rows, keys in self._blocks(q, key.shape[0]):
             scores = _scores(q[..., rows, :], k[..., keys, :], self.rule)
@@ -33,16 +34,17 @@ class Unfused:
             weights = masks.apply(scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_())
             outputs.append((weights @ v[..., keys, :]).to(query.dtype))
         output = _by_token(torch.cat(outputs, -2)).flatten(2).contiguous()
-        return output, (torch.cat(logsumexps, -1), *seed)
+        return output, (torch.cat(logsumexps, -1), *state)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        query, key, value, output, (logsumexp, *seed) = saved
+        query, key, value, output, (logsumexp, *state) = saved
         heads = query.shape[2], value.shape[3]
         q, k, v, o, grad = (
             _by_group(x, key.shape[2])
             for x in (query, key, value, output.unflatten(2, heads), grad_output.unflatten(2, heads))
         )
-        masks = _Masks(self.rule.dropout, *seed)
+        again = torch.Generator(_default_generator(query.device).device).set_state(*state) if state else None
+        masks = _Masks(self.rule.dropout, again)
         # Σ weight · its gradient, over the keys of a query; dropout leaves this identity as it is.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
@@ -59,7 +61,7 @@ class Unfused:
             grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
         grad_query = _by_token(torch.cat(grad_queries, -2)).to(query.dtype)
         grad_key, grad_value = _by_token(grad_key).to(key.dtype), _by_token(grad_value).to(value.dtype)
-        return Gradients.of_all_keys(grad_query, grad_key, grad_value)
+        return Gradients.of_last_keys(grad_query, grad_key, grad_value)
 
     def _blocks(self, q: Tensor, num_keys: int) -> Iterator[tuple[slice, slice]]:
         """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
@@ -77,20 +79,24 @@ class Unfused:
 class _Masks:
     """The dropout masks of the blocks, in their order: 0 for what is dropped, 1 / (1 − dropout) for what stays."""
 
-    def __init__(self, dropout: float, seed: Tensor | None = None) -> None:
+    def __init__(self, dropout: float, generator: torch.Generator | None) -> None:
         self._keep = 1.0 - dropout
-        self._generator = None
-        if seed is not None:
-            self._generator = torch.Generator(seed.device).manual_seed(int(seed))
+        self.generator = generator
 
     def draw(self, weights: Tensor) -> Tensor | None:
-        if self._generator is None:
+        if self._keep == 1.0:
             return None
-        return torch.empty_like(weights).bernoulli_(self._keep, generator=self._generator).div_(self._keep)
+        return torch.empty_like(weights).bernoulli_(self._keep, generator=self.generator).div_(self._keep)
 
     def apply(self, weights: Tensor) -> Tensor:
         mask = self.draw(weights)
         return weights if mask is None else weights.mul_(mask)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _scores(q: Tensor, k: Tensor, rule: AttentionRule) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.attention import SegmentAttention
-from megatron.seq1f1b.model.documents import Piece, pieces
+from megatron.seq1f1b.model.packed_documents import Piece, pieces
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
 LENGTH = 48

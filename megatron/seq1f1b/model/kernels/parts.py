@@ -1,0 +1,174 @@
+"""A kernel on parts of a segment: on the documents of packed sequences, or on some of the queries."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, batched
+
+import torch
+from torch import Tensor
+
+from ..packed_documents import VisibleDocuments, pieces
+from .interface import Gradients, Kernel, PackedKernel, Saved
+
+# What selects tokens of a tensor [n, b, ...], and perhaps sequences.
+Index = slice | tuple[slice, ...]
+
+
+def keep_documents_apart(kernel: Kernel, documents: VisibleDocuments) -> Kernel:
+    """`kernel`, within each of the documents: in one call if it can, else in a call for each."""
+    if isinstance(kernel, PackedKernel):
+        return DocumentsPacked(kernel, documents)
+    return DocumentsApart(kernel, documents)
+
+
+@dataclass(frozen=True)
+class InCalls(ABC):
+    """Runs `kernel` once for every pair of queries and of keys that end with the last of these queries."""
+
+    kernel: Kernel
+
+    @abstractmethod
+    def calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[Index, Index]]:
+        """Index of the queries and index of the keys of each call; no two have a query in common."""
+
+    def num_own_keys(self, num_queries: int) -> int:
+        """How many of the keys belong to the segment; the others are its prefix."""
+        return num_queries
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output = query.new_empty(*query.shape[:2], query.shape[2] * value.shape[3])
+        statistics: list[Tensor] = []
+        for queries, keys in self.calls(query.shape[0], key.shape[0]):
+            output[queries], of_call = self.kernel.forward(query[queries], key[keys], value[keys])
+            statistics += of_call
+        return output, tuple(statistics)
+
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        query, key, value, output, statistics = saved
+        # Keys that no call sees get no gradient.
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        grad_sinks: list[Tensor] = []
+        calls = list(self.calls(query.shape[0], key.shape[0]))
+        by_call = batched(statistics, len(statistics) // len(calls))
+        for (queries, keys), of_call in zip(calls, by_call, strict=True):
+            part = Saved(query[queries], key[keys], value[keys], output[queries], of_call)
+            grads = self.kernel.backward(grad_output[queries], part)
+            grad_query[queries] = grads.query
+            grad_sinks += [] if grads.sink is None else [grads.sink]
+            prefixes = grads.prefix or (None, None)
+            for whole, own, prefix in zip((grad_key, grad_value), (grads.key, grads.value), prefixes, strict=True):
+                rows = whole[keys]
+                rows[part.start :] += own
+                if prefix is not None:
+                    rows[part.start - prefix.shape[0] : part.start] += prefix
+        start = key.shape[0] - self.num_own_keys(query.shape[0])
+        prefix = (grad_key[:start], grad_value[:start]) if start else None
+        grad_sink = torch.stack(grad_sinks).sum(0) if grad_sinks else None
+        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix, grad_sink)
+
+
+@dataclass(frozen=True)
+class DocumentsApart(InCalls):
+    """Runs the kernel on every document of every sequence apart: the work is the sum over the documents."""
+
+    documents: VisibleDocuments
+
+    def calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[Index, Index]]:
+        start = num_keys - num_queries
+        for sequence, starts in enumerate(self.documents.starts):
+            of_sequence = slice(sequence, sequence + 1)
+            for piece in pieces(starts, start, num_keys):
+                queries = slice(piece.start - start, piece.end - start)
+                yield (queries, of_sequence), (slice(piece.first_key, piece.end), of_sequence)
+
+
+@dataclass(frozen=True)
+class QueryRuns(InCalls):
+    """A subset of queries against all keys, for context-parallel ranks that share heads.
+
+    `runs` are where each run of queries starts and ends in the segment of `length` tokens; queries come one run after
+    the other, keys are those of the segment after those of its prefix. Every run is a call, or every document `within`
+    it.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    length: int
+    within: DocumentsApart | None = None
+
+    @classmethod
+    def of(cls, kernel: Kernel, runs: tuple[tuple[int, int], ...], length: int) -> "QueryRuns":
+        """`kernel` on runs of queries; calls within documents are not nested, since their number differs by run."""
+        if isinstance(kernel, DocumentsApart):
+            return cls(kernel.kernel, runs, length, kernel)
+        return cls(kernel, runs, length)
+
+    def calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[Index, Index]]:
+        prefix, done = num_keys - self.length, 0
+        for start, end in self.runs:
+            if self.within is None:
+                yield slice(done, done + end - start), slice(prefix + end)
+            else:
+                for (queries, sequence), keys in self.within.calls(end - start, prefix + end):
+                    yield (slice(done + queries.start, done + queries.stop), sequence), keys
+            done += end - start
+
+    def num_own_keys(self, num_queries: int) -> int:
+        return self.length
+
+
+@dataclass(frozen=True)
+class DocumentsPacked:
+    """Runs a kernel once on all documents: the sequences come one after the other, without the keys that none sees.
+
+    With one sequence in a micro-batch nothing is copied.
+    """
+
+    kernel: PackedKernel
+    documents: VisibleDocuments
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        start = key.shape[0] - query.shape[0]
+        lengths = self.documents.cumulative_lengths(start, key.shape[0], query.device)
+        keys, values = (self._seen(x, start) for x in (key, value))
+        output, statistics = self.kernel.forward_packed(_joined(query), keys, values, lengths)
+        return self._apart(output).flatten(2).contiguous(), statistics
+
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        query, key, value, output, statistics = saved
+        start = saved.start
+        lengths = self.documents.cumulative_lengths(start, key.shape[0], query.device)
+        grad_output, output = (_joined(x.unflatten(2, (query.shape[2], -1))) for x in (grad_output, output))
+        packed = Saved(_joined(query), self._seen(key, start), self._seen(value, start), output, statistics)
+        grad_query, *found = self.kernel.backward_packed(grad_output, packed, lengths)
+        grads = [self._of_tokens(grad, whole, start) for grad, whole in zip(found, (key, value), strict=True)]
+        return Gradients.of_last_keys(self._apart(grad_query), *grads)
+
+    def _rows(self, x: Tensor, start: int) -> Iterator[Tensor]:
+        """Of [m, b, g, d] the rows [u, g, d] that the segment sees of each sequence, as views."""
+        for sequence, starts in enumerate(self.documents.starts):
+            yield x[pieces(starts, start, x.shape[0])[0].first_key :, sequence]
+
+    def _seen(self, x: Tensor, start: int) -> Tensor:
+        rows = list(self._rows(x, start))
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _of_tokens(self, grad: Tensor, whole: Tensor, start: int) -> Tensor:
+        """The gradient [t, g, d] of what is seen of `whole` [m, b, g, d] as that of its last tokens [u, b, g, d]."""
+        if whole.shape[1] == 1:
+            return grad.unsqueeze(1)
+        # Keys of earlier segments whose documents have ended there get no gradient.
+        of_all = torch.zeros_like(whole)
+        ends = accumulate(rows.shape[0] for rows in self._rows(of_all, start))
+        for rows, end in zip(self._rows(of_all, start), ends, strict=True):
+            rows.copy_(grad[end - rows.shape[0] : end])
+        return of_all
+
+    def _apart(self, x: Tensor) -> Tensor:
+        """[b·n, h, d] to [n, b, h, d]."""
+        return x.unflatten(0, (len(self.documents.starts), -1)).transpose(0, 1)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """[n, b, h, d] to [b·n, h, d]."""
+    return x.transpose(0, 1).flatten(0, 1)

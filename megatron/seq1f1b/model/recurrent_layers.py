@@ -1,0 +1,152 @@
+"""Recurrent layers cut into segments: gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
+
+A segment passes on the state of the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last columns before
+the convolution. The kernels are those that Megatron's layers were built with: flash-linear-attention's, mamba-ssm's and
+causal-conv1d's on GPUs, plain PyTorch on CPUs and for delta nets in deterministic mode.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from torch import Tensor
+
+from ..patches import Patch, PatchTable, Scope
+from .passed_state import State, causal_convolution, run_recurrence
+
+
+def _delta_net(
+    layer: GatedDeltaNet, of_whole_sequences: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    segment = layer.segment_context.segment
+    if segment is None or segment.is_whole_sequence and segment.documents is None:
+        return of_whole_sequences(hidden_states, *args, **kwargs)
+    projected, _ = layer.in_proj(hidden_states)
+    group = layer.pg_collection.cp
+    if group.size() > 1:  # with this rank's part of every kind of head, of all tokens of the segment
+        sizes = layer.in_proj_split_sections
+        heads = gdn._build_head_perm_for_split_sections(sizes, group.size(), projected.device)
+        projected = projected.index_select(-1, heads)
+        projected = gdn.tensor_a2a_cp2hp(projected, seq_dim=0, head_dim=-1, cp_group=group)
+    output = run_recurrence(layer.segment_context, layer, partial(_delta_rule, layer), projected)
+    return layer.out_proj(common.tensor_a2a_hp2cp(output, seq_dim=0, head_dim=-1, cp_group=group))
+
+
+DELTA_NET_FOLLOWS = PatchTable(
+    Scope.MODEL,
+    (
+        Patch(
+            "megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward",
+            partial(partial, _delta_net),
+            "starts every segment without a state",
+            wraps=True,
+        ),
+    ),
+)
+
+
+def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
+    """From the input projection [n, b, ...] to the normalised output of the rule [n, b, h·d_v]."""
+    columns, memory = state or (None, None)
+    length, batch, _ = projected.shape
+    qkv, gate, beta, alpha = projected.transpose(0, 1).split(layer.feat_dim_split, dim=-1)
+    qkv, columns = causal_convolution(partial(_delta_net_convolution, layer), qkv, columns, layer.conv_kernel_dim)
+    query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
+        qkv, gate.unflatten(-1, (-1, layer.value_head_dim)), batch, length, beta, alpha
+    )
+    log_decay, bias = (
+        gdn.get_parameter_local_cp(each, dim=0, cp_group=layer.pg_collection.cp)
+        for each in (layer.A_log, layer.dt_bias)
+    )
+    decay, beta = layer._compute_g_and_beta(log_decay, bias, alpha, beta)
+    output, memory = layer.gated_delta_rule(
+        query, key, value, g=decay, beta=beta, initial_state=memory, output_final_state=True
+    )
+    output = layer._apply_gated_norm(output, gate).view(batch, length, -1)
+    return output.transpose(0, 1).contiguous(), (columns, memory)
+
+
+def _delta_net_convolution(layer: GatedDeltaNet, x: Tensor) -> Tensor:
+    """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
+    own = {"dim": 0, "cp_group": layer.pg_collection.cp}
+    own["split_sections"] = [layer.qk_dim_local_tp, layer.qk_dim_local_tp, layer.v_dim_local_tp]
+    weight, bias = layer.conv1d.weight, layer.conv1d.bias
+    weight = gdn.get_parameter_local_cp(weight, **own)
+    bias = None if bias is None else gdn.get_parameter_local_cp(bias, **own)
+    if layer.config.deterministic_mode:
+        output = F.conv1d(x.mT, weight, bias, padding=layer.conv_kernel_dim - 1, groups=weight.shape[0])
+        return layer.act_fn(output[..., : x.shape[1]]).mT
+    output, _ = gdn.causal_conv1d(x=x, weight=weight.squeeze(1), bias=bias, activation=layer.activation)
+    return output
+
+
+def _mamba(
+    mixer: MambaMixer, of_whole_sequences: Callable[..., Tensor], projected: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Megatron's fused training path takes no state, so the convolution and the scan are called apart."""
+    segment = mixer.segment_context.segment
+    if segment is None or segment.is_whole_sequence and segment.documents is None:
+        return of_whole_sequences(projected, *args, **kwargs)
+    output = run_recurrence(mixer.segment_context, mixer, partial(_mamba_scan, mixer), projected)
+    output = mixer.cp.post_conv_ssm(output)
+    if not mixer.rmsnorm:
+        return output
+    gate = projected[..., : mixer.cp.d_inner_local_tpcp].contiguous()
+    return mixer.norm(output, mixer.cp.post_conv_ssm(gate))
+
+
+# Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
+MAMBA_FOLLOWS = PatchTable(
+    Scope.MODEL,
+    tuple(
+        Patch(
+            f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}",
+            partial(partial, _mamba),
+            "starts every segment without a state",
+            wraps=True,
+        )
+        for method in ("_ssm_training", "_ssm_prefill")
+    ),
+)
+
+
+def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
+    """From the input projection [n, b, ...] to the output of the scan [n, b, h·p]; with context parallelism, of all
+    tokens of a segment with this rank's heads, between Megatron's two exchanges."""
+    columns, memory = state or (None, None)
+    own = mixer.cp
+    width, groups = own.d_inner_local_tpcp, own.ngroups_local_tpcp * mixer.d_state
+    gate, mixed, step = projected.transpose(0, 1).split([width, width + 2 * groups, own.nheads_local_tpcp], dim=-1)
+    mixed, columns = causal_convolution(partial(_mamba_convolution, mixer), mixed, columns, mixer.d_conv)
+    x, b, c = mixed.split([width, groups, groups], dim=-1)
+    output, memory = mamba_mixer.mamba_chunk_scan_combined(
+        _by_head(x, mixer.headdim),
+        step.contiguous(),
+        -own.get_A_log().float().exp(),
+        _by_head(b, mixer.d_state),
+        _by_head(c, mixer.d_state),
+        mixer.chunk_size,
+        D=own.get_D().float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else own.get_D(),
+        z=None if mixer.rmsnorm else _by_head(gate, mixer.headdim),
+        dt_bias=own.get_dt_bias().float(),
+        dt_softplus=True,
+        initial_states=memory,
+        return_final_states=True,
+        **({"state_dtype": mixer.mamba_training_ssm_states_dtype} if mamba_mixer.MAMBA_HAS_STATE_DTYPE else {}),
+    )
+    return output.flatten(2).transpose(0, 1).contiguous(), (columns, memory)
+
+
+def _mamba_convolution(mixer: MambaMixer, x: Tensor) -> Tensor:
+    """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
+    weight, bias = mixer.cp.get_conv1d_weight().squeeze(1), mixer.cp.get_conv1d_bias()
+    return mamba_mixer.causal_conv1d_fn(x=x.mT.contiguous(), weight=weight, bias=bias, activation=mixer.activation).mT
+
+
+def _by_head(x: Tensor, size: int) -> Tensor:
+    """[b, n, h·d] to [b, n, h, d]."""
+    return x.unflatten(-1, (-1, size)).contiguous()
