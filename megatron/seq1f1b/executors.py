@@ -1,5 +1,6 @@
 """From a PipelineConfig to what runs a step: our interpreter, or Megatron's own schedule with a trace."""
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,11 @@ from megatron.core.pipeline_parallel import schedules
 
 from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
 from .patches import Patch, PatchTable, Scope, patched
+from .ranks import warn_on_rank_0
 from .runtime import Packing, PipelineExecutor, Segmentation, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
+
+_log = logging.getLogger(__name__)
 
 
 def training_executor(config: PipelineConfig, args: Namespace, end_of_document: Callable[[], int]) -> PipelineExecutor:
@@ -85,6 +89,8 @@ def watched(function: Callable, tracer: Any) -> Callable:
 def _executor(
     config: PipelineConfig, iteration_now: Callable[[], int], packing: Packing | None, **options: Any
 ) -> PipelineExecutor:
+    """To be called when the first step is about to run: its one line shows whose schedule a program runs."""
+    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, segments: {config.num_segments}")
     executor = PipelineExecutor(
         config.schedule,
         Segmentation(config.num_segments, cache(config.cut), packing),  # cuts in every step

@@ -23,7 +23,7 @@ from .arguments import (
     run_of_arguments,
 )
 from .arguments import pipeline_config as make_config
-from .patches import Patch, PatchTable, Scope, patched
+from .patches import Patch, PatchTable, Scope, patched, rebound
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
 from .ranks import is_rank_0
@@ -41,7 +41,9 @@ _log = logging.getLogger(__name__)
 
 
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
-    """Make Megatron in this process run our schedules; to be called before a program imports Megatron.
+    """Make Megatron in this process run our schedules; best called before a program imports Megatron.
+
+    Names that modules of the program have bound to `get_forward_backward_func` by then are bound anew.
 
     A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags`, so does every
     script that parses its arguments with Megatron's `parse_and_validate_args`. Without our schedule flags Megatron's
@@ -68,7 +70,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         return
     from megatron.core.pipeline_parallel import schedules
 
-    overlay = Overlay(schedules.get_forward_backward_func)
+    upstream = schedules.get_forward_backward_func
+    overlay = Overlay(upstream)
     if is_library:
         from .executors import ProgramExecutor
 
@@ -76,6 +79,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
             options.pipeline_schedule = "1f1b"
         overlay.executor = ProgramExecutor(partial(_configured, options, naming=Naming.KEYWORDS), keep_documents_apart)
     overlay.patches = patched(_patches(overlay, is_library, add_flags))
+    overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
     if is_rehearsal:
         from .executors import watched
 

@@ -13,6 +13,7 @@ Both return an ExitStack, whose `close()` undoes the table where no `with` can s
 """
 
 import importlib
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from enum import Enum
@@ -63,6 +64,17 @@ def patched_on(objects: Iterable[Any], table: PatchTable) -> ExitStack:
     objects = list(objects)
     kinds = [(owner_of(patch.target)[0], patch) for patch in table.patches]
     return _bound((each, patch, True) for kind, patch in kinds for each in objects if isinstance(each, kind))
+
+
+def rebound(old: Any, new: Any) -> ExitStack:
+    """Bind every name of a loaded module that stands for `old` to `new`: those of `from ... import` made earlier."""
+    with ExitStack() as undo:
+        for module in list(sys.modules.values()):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                if value is old:
+                    undo.callback(setattr, module, name, old)
+                    setattr(module, name, new)
+        return undo.pop_all()
 
 
 def owner_of(target: str) -> tuple[Any, str]:

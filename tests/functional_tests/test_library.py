@@ -42,6 +42,13 @@ def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, tmp_pa
         assert len(timeline.ranks[0]) >= 12
 
 
+def test_a_function_imported_before_is_ours_too(launch, megatrons_own, tmp_path):
+    options = [tmp_path / "ours", "sequence_splits=4", "sequence_split_strategy=even"]
+    job = launch(2, options, script=WORKER, env={"IMPORTED_BEFORE": "1"}).check()
+    assert job.log.count("steps are run by megatron.seq1f1b: 1f1b, segments: 4") == 1
+    assert_equal([torch.load(f"{tmp_path}/ours.{rank}") for rank in range(2)], megatrons_own)
+
+
 def test_a_loop_that_compiles_megatrons_helpers_does_not_fail(launch, tmp_path):
     """As Megatron-Bridge's does at its start: the wheel of megatron-core has no makefile for it."""
     script = tmp_path / "script.py"

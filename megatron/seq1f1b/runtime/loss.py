@@ -34,6 +34,10 @@ class LossLedger:
         self._checks = LossChecks()
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
+        # Of micro-batches that are merged: the loss of each part as its function returned it, and the names in the
+        # report that hold the loss itself, which Megatron divides in place.
+        self._losses: dict[int, list[Tensor]] = defaultdict(list)
+        self._of_the_loss: set[Any] = set()
         self._are_outputs = False
 
     def reports_of(self, segment: Segment) -> list[Any]:
@@ -59,7 +63,11 @@ class LossLedger:
         if len(result) == 3:
             loss, num_tokens, report = result
             self._num_tokens[segment.microbatch].append(torch.as_tensor(num_tokens))
-            return result if self._is_whole(segment) else (loss, torch.ones_like(num_tokens), report)
+            if self._is_whole(segment):
+                return result
+            self._losses[segment.microbatch].append(loss.detach().clone())
+            self._of_the_loss |= {name for name, value in report.items() if _share_memory(value, loss)}
+            return loss, torch.ones_like(num_tokens), report
         if not segment.is_whole_sequence:
             raise ValueError(
                 "the loss function returns (loss, report), an average whose weights are not known; with "
@@ -86,35 +94,49 @@ class LossLedger:
 
     def total_num_tokens(self, device: torch.device) -> Tensor:
         """Unmasked tokens of all micro-batches; zero where no loss is computed."""
-        total = torch.zeros([], dtype=torch.int, device=device)
-        for counts in self._num_tokens.values():
-            for count in counts:
-                total += count
-        return total
+        counts = [count for counts in self._num_tokens.values() for count in counts]
+        if not counts:
+            return torch.zeros([], dtype=torch.int, device=device)
+        return torch.stack(counts).sum(dtype=torch.int).to(device)
 
     def reports(self) -> list[Any]:
         """One report per micro-batch, in order."""
-        return [
-            self._merge(self._reports[microbatch], self._num_tokens[microbatch])
-            for microbatch in sorted(self._reports)
-            if self._reports[microbatch]
-        ]
+        return [self._merge(microbatch) for microbatch in sorted(self._reports) if self._reports[microbatch]]
 
-    def _merge(self, reports: list[Any], num_tokens: list[Tensor]) -> Any:
-        """[sum, count] pairs add up; a single number is taken for a mean over tokens; outputs are joined in order."""
-        if len(reports) == 1:
-            return reports[0]
+    def _merge(self, microbatch: int) -> Any:
+        """What Megatron reports of the whole micro-batch; outputs are joined in order."""
+        reports = self._reports[microbatch]
         if self._are_outputs:
-            return tree_map(_joined, *reports)
+            return reports[0] if len(reports) == 1 else tree_map(_joined, *reports)
+        if microbatch not in self._losses:
+            return reports[0]
         merged = {}
-        for key in reports[0]:
-            values = torch.stack([torch.as_tensor(report[key]).view(-1) for report in reports])
-            if values.shape[1] == 1:
-                weights = torch.stack(num_tokens).to(values)
-                merged[key] = (values[:, 0] * weights).sum() / weights.sum().clamp(min=1)
-            else:
-                merged[key] = values.sum(dim=0)
+        for name in reports[0]:
+            values = torch.stack([_tensor(report[name]) for report in reports])
+            is_number = values.shape[1] == 1
+            merged[name] = self._number(name, values[:, 0], microbatch) if is_number else values.sum(dim=0)
         return merged
+
+    def _number(self, name: Any, values: Tensor, microbatch: int) -> Tensor:
+        """A number of a whole micro-batch from those of its parts: a sum if it is the loss, else a mean over tokens.
+
+        All is decided on the device, so nothing waits for it.
+        """
+        weights = torch.stack(self._num_tokens[microbatch]).to(values)
+        if name in self._of_the_loss:
+            return values.sum() if self._per_token_loss else values.sum() / weights.sum().clamp(min=1)
+        mean = (values * weights).sum() / weights.sum().clamp(min=1)
+        are_losses = values == torch.stack(self._losses[microbatch]).view(-1).to(values)
+        return torch.where(are_losses.all(), values.sum(), mean)
+
+
+def _tensor(value: Any) -> Tensor:
+    dtype = torch.float64 if isinstance(value, float) else None  # as Python computes
+    return torch.as_tensor(value, dtype=dtype).view(-1)
+
+
+def _share_memory(value: Any, loss: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr()
 
 
 def _joined(*outputs: Any) -> Any:

@@ -23,6 +23,8 @@ def summary(config: PipelineConfig) -> str:
         ("attention", _kernel(config)),
     ]
     rows += _predictions(config)
+    if run.settings.get("fp8"):
+        rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(
         ["-- sequence-level pipeline parallelism", *(f"   {name:<{width}}  {text}" for name, text in rows)]

@@ -2,7 +2,8 @@
 
 Started on two ranks. Writes its reports and gradients to the file RESULT.RANK; further arguments are `name=value` for
 `install`. DOCUMENTS is how the program tells of documents, if it has any: by a `mask` in its batches that its model
-gets, by `cu_seqlens` in its batches, or by `packed_seq_params` for its model. Has nothing of megatron.training.
+gets, by `cu_seqlens` in its batches, or by `packed_seq_params` for its model. With IMPORTED_BEFORE the program imports
+Megatron's function before it installs our schedules. Has nothing of megatron.training.
 """
 
 import os
@@ -12,6 +13,8 @@ import megatron.seq1f1b
 from megatron.seq1f1b import cpu
 
 OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
+if "IMPORTED_BEFORE" in os.environ:
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as imported_before
 if OPTIONS:
     megatron.seq1f1b.install(**OPTIONS)
 cpu.activate()
@@ -101,7 +104,8 @@ def main() -> None:
     parallel_state.initialize_model_parallel(1, 2)
     model_parallel_cuda_manual_seed(1)
     model = build()
-    reports = get_forward_backward_func()(
+    get_function = imported_before if "IMPORTED_BEFORE" in os.environ else get_forward_backward_func
+    reports = get_function()(
         forward_step_func=forward_step,
         data_iterator=batches(),
         model=model,

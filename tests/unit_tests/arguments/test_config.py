@@ -393,6 +393,18 @@ def test_our_schedules_keep_documents_apart_where_megatrons_flags_ask_for_it(fla
     assert not wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend, **packed))
 
 
+@pytest.mark.parametrize("feature", [{"qk_clip": True}, {"window_size": (4, 2)}, {"moe_expert_capacity_factor": 1.0}])
+def test_a_program_whose_documents_we_cannot_keep_apart_is_refused(feature):
+    """With whole sequences, too, whose attention would else be Megatron's, across documents."""
+    whole = parsed("--pipeline-schedule", "1f1b", keep_documents_apart=True, **feature)
+    with pytest.raises(
+        ValueError, match="^keep_documents_apart attends as segments do, and --.*; drop one of the two$"
+    ):
+        pipeline_config(whole)
+    assert pipeline_config(parsed("--pipeline-schedule", "1f1b", **feature)).schedule == Named("1f1b")
+    assert follows_documents(parsed("--pipeline-schedule", "1f1b", keep_documents_apart=True))
+
+
 def test_lengths_follow_documents_where_the_strategy_can():
     documents = [(0, 8192, *range(8448, 16384, 256))]
 

@@ -1,9 +1,11 @@
 """The loss of a micro-batch from losses of its segments."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 
 from megatron.seq1f1b.model import Segment
 from megatron.seq1f1b.runtime.loss import LossLedger
@@ -66,15 +68,47 @@ def test_one_report_per_micro_batch_in_order():
     assert [report["lm loss"].tolist() for report in ledger.reports()] == [[12, 12], [24, 12]]
 
 
-def test_a_metric_without_a_count_is_averaged_over_tokens():
-    def mean_loss(mask, output):
-        return output.sum(), torch.tensor(output.numel()), {"mean": output.mean()}
+# What a loss function may report of the sum `loss` over `count` tokens.
+FORMS = {
+    "pair": lambda loss, count: torch.stack([loss.detach(), count.double()]),
+    "pair of a row": lambda loss, count: torch.stack([loss.detach(), count.double()])[None],
+    "the loss": lambda loss, count: loss.detach(),
+    "a view of the loss": lambda loss, count: loss.detach().view(1),
+    "a copy of the loss": lambda loss, count: loss.detach().clone(),
+    "a copy in another precision": lambda loss, count: loss.detach().float(),
+    "the loss as a number": lambda loss, count: loss.item(),
+    "a mean": lambda loss, count: loss.detach() / count.clamp(min=1),
+    "a mean as a number": lambda loss, count: (loss / count.clamp(min=1)).item(),
+}
 
-    ledger = LossLedger(per_token_loss=False)
-    losses = torch.arange(12.0)[None]
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_report_is_what_megatron_makes_of_it(form, per_token):
+    def loss_func(mask, output):
+        loss, count = (output * mask).sum(), mask.sum().int()
+        return loss, count, {"lm loss": FORMS[form](loss, count)}
+
+    def reported(function, output):
+        store = []
+        settings = SimpleNamespace(calculate_per_token_loss=per_token, timers=None, grad_scale_func=None)
+        schedules.forward_step_calc_loss(
+            None, output, function, settings, None, False, 3, store, cp_group_size=1, is_last_stage=True
+        )
+        return store[0]
+
+    torch.manual_seed(0)
+    losses = torch.rand(2, 12, dtype=torch.float64)
+    mask = (torch.rand(2, 12) < 0.7).double()
+    ledger = LossLedger(per_token)
     for segment in segments(0):
-        forward(ledger, segment, losses, torch.ones(1, 12), mean_loss)
-    assert ledger.reports()[0]["mean"].item() == pytest.approx(losses.mean().item())
+        part = slice(segment.start, segment.end)
+        step = ledger.observe(lambda *_, part=part: (losses[:, part], partial(loss_func, mask[:, part])), segment)
+        output, function = step(None, None)
+        ledger.reports_of(segment).append(reported(function, output))
+    [ours] = ledger.reports()
+    expected = torch.as_tensor(reported(partial(loss_func, mask), losses)["lm loss"], dtype=torch.float64).view(-1)
+    assert torch.allclose(ours["lm loss"].double().view(-1), expected, rtol=1e-6 if "precision" in form else 1e-12)
 
 
 def test_an_average_of_unknown_weight_is_refused():
