@@ -130,7 +130,7 @@ def scheduled(step: Step, actions: Program) -> None:
         weight_gradients=WeightGradientStore(),
         losses=LossLedger(per_token_loss=False),
         sync=GradientSync(model.config, [model]),
-        sequence_length_is=nullcontext,
+        around_forward=lambda stage, length: nullcontext(),
         recorders=(StepMeter(),),
         around=str,
     )

@@ -3,7 +3,7 @@
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -16,6 +16,7 @@ from .patches import Patch, PatchTable, Scope, patched
 from .ranks import warn_on_rank_0
 from .runtime import Packing, PipelineExecutor, Segmentation, StepMeter, Tracer, UpstreamSteps, trace_collectives
 from .schedule import Placement, Shape
+from .v_chunks import in_forward_step
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
     return _executor(
         config,
         lambda: args.curr_iteration + 1,
-        sequence_length_is=partial(_sequence_length_is, args),
+        around_forward=partial(_around_forward, args, config.places_chunks_in_a_v),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         meter=StepMeter(),
         reports_on_last_rank=True,
@@ -113,11 +114,12 @@ def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer 
 
 
 @contextmanager
-def _sequence_length_is(args: Namespace, length: int) -> Iterator[None]:
-    """Tensor-parallel ranks without data allocate their batch by `args.seq_length`."""
+def _around_forward(args: Namespace, is_in_a_v: bool, stage: int, length: int) -> Iterator[None]:
+    """Tensor-parallel ranks without data make room for a batch by Megatron's `seq_length`."""
     whole, args.seq_length = args.seq_length, length
     try:
-        yield
+        with in_forward_step(stage) if is_in_a_v else nullcontext():
+            yield
     finally:
         args.seq_length = whole
 

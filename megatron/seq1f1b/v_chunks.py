@@ -6,6 +6,7 @@ of their depth, by which checkpoints name them: those of V-shaped and of looped 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from functools import partial, wraps
 from typing import Any
@@ -49,12 +50,10 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 def building(placement: Placement, stage: int) -> PatchTable:
     """What Megatron looks up besides its process groups while it builds the chunk of `stage`."""
     reason = "a chunk that runs back lies as deep as the looped one of another rank"
-    depth = Depth(stage, placement.num_ranks)
-    state = "megatron.core.parallel_state"
     return PatchTable(
         Scope.STEP,
         (
-            Patch(f"{state}.get_pipeline_model_parallel_rank", depth.rank, reason),
+            _rank_of(Depth(stage, placement.num_ranks), reason),
             Patch(
                 "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
                 partial(partial, _part_of_stage, stage),
@@ -63,6 +62,19 @@ def building(placement: Placement, stage: int) -> PatchTable:
             ),
         ),
     )
+
+
+def in_forward_step(stage: int) -> ExitStack:
+    """To be entered around a user's forward step: the rank is that of the looped chunk of `stage`.
+
+    Scripts ask Megatron for the rank, not for a chunk, to tell what a stage reads of a batch.
+    """
+    depth = Depth(stage, parallel_state.get_pipeline_model_parallel_world_size())
+    return patched(PatchTable(Scope.STEP, (_rank_of(depth, "a script reads for a looped chunk"),)))
+
+
+def _rank_of(depth: Depth, reason: str) -> Patch:
+    return Patch("megatron.core.parallel_state.get_pipeline_model_parallel_rank", depth.rank, reason)
 
 
 def _part_of_stage(
@@ -98,9 +110,9 @@ def patches() -> PatchTable:
                 wraps=True,
             ),
             Patch(
-                "megatron.core.parallel_state.default_embedding_ranks",
-                _embedding_ranks,
-                "seeks the output layer, whose weights may be the embedding's, on the last rank",
+                "megatron.core.parallel_state.initialize_model_parallel",
+                _with_embedding_ranks,
+                "seeks the output layer, whose weights may be the embedding's, on the last rank, as scripts do",
                 wraps=True,
             ),
             Patch(
@@ -154,14 +166,17 @@ def _is_last_stage(upstream: Callable[..., bool]) -> Callable[..., bool]:
     return is_last_stage
 
 
-def _embedding_ranks(upstream: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+def _with_embedding_ranks(upstream: Callable[..., None]) -> Callable[..., None]:
     @wraps(upstream)
-    def embedding_ranks(ranks: list[int]) -> list[int]:
-        chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-        placement = Placement(len(ranks), chunks, "v")
-        return sorted({ranks[placement.rank_of(stage)] for stage in (0, placement.num_stages - 1)})
+    def initialize(*args: Any, get_embedding_ranks: Any = None, **kwargs: Any) -> None:
+        upstream(*args, get_embedding_ranks=_embedding_ranks, **kwargs)
 
-    return embedding_ranks
+    return initialize
+
+
+def _embedding_ranks(ranks: list[int]) -> list[int]:
+    placement = Placement(len(ranks), parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1, "v")
+    return sorted({ranks[placement.rank_of(stage)] for stage in (0, placement.num_stages - 1)})
 
 
 def _layer_offset(upstream: Callable[..., int]) -> Callable[..., int]:

@@ -53,9 +53,9 @@ def test_a_parameter_stands_with_its_value_another_value_or_alone():
             {"sequence_splits": 4, "sequence_split_strategy": "profile"},
             {},
             "--sequence-split-strategy profile needs --sequence-split-profile; measure one with "
-            "tools/profile_segments.py, or use --sequence-split-strategy balanced",
+            "`seq1f1b profile`, or use --sequence-split-strategy balanced",
             "sequence_split_strategy=profile needs sequence_split_profile; measure one with "
-            "tools/profile_segments.py, or use sequence_split_strategy=balanced",
+            "`seq1f1b profile`, or use sequence_split_strategy=balanced",
         ),
         (
             {"sequence_splits": 4},

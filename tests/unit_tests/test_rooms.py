@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "preprocessing": set(),
     "arguments": {"errors", "ranks", "schedule", "partition"},
     "startup": {"ranks", "patches", "schedule", "planning", "model", "runtime", "arguments"},
-    "executors": {"ranks", "patches", "schedule", "runtime", "arguments"},
+    "executors": {"ranks", "patches", "schedule", "runtime", "arguments", "v_chunks"},
 }
 # These stand on top: the entry points and the console command.
 MAY_IMPORT |= {

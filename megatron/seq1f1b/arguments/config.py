@@ -148,7 +148,7 @@ def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
     if flags.sequence_split_strategy is not None:
         return str(flags.sequence_split_strategy)
     # A program may bring a model whose segments have no known costs.
-    return DEFAULT_STRATEGY if run.has_sizes and not flags.has_authors_splits else "even"
+    return DEFAULT_STRATEGY if run.has_sizes and not flags.means_equal_lengths else "even"
 
 
 def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:

@@ -17,14 +17,18 @@ _log = logging.getLogger(__name__)
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
 
-AUTHORS_SPLITS = "--pipe-sp-splits"
+# Other spellings of --sequence-splits, in the authors' Megatron and in Megatron-LM's pull request 3116. They mean equal
+# lengths unless a strategy is given.
+EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
 
-# Flags of the authors' Megatron that today's no longer has: how many values follow, and what replaced them.
+# Flags of the authors' Megatron and of pull request 3116 that Megatron does not have: how many values follow, and what
+# stands in their place.
 _REMOVED: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
         "--no-async-tensor-model-parallel-allreduce": (0, "Megatron always overlaps these all-reduces"),
         "--DDP-impl": (1, "Megatron has one implementation, its own"),
         "--data-impl": (1, "Megatron reads .bin/.idx pairs only"),
+        "--moe-load-balancing-loss-mode-for-chunked-sequence": (1, "balance losses are those of the whole micro-batch"),
     }
 )
 
@@ -38,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     _add_schedule_arguments(group)
     _add_split_arguments(group)
-    parser.set_defaults(has_authors_splits=False)
+    parser.set_defaults(means_equal_lengths=False)
     _add_removed_arguments(parser, group)
     _add_run_arguments(group)
     _add_rehearsal_arguments(group)
@@ -91,7 +95,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="Write when each forward and backward of the iterations of --pipeline-trace-iterations ran, the gradient "
         "reductions and parameter gatherings beside them, and the peak memory of each pipeline rank, to one JSON file "
-        "per iteration in DIR; tools/plot_schedule.py draws it. Works for Megatron's own schedules too.",
+        "per iteration in DIR; seq1f1b plot draws it. Works for Megatron's own schedules too.",
     )
     group.add_argument(
         "--pipeline-trace-iterations",
@@ -161,13 +165,22 @@ class _Removed(argparse.Action):
 
 
 class _Splits(argparse.Action):
-    """Records whether the authors' spelling was used, which implies their default strategy."""
+    """Records whether a spelling was used that implies equal lengths."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         setattr(namespace, self.dest, values)
-        namespace.has_authors_splits = option == AUTHORS_SPLITS
+        namespace.means_equal_lengths = option in EQUAL_SPLITS
+
+
+class _Lengths(argparse.Action):
+    """Names our flag for that of pull request 3116, whose values a file holds here."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        raise argparse.ArgumentError(self, "put these lengths into a file, and give it to --sequence-split-file")
 
 
 def _splits(text: str) -> int | str:
@@ -181,7 +194,7 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags for where sequences are cut."""
     group.add_argument(
         "--sequence-splits",
-        AUTHORS_SPLITS,
+        *EQUAL_SPLITS,
         action=_Splits,
         type=_splits,
         metavar="K",
@@ -200,7 +213,7 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
         "micro-batch by its own. 'even' or 'average': equal lengths. "
         "'uniform_comp': the computation-wise partition of the Seq1F1B authors. 'terapipe': the dynamic programme of "
         "TeraPipe (arXiv 2102.07988), least time of a step; without --sequence-splits it also chooses the number of "
-        "segments. 'profile': 'balanced' by the times in --sequence-split-profile. tools/plan_split.py compares them. "
+        "segments. 'profile': 'balanced' by the times in --sequence-split-profile. seq1f1b plan-split compares them. "
         "Default: 'balanced'; with --pipe-sp-splits 'even', as in the code of the Seq1F1B authors.",
     )
     group.add_argument(
@@ -208,8 +221,16 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="JSON",
         help="Times of segments measured on your hardware, for --sequence-split-strategy profile, balanced and "
-        "terapipe: by tools/profile_segments.py before there is a run, or a trace that --pipeline-trace wrote in a "
+        "terapipe: by seq1f1b profile before there is a run, or a trace that --pipeline-trace wrote in a "
         "short run of yours with --sequence-splits, whatever its parallelism and its layers.",
+    )
+    group.add_argument(
+        "--chunked-pipeline-model-parallel-split-lengths",
+        action=_Lengths,
+        nargs="+",
+        dest=argparse.SUPPRESS,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
     )
     group.add_argument(
         "--sequence-split-file",

@@ -111,8 +111,7 @@ _WITHOUT_SIZES = (
 _WITHOUT = {
     "flops": _WITHOUT_SIZES,
     "time": _WITHOUT_SIZES,
-    "measured time": "{strategy} needs {profile.name}; measure one with tools/profile_segments.py, or use "
-    "{strategy:balanced}",
+    "measured time": "{strategy} needs {profile.name}; measure one with `seq1f1b profile`, or use {strategy:balanced}",
 }
 
 

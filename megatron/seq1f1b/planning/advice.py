@@ -22,7 +22,7 @@ def advice(config: PipelineConfig, flags: argparse.Namespace) -> Iterator[str]:
     costs = RunCosts(flags, config.run)
     if config.num_segments > 1:
         yield from _of_short_segments(config, costs)
-        if flags.has_authors_splits and flags.sequence_split_strategy is None and config.run.has_sizes:
+        if flags.means_equal_lengths and flags.sequence_split_strategy is None and config.run.has_sizes:
             yield from _of_equal_lengths(config, costs)
     yield from _of_unused_flags(config, flags)
 
@@ -40,7 +40,7 @@ def _of_unused_flags(config: PipelineConfig, flags: argparse.Namespace) -> Itera
 
 
 def _of_equal_lengths(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """What the equal lengths cost that the authors' flag stands for."""
+    """What equal lengths cost that were not asked for by name."""
     schedule, length = config.schedule, config.run.sequence_length
     assert schedule is not None, "segments have a schedule"
     balanced = replace(config.partition, strategy="balanced")
@@ -52,8 +52,8 @@ def _of_equal_lengths(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
         return
     if equal > (1 + _WORTH_A_LINE) * better:
         yield (
-            "--pipe-sp-splits alone cuts into equal lengths, with which the predicted step takes "
-            f"{100 * (equal / better - 1):.0f} % longer than with --pipe-sp-strategy balanced"
+            "without --sequence-split-strategy these segments have equal lengths, with which the predicted step takes "
+            f"{100 * (equal / better - 1):.0f} % longer than with --sequence-split-strategy balanced"
         )
 
 

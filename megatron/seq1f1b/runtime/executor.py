@@ -37,11 +37,15 @@ from .segmentation import Segmentation, documents_of_step
 from .tracer import Tracer
 
 
+def _nothing(stage: int, length: int) -> AbstractContextManager:
+    return nullcontext()
+
+
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
-    `costs(lengths)` are the costs that `auto` plans for, equal ones if it is None. `sequence_length_is(length)` is
-    entered around the user's forward step, for code that derives shapes from a global sequence length. No wait for a
+    `costs(lengths)` are the costs that `auto` plans for, equal ones if it is None. `around_forward(stage, length)` is
+    entered around the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a
     message is longer than `timeout`. A `meter` measures every training step. With `reports_on_last_rank` the last rank
     of the pipeline has the reports, too, where another computes the loss.
 
@@ -54,14 +58,14 @@ class PipelineExecutor:
         schedule: ScheduleChoice,
         segmentation: Segmentation,
         costs: CostsOfLengths | None = None,
-        sequence_length_is: Callable[[int], AbstractContextManager] = nullcontext,
+        around_forward: Callable[[int, int], AbstractContextManager] = _nothing,
         timeout: timedelta = timedelta(minutes=10),
         meter: StepMeter | None = None,
         reports_on_last_rank: bool = False,
     ) -> None:
         self._programs = Programs(schedule, costs, streams_share_queues())
         self._segmentation = segmentation
-        self._sequence_length_is = sequence_length_is
+        self._around_forward = around_forward
         self._timeout = timeout
         self._tracer: Tracer | None = None
         self._meter = meter
@@ -183,7 +187,7 @@ class PipelineExecutor:
                 weight_gradients=self._weight_gradients,
                 losses=losses,
                 sync=sync,
-                sequence_length_is=self._sequence_length_is,
+                around_forward=self._around_forward,
                 recorders=recorders,
                 around=partial(self._programs.around, shape, lengths, step.rank),
             )

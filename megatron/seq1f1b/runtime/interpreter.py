@@ -66,7 +66,7 @@ class Services:
     weight_gradients: WeightGradientStore
     losses: LossLedger
     sync: GradientSync
-    sequence_length_is: Callable[[int], AbstractContextManager]
+    around_forward: Callable[[int, int], AbstractContextManager]
     recorders: Sequence[Recorder | StepMeter]
     around: Callable[[Action], str]
     handlers: "Mapping[Kind, Handler]" = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Interpreter:
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
         is_last = stage == self._last_stage
-        with self._running(action, segment), services.sequence_length_is(segment.length):
+        with self._running(action, segment), services.around_forward(stage, segment.length):
             output, _ = forward_step(
                 services.losses.observe(call.forward_step_func, segment),
                 batches and batches.at(segment),

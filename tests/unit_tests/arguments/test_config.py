@@ -102,7 +102,7 @@ def test_the_authors_flag_alone_keeps_equal_lengths_and_warns_once(caplog, monke
     args = parsed(*flags, seq_length=65536, global_batch_size=16, pipeline_model_parallel_size=8)
     config = validate(args)
     assert config.lengths == (16384,) * 4 and args.sequence_split_strategy == "even"
-    assert caplog.text.count("longer than with --pipe-sp-strategy balanced") == lines
+    assert caplog.text.count("longer than with --sequence-split-strategy balanced") == lines
     caplog.clear()
     validate(parsed(*flags, "--pipe-sp-strategy", "average", seq_length=65536))
     validate(parsed("--sequence-splits", "4", "--device", "cuda", seq_length=65536))
@@ -115,6 +115,18 @@ def test_flags_that_megatron_has_removed_are_taken_with_a_note(caplog):
     assert caplog.text.count("has no effect and can be dropped") == 3
     assert pipeline_config(args).lengths == (4922, 4238, 3780, 3444)
     assert not hasattr(args, "data_impl")
+
+
+def test_flags_of_pull_request_3116_mean_the_same_or_name_ours(capsys, caplog):
+    theirs = parsed(
+        *("--chunked-pipeline-model-parallel-splits", "4"),
+        *("--moe-load-balancing-loss-mode-for-chunked-sequence", "all_gather"),
+    )
+    assert pipeline_config(theirs).lengths == (4096,) * 4
+    assert caplog.text.count("has no effect and can be dropped") == 1
+    with pytest.raises(SystemExit):
+        parsed("--chunked-pipeline-model-parallel-split-lengths", "8192", "4096", "4096")
+    assert "--sequence-split-file" in capsys.readouterr().err.splitlines()[-1]
 
 
 A100 = read_machine("a100-80gb")
@@ -350,7 +362,7 @@ def test_a_trace_is_a_profile_of_as_many_segments_as_one_asks_for(tmp_path, caps
 def test_the_profile_strategy_needs_a_profile(capsys):
     with pytest.raises(SystemExit):
         validate(parsed("--sequence-splits", "4", "--sequence-split-strategy", "profile"))
-    assert "tools/profile_segments.py" in capsys.readouterr().err
+    assert "`seq1f1b profile`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device, rank, warned", [("cpu", "0", True), ("cpu", "1", False), ("cuda", "0", False)])
