@@ -77,13 +77,26 @@ def fullest(moments):
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_experts_and_packed_documents(launch, dispatcher):
-    experts = ("--num-experts", 4, "--expert-model-parallel-size", 2, "--swiglu", "--disable-bias-linear")
+    experts = ("--moe-grouped-gemm",) if dispatcher == "alltoall" else ()
+    experts += ("--num-experts", 4, "--expert-model-parallel-size", 2, "--swiglu", "--disable-bias-linear")
     experts += ("--moe-token-dispatcher-type", dispatcher)
     flags = (*TWO_STAGES, *experts, "--sequence-splits", 2, "--reset-attention-mask", "--reset-position-ids")
     job = rehearse(launch, 4, "--device", "cuda", "--bf16", *flags).check()
     assert "EP 2" in job.log and "Memory: fits. " in job.log
     assert "the router: each of the 4 experts gets the same number of tokens." in job.log
     assert "the documents: each sequence holds documents of 204, 153, 102 and 53 tokens." in job.log
+
+
+def test_recomputed_parts(launch, tmp_path):
+    peaks = []
+    for modules in ("core_attn", "mlp layernorm"):
+        flags = f"--bf16 --disable-bias-linear --recompute-granularity selective --recompute-modules {modules}"
+        output = tmp_path / modules
+        segments = ("--sequence-splits", 2, "--dry-run-output", output)
+        rehearse(launch, 2, "--device", "cuda", *TWO_STAGES, *segments, *flags.split()).check()
+        report = json.loads((output / "rehearsal.json").read_text())
+        peaks.append([fullest(stage["moments"])["activations"] for stage in report["pipeline_ranks"]])
+    assert all(less < 0.5 * more for more, less in zip(*peaks, strict=True)), peaks
 
 
 @pytest.mark.parametrize(

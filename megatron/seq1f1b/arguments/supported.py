@@ -216,6 +216,12 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "use * for attention",
         ),
         Unsupported(
+            "--recompute-modules mlp with biases",
+            lambda settings: _recomputes("mlp")(settings) and bool(settings.get("add_bias_linear")),
+            "never ends its first backward in Megatron, since a bias that a recomputed part returns becomes its result",
+            "add --disable-bias-linear",
+        ),
+        Unsupported(
             "--recompute-modules gdn_norm_out",
             _recomputes("gdn_norm_out"),
             _NOT_YET,

@@ -99,9 +99,22 @@ class StorageCounter(TorchDispatchMode):
         if not size:
             return
         number = None if self._is_paused else self.ledger.birth(size)
-        self._alive[key] = number, weakref.ref(storage, partial(self._forget, key, number))
+        self._alive[key] = number, weakref.ref(storage, partial(self._forget, key))
 
-    def _forget(self, key: int, number: int | None, _: Any) -> None:
-        del self._alive[key]
+    def _forget(self, key: int, _: Any) -> None:
+        number, _ = self._alive.pop(key)
         if number is not None:
             self.ledger.death(number)
+
+    def resize(self, resize: Callable) -> Callable:
+        """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            number, reference = self._alive.get(storage._cdata, (None, None))
+            if number is not None:
+                self.ledger.death(number)
+                self._alive[storage._cdata] = self.ledger.birth(size), reference
+            return result
+
+        return counted

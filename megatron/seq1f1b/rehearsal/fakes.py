@@ -61,6 +61,23 @@ def _own_counts_of_all(gather: Callable) -> Callable:
     return gathered
 
 
+def _without_fp8(init: Callable) -> Callable:
+    def initialize(checkpoint: Any, fp8: Any = None) -> None:
+        init(checkpoint, None)
+
+    return initialize
+
+
+def _moves() -> Callable:
+    return _moved
+
+
+def _moved(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
+    size = recomputed.untyped_storage().nbytes()
+    recomputed.untyped_storage().resize_(0)
+    discarded.untyped_storage().resize_(size)
+
+
 def _always(*args: Any) -> bool:
     return True
 
@@ -92,6 +109,17 @@ _FOR_FAKES = (
         _own_counts_of_all,
         "gathers into a tensor without values how many tokens each expert gets",
         wraps=True,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
+        _without_fp8,
+        "asks Transformer Engine, which need not be installed here, how it computes in fp8",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random._get_share_storage",
+        _moves,
+        "compiles what shares memory of tensors, which here have none",
     ),
     Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "asks work that nobody does if it is done"),
     Patch("megatron.seq1f1b.runtime.executor.documents_of_step", documents_of_step, "looks for documents in tokens"),

@@ -92,6 +92,8 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
     replaced, notes = args.replaced_on_cpu, []
     if replaced["transformer_impl"] == "transformer_engine":
         notes.append("Transformer Engine's layers by Megatron's local ones, which keep as much for the backward")
+        if args.moe_grouped_gemm:
+            notes.append("grouped products of experts (--moe-grouped-gemm) by one expert after another")
     if args.position_embedding_type == "rope" and replaced["apply_rope_fusion"]:
         size = 2 if args.fp16 or args.bf16 else 4
         per_token = 4 * size * int(args.kv_channels * args.rotary_percent)
@@ -109,6 +111,12 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
 def _made_up(args: Namespace) -> tuple[str, ...]:
     """What follows from values on the cluster."""
     notes = []
+    if args.fp8 or args.fp4:
+        name = "--fp8-format" if args.fp8 else "--fp4-format"
+        notes.append(
+            f"{name}, which is not modelled: everything is computed and counted in {_precision(args)}, without copies "
+            "of weights in fewer bits or their scales"
+        )
     if args.num_experts:
         notes.append(
             f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank whose experts "

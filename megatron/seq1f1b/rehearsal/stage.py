@@ -73,7 +73,10 @@ class _Stage:
         )
         table = PatchTable(
             Scope.STEP,
-            tuple(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
+            (
+                *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
+                Patch("torch.UntypedStorage.resize_", self._counter.resize, "is counted", wraps=True),
+            ),
         )
         with patched(table), patched(spared(self._args.device)) if self._is_fake else nullcontext():
             yield

@@ -36,6 +36,11 @@ SETTINGS = {
     "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
     "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
     "--hybrid-layer-pattern with D (sparse attention)": {"hybrid_layer_pattern": "*D"},
+    "--recompute-modules mlp with biases": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp"],
+        "add_bias_linear": True,
+    },
     "--recompute-modules gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
     "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
     "--window-size with tokens after the query": {"window_size": (128, 1)},

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron.seq1f1b.rehearsal import is_asked_for, prepare
-from megatron.seq1f1b.rehearsal.launch_facts import check, is_fused_on_gpu
+from megatron.seq1f1b.rehearsal.launch_facts import check, is_fused_on_gpu, stood_for
 
 
 def test_only_the_flag_asks_for_it():
@@ -66,3 +66,9 @@ def test_attention_is_fused_where_transformer_engine_computes_it(device, layers,
     replaced = {"transformer_impl": layers}
     args = Namespace(device=device, replaced_on_cpu=replaced, attention_backend=Namespace(name=backend))
     assert is_fused_on_gpu(args) == is_fused
+
+
+def test_numbers_of_eight_bits_are_named_as_not_modelled():
+    args = Namespace(**vars(LAUNCH) | {"device": "cpu", "fp8": "e4m3", "fp4": None, "bf16": True})
+    (note,) = stood_for(args)
+    assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")

@@ -29,6 +29,18 @@ def test_a_storage_counts_once_however_many_views_it_has():
     assert one_moment(counter).end == 0
 
 
+def test_a_storage_that_is_resized_counts_with_its_new_size():
+    with counter_in_a_moment() as counter:
+        resize = counter.resize(torch.UntypedStorage.resize_)
+        x = torch.ones(1000)
+        resize(x.untyped_storage(), 0)
+        assert one_moment(counter).end == 0
+        resize(x.untyped_storage(), 400)
+    assert one_moment(counter).end == 400 and one_moment(counter).peak_bytes == 4000
+    del x
+    assert one_moment(counter).end == 0
+
+
 def test_what_is_made_while_paused_does_not_count_nor_do_its_views():
     with counter_in_a_moment() as counter:
         with counter.paused():
