@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
-"""Published, predicted and measured figures side by side, with errors, as Markdown and a picture.
+"""Published, predicted and measured figures side by side, with errors: a summary as Markdown, all rows as CSV.
 
-    python tools/paper_tables.py --output docs/paper_tables.md --picture docs/images/paper_tables.png
+    python tools/paper_tables.py --held-out --output docs/paper_tables.md --picture docs/images/paper_tables.png
+    python tools/paper_tables.py --reference DIR
 
---logs names a folder of training logs that the launchers of scripts/paper left; what they measured joins the table.
+--reference names a folder with further rows in the format of docs/reference, in files of the same names; those that it
+lacks are left out. --logs names a folder of training logs that the launchers of scripts/paper left; what they measured
+joins the table.
 """
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
 from megatron.seq1f1b.report.training_log import read_training_log
 from paper import allocator, held_out, megatron_tables, seq1f1b_tables, terapipe_tables, vtrain, zero_bubble
-from paper.row import Errors, Row, slug
+from paper.row import REFERENCE, Errors, Row, slug
 
-SOURCES: tuple[Callable[[], Iterable[Row]], ...] = (
+SOURCES: tuple[Callable[[Path], Iterable[Row]], ...] = (
     vtrain.multi_node,
     vtrain.single_node,
     megatron_tables.recomputation,
@@ -89,11 +94,16 @@ What is off, and why, as far as we found it:
 """
 
 
-def all_rows(progress: Callable[[str], None] = lambda text: None) -> list[Row]:
+def all_rows(progress: Callable[[str], None] = lambda text: None, folder: Path = REFERENCE) -> list[Row]:
+    """The rows of all tables in a folder. Raises ValueError for a row that is not in the format of docs/reference."""
     rows: list[Row] = []
     for number, source in enumerate(SOURCES, start=1):
         progress(f"\r{number} of {len(SOURCES)} tables")
-        rows += source()
+        try:
+            rows += source(folder)
+        except (KeyError, ValueError) as error:
+            what = f"there is no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"a table for {source.__module__} in {folder} cannot be predicted: {what}") from error
     progress("\r" + " " * 30 + "\r")
     return sorted(rows, key=lambda row: list(GOALS).index(row.table))
 
@@ -126,18 +136,22 @@ def wrong_orders(rows: Iterable[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
+    """The errors of each table, and what is known of the large ones."""
     lines = [
         "# Published tables, predicted",
         "",
-        "Written by `python tools/paper_tables.py --held-out --output docs/paper_tables.md`. Machine files in",
-        "`megatron/seq1f1b/planning/costs/machines/` hold every constant with its source and which were fitted, on",
-        "what.",
+        "Written by `python tools/paper_tables.py --held-out --output docs/paper_tables.md`, with",
+        "[all rows as CSV](paper_tables.csv). Machine files in `megatron/seq1f1b/planning/costs/machines/` hold every",
+        "constant with its source and which were fitted, on what; [Planning a run](planning.md#which-machine-file) has",
+        "what a user may expect.",
         "",
         "| table | rows | mean error | bias | worst | goal |",
         "|---|---|---|---|---|---|",
     ]
     tables = {name: list(members) for name, members in groupby(rows, key=lambda row: row.table)}
     for name, members in tables.items():
+        if all(row.error is None for row in members):
+            continue
         errors, (mean, worst) = Errors.of(members), GOALS[name]
         goals = [f"mean {_percent(mean, members[0])}"] if mean else []
         goals += [f"worst {_percent(worst, members[0])}"] if worst else []
@@ -150,16 +164,20 @@ def markdown(rows: Sequence[Row]) -> str:
     lines += ["", f"Out of memory where it was: {'everywhere' if not missed else 'not for ' + _labels(missed)}."]
     wrong = wrong_orders(tables.get("Seq1F1B 7B throughput", []))
     lines += [f"Order of the methods: {'right in every group' if not wrong else 'not right for ' + '; '.join(wrong)}."]
-    lines += ["", *MISSES.splitlines()]
-    for name, members in tables.items():
-        measured = any(row.measured is not None for row in members)
-        lines += ["", f"## {name}", "", f"| run | published | predicted | error |{' measured |' if measured else ''}"]
-        lines.append("|---|---|---|---|" + ("---|" if measured else ""))
-        for row in members:
-            error = "" if row.error is None else _percent(row.error, row)
-            line = f"| {row.label} | {_value(row.published, row)} | {_value(row.predicted, row)} | {error} |"
-            lines.append(line + (f" {_value(row.measured, row)} |" if measured else ""))
     return "\n".join(lines) + "\n"
+
+
+def as_csv(rows: Iterable[Row]) -> str:
+    """A line for each row: what was published, predicted and measured in `unit`, and the relative error (of a bubble
+    the absolute one)."""
+    text = StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(("table", "run", "unit", "published", "predicted", "error", "measured"))
+    for row in rows:
+        error = "" if row.error is None else f"{row.error:.4f}"
+        measured = "" if row.measured is None else f"{row.measured:.4g}"
+        lines.writerow((row.table, row.label, row.unit, _value(row.published), _value(row.predicted), error, measured))
+    return text.getvalue()
 
 
 def _labels(rows: Iterable[Row]) -> str:
@@ -170,12 +188,8 @@ def _percent(value: float, row: Row) -> str:
     return f"{value:.3f}" if row.unit == "bubble" else f"{100 * value:.1f} %"
 
 
-def _value(value: float | None, row: Row) -> str:
-    if value is None:
-        return "out of memory"
-    return (
-        f"{value:.0f}" if row.unit == "tokens/s" else f"{value:.4g} {'' if row.unit == 'bubble' else row.unit}".strip()
-    )
+def _value(value: float | None) -> str:
+    return "out of memory" if value is None else f"{value:.5g}"
 
 
 def picture(rows: Sequence[Row], path: Path) -> None:
@@ -200,8 +214,11 @@ def picture(rows: Sequence[Row], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="Markdown to write; default: standard output")
+    parser.add_argument(
+        "--output", type=Path, help="Markdown to write, with a .csv beside it; default: standard output"
+    )
     parser.add_argument("--picture", type=Path, help="a .png, .svg or .pdf to write (needs matplotlib)")
+    parser.add_argument("--reference", type=Path, default=REFERENCE, metavar="DIR", help="further published tables")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="training logs to read measured figures from")
     parser.add_argument("--held-out", action="store_true", help="also errors of rows that constants were not fitted on")
     args = parser.parse_args(argv)
@@ -210,16 +227,24 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stderr.isatty():
             print(text, end="", file=sys.stderr, flush=True)
 
-    rows = all_rows(progress)
+    try:
+        rows = all_rows(progress, args.reference)
+    except ValueError as error:
+        parser.error(f"--reference: {error}")
+    if not rows:
+        parser.error(f"--reference {args.reference}: it has no table by a name in {REFERENCE}")
     if args.logs is not None:
         rows = with_logs(rows, args.logs)
     text = markdown(rows)
+    if args.reference == REFERENCE:
+        text += "\n" + MISSES
     if args.held_out:
         text += "\n" + held_out.markdown(held_out.held_out(progress=progress)) + "\n" + allocator.markdown()
     if args.output is None:
-        print(text, end="")
+        print(text, as_csv(rows), sep="\n", end="")
     else:
         args.output.write_text(text, encoding="utf-8")
+        args.output.with_suffix(".csv").write_text(as_csv(rows), encoding="utf-8")
     if args.picture is not None:
         picture(rows, args.picture)
     return 0

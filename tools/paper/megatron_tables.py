@@ -1,6 +1,7 @@
 """Megatron-LM: SC21 table 1 (arXiv 2104.04473) and recomputation (arXiv 2205.05198, table 5 and figure 1)."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
@@ -9,7 +10,7 @@ from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import Row, read
+from .row import REFERENCE, Row, read
 
 # Scores in memory, blocking messages, gradients summed in 16 bit; the reduction in the backward of the
 # tensor-parallel layers was put beside weight gradients after SC21.
@@ -34,9 +35,9 @@ def sc21_setup(row: dict[str, str]) -> PaperSetup:
     )
 
 
-def sc21() -> Iterator[Row]:
+def sc21(folder: Path = REFERENCE) -> Iterator[Row]:
     machine = read_machine("a100-80gb")
-    for row in read("megatron_sc21_table1"):
+    for row in read("megatron_sc21_table1", folder):
         setup = sc21_setup(row)
         yield Row(
             "Megatron SC21 table 1",
@@ -49,27 +50,27 @@ def sc21() -> Iterator[Row]:
         )
 
 
-def recomputation() -> Iterator[Row]:
-    return _recomputation("megatron_recompute_table5", "Megatron recomputation table 5")
+def recomputation(folder: Path = REFERENCE) -> Iterator[Row]:
+    return _recomputation(folder, "megatron_recompute_table5", "Megatron recomputation table 5")
 
 
-def further_recomputation() -> Iterator[Row]:
+def further_recomputation(folder: Path = REFERENCE) -> Iterator[Row]:
     """Rows that no constant is fitted on."""
-    return _recomputation("megatron_recompute_table5_further", "Megatron recomputation table 5, further")
+    return _recomputation(folder, "megatron_recompute_table5_further", "Megatron recomputation table 5, further")
 
 
-def _recomputation(source: str, table: str) -> Iterator[Row]:
+def _recomputation(folder: Path, source: str, table: str) -> Iterator[Row]:
     machine = read_machine("a100-80gb")
-    for row in read(source):
+    for row in read(source, folder):
         setup = _later_setup(row)
         seconds = predict(setup, machine).seconds
         label = f"{row['model']}, {row['recompute']}"
         yield Row(table, label, "s", float(row["iteration_s"]), seconds, setup=setup, machine=machine)
 
 
-def activations() -> Iterator[Row]:
+def activations(folder: Path = REFERENCE) -> Iterator[Row]:
     """Of the first stage, which the paper counts, keys and values included, by its formulas."""
-    for row in read("megatron_activations_figure1"):
+    for row in read("megatron_activations_figure1", folder):
         setup = _later_setup(row)
         memory = rank_memory(setup, build(setup.family, setup.shape), 0)
         label = f"{row['model']}, {row['recompute']}"

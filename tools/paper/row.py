@@ -60,6 +60,10 @@ def slug(label: str) -> str:
     return "-".join("".join(c if c.isalnum() or c == "." else " " for c in label.lower()).split())
 
 
-def read(name: str) -> list[dict[str, str]]:
-    with (REFERENCE / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+def read(name: str, folder: Path = REFERENCE) -> list[dict[str, str]]:
+    """The rows of a published table; none if the folder does not have it."""
+    path = folder / f"{name}.csv"
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

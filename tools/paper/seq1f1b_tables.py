@@ -1,6 +1,7 @@
 """Seq1F1B (arXiv 2406.03488): the authors' throughput and memory, and runs of their code by others."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import mean
 
 from megatron.seq1f1b.partition import uniform_comp
@@ -13,7 +14,7 @@ from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import Row, read
+from .row import REFERENCE, Row, read
 
 # Kernels of Megatron's code of 2023 are fused by nvFuser, which PyTorch 2.2 no longer has.
 _PROGRAM = dict(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
@@ -60,15 +61,17 @@ def setup_of(
 
 
 def _of_paper(row: dict[str, str], microbatches: int, chunks: int | None = None) -> PaperSetup:
+    if row["model"] not in MODELS:
+        raise ValueError(f"the sizes of {row['model']} are not known; there are {', '.join(MODELS)}")
     layers, hidden, heads, tensor, pipeline = MODELS[row["model"]]
     model = gpt(layers, hidden, heads, 32768)
     return setup_of(model, int(row["seqlen"]), microbatches, tensor, pipeline, row["method"], chunks=chunks)
 
 
-def throughput() -> Iterator[Row]:
+def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
     """The row that its source prints wrong (its TFLOPS and its tokens/s contradict each other) is left out."""
     machine = read_machine("a100-seq1f1b")
-    for row in read("seq1f1b_7b_32gpu_throughput"):
+    for row in read("seq1f1b_7b_32gpu_throughput", folder):
         published = row["throughput_tok_s"]
         if row["note"].startswith("INCONSISTENT"):
             continue
@@ -87,19 +90,23 @@ def throughput() -> Iterator[Row]:
         )
 
 
-def memory() -> Iterator[Row]:
+def memory(folder: Path = REFERENCE) -> Iterator[Row]:
     """Of the fullest stage."""
-    return _memory("seq1f1b_memory_gb", "mem_max_over_stages_GiB", "Seq1F1B memory", max)
+    return _memory(folder, "seq1f1b_memory_gb", "mem_max_over_stages_GiB", "Seq1F1B memory", max)
 
 
-def mean_memory() -> Iterator[Row]:
+def mean_memory(folder: Path = REFERENCE) -> Iterator[Row]:
     """Of all stages on average, for more models."""
-    return _memory("seq1f1b_memory_mean", "mem_mean_over_stages_GiB", "Seq1F1B memory, mean of the stages", mean)
+    return _memory(
+        folder, "seq1f1b_memory_mean", "mem_mean_over_stages_GiB", "Seq1F1B memory, mean of the stages", mean
+    )
 
 
-def _memory(source: str, column: str, table: str, of_stages: Callable[[list[float]], float]) -> Iterator[Row]:
+def _memory(
+    folder: Path, source: str, column: str, table: str, of_stages: Callable[[list[float]], float]
+) -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
-    for row in read(source):
+    for row in read(source, folder):
         setup = _of_paper(row, 16, _CHUNKS_OF_MEMORY if row["method"] == "Seq1F1B-I" else None)
         schedule = build(setup.family, setup.shape)
         sizes = [rank_memory(setup, schedule, rank).total / GIB for rank in range(setup.pipeline_parallel)]
@@ -114,9 +121,9 @@ def _memory(source: str, column: str, table: str, of_stages: Callable[[list[floa
         )
 
 
-def third_party() -> Iterator[Row]:
+def third_party(folder: Path = REFERENCE) -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
-    for row in read("third_party_seq1f1b_logs"):
+    for row in read("third_party_seq1f1b_logs", folder):
         heads, hidden, segments = int(row["num_attention_heads"]), int(row["hidden_size"]), int(row["pipe_sp_splits"])
         setup = setup_of(
             gpt(int(row["num_layers"]), hidden, heads, int(row["padded_vocab_size"])),
@@ -160,11 +167,11 @@ def third_party_setup(row: dict[str, str]) -> PaperSetup:
     )
 
 
-def allocated() -> Iterator[Row]:
+def allocated(folder: Path = REFERENCE) -> Iterator[Row]:
     """The peak of what is allocated, by the counter of PyTorch's allocator, in the first iteration: before it Adam has
     no moments."""
     machine = read_machine("a100-seq1f1b")
-    for row in read("third_party_allocator"):
+    for row in read("third_party_allocator", folder):
         setup, stage = third_party_setup(row), int(row["stage"])
         memory = rank_memory(setup, build(setup.family, setup.shape), stage)
         moments = memory.optimizer * 2 / 3

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
@@ -12,7 +13,7 @@ from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import Row, read
+from .row import REFERENCE, Row, read
 
 # The authors' code (zhuohan123/terapipe, test_transformer_terapipe.py) has the layers alone, without embedding and
 # vocabulary; gradients in 16 bit, which are added when the message is sent, and summed over the replicas at the end;
@@ -53,10 +54,10 @@ def best_slices(setting: dict[str, str], machine: Machine) -> tuple[int, ...]:
 
 
 @cache
-def latencies() -> tuple[Row, ...]:
-    machine, settings = read_machine("v100-p3"), _settings()
+def latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
+    machine, settings = read_machine("v100-p3"), _settings(folder)
     found = []
-    for row in read("terapipe_latency_main"):
+    for row in read("terapipe_latency_main", folder):
         setting = settings[row["setting"]]
         scheme = re.search(r"\(1,\s*\[([\d,\s]+)\]\)", row["slicing_scheme"])
         slices = tuple(map(int, scheme[1].split(","))) if scheme else (int(setting["seqlen"]),)
@@ -70,11 +71,11 @@ def latencies() -> tuple[Row, ...]:
 
 
 @cache
-def further_latencies() -> tuple[Row, ...]:
+def further_latencies(folder: Path = REFERENCE) -> tuple[Row, ...]:
     """Of the paper's figures and of settings that the other table lacks."""
-    machine, settings = read_machine("v100-p3"), _settings()
+    machine, settings = read_machine("v100-p3"), _settings(folder)
     found = []
-    for row in read("terapipe_latency_figures"):
+    for row in read("terapipe_latency_figures", folder):
         setting = {**settings[row["setting"]], **{name: row[name] for name in ("seqlen", "batch_per_replica")}}
         length, scheme = int(row["seqlen"]), row["slices"]
         if scheme.isdigit():
@@ -89,13 +90,13 @@ def further_latencies() -> tuple[Row, ...]:
     return tuple(found)
 
 
-def gains() -> Iterator[Row]:
+def gains(folder: Path = REFERENCE) -> Iterator[Row]:
     """How many times faster a step is with slices."""
-    return _gains("TeraPipe, gain of slices", latencies())
+    return _gains("TeraPipe, gain of slices", latencies(folder))
 
 
-def further_gains() -> Iterator[Row]:
-    return _gains("TeraPipe, gain of slices, further", further_latencies())
+def further_gains(folder: Path = REFERENCE) -> Iterator[Row]:
+    return _gains("TeraPipe, gain of slices, further", further_latencies(folder))
 
 
 def _gains(table: str, rows: Iterable[Row]) -> Iterator[Row]:
@@ -113,5 +114,5 @@ def _row(table: str, group: str, label: str, row: dict[str, str], setup: PaperSe
     return Row(table, f"{group}, {label}", "s", published, seconds, group=group, setup=setup, machine=machine)
 
 
-def _settings() -> dict[str, dict[str, str]]:
-    return {row["setting"]: row for row in read("terapipe_settings")}
+def _settings(folder: Path) -> dict[str, dict[str, str]]:
+    return {row["setting"]: row for row in (*read("terapipe_settings"), *read("terapipe_settings", folder))}

@@ -1,6 +1,7 @@
 """Runs of Megatron measured for vTrain (arXiv 2312.12391) on 1 to 64 nodes of eight A100."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner.presets import gpt
@@ -8,15 +9,15 @@ from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import Row, read
+from .row import REFERENCE, Row, read
 
 _PROGRAM = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 _VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded
 
 
-def _rows(name: str, table: str, recompute: str) -> Iterator[Row]:
+def _rows(folder: Path, name: str, table: str, recompute: str) -> Iterator[Row]:
     machine = read_machine("a100-vtrain")
-    for row in read(name):
+    for row in read(name, folder):
         sizes = {key: int(value) for key, value in row.items() if key not in ("parameters_billion", "iteration_ms")}
         setup = PaperSetup(
             model=gpt(sizes["num_layers"], sizes["hidden_size"], sizes["num_heads"], _VOCABULARY),
@@ -38,10 +39,10 @@ def _rows(name: str, table: str, recompute: str) -> Iterator[Row]:
         yield Row(table, label, "s", seconds, predict(setup, machine).seconds, setup=setup, machine=machine)
 
 
-def multi_node() -> Iterator[Row]:
-    return _rows("vtrain_a100_multi_node", "vTrain multi-node", "full")
+def multi_node(folder: Path = REFERENCE) -> Iterator[Row]:
+    return _rows(folder, "vtrain_a100_multi_node", "vTrain multi-node", "full")
 
 
-def single_node() -> Iterator[Row]:
+def single_node(folder: Path = REFERENCE) -> Iterator[Row]:
     """The source does not mention recomputation here; times fit without any."""
-    return _rows("vtrain_a100_single_node", "vTrain single node", "none")
+    return _rows(folder, "vtrain_a100_single_node", "vTrain single node", "none")

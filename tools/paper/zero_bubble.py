@@ -7,6 +7,7 @@ stage between its own first and last action.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
@@ -17,10 +18,9 @@ from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, p
 from megatron.seq1f1b.schedule.cost_tables import Table
 
 from .programs import PaperSetup
-from .row import Row, read
+from .row import REFERENCE, Row, read
 
 _PROGRAM = dict(flash_attention=False, dropout=True)
-_CHUNKS = {22: 3, 30: 4}  # of interleaved 1F1B: one layer each, by the number of layers
 _FAMILIES = {"1F1B": "1f1b", "1F1B-I": "1f1b", "ZB-H1": "zb-h1", "ZB-1p": "auto", "ZB-2p": "auto"}
 
 
@@ -36,15 +36,16 @@ class Case(NamedTuple):
 
 
 @cache
-def _cases() -> tuple[Case, ...]:
+def _cases(folder: Path) -> tuple[Case, ...]:
     """ZB-H2 has no counterpart in this package; ZB-1p and ZB-2p are met by `auto` under the same memory."""
     machine = read_machine("a100-80gb")
-    return tuple(_case(row, machine) for row in read("zero_bubble_tables345") if row["method"] in _FAMILIES)
+    return tuple(_case(row, machine) for row in read("zero_bubble_tables345", folder) if row["method"] in _FAMILIES)
 
 
 def _case(row: dict[str, str], machine: Machine) -> Case:
     layers, ranks = int(row["layers"]), int(row["pipeline_gpus"])
-    chunks = _CHUNKS[layers] if row["method"] == "1F1B-I" else 1
+    # The first and the last stage have a layer less; the stages of interleaved 1F1B have one each.
+    chunks = (layers + 2) // ranks if row["method"] == "1F1B-I" else 1
     per_stage = (layers + 2) // (ranks * chunks)
     setup = PaperSetup(
         model=gpt(layers, int(row["hidden"]), int(row["heads"]), 50304),
@@ -72,8 +73,8 @@ def _case(row: dict[str, str], machine: Machine) -> Case:
     return Case(row, label, setup, machine, costs, schedule)
 
 
-def bubble_rates() -> Iterator[Row]:
-    for row, label, setup, machine, costs, schedule in _cases():
+def bubble_rates(folder: Path = REFERENCE) -> Iterator[Row]:
+    for row, label, setup, machine, costs, schedule in _cases(folder):
         timeline = simulate(schedule, costs)
         yield Row(
             "Zero Bubble, ZB-2p against auto" if row["method"] == "ZB-2p" else "Zero Bubble bubble rates",
@@ -87,12 +88,12 @@ def bubble_rates() -> Iterator[Row]:
         )
 
 
-def memory() -> Iterator[Row]:
+def memory(folder: Path = REFERENCE) -> Iterator[Row]:
     """What is allocated on the fullest rank at its peak, as the authors' code prints it, in GB of 1e9 bytes.
 
     `auto` takes what it may, so ZB-2p has no counterpart.
     """
-    for row, label, setup, machine, _, schedule in _cases():
+    for row, label, setup, machine, _, schedule in _cases(folder):
         if row["memory_GB"] and row["method"] != "ZB-2p":
             ranks = [rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel)]
             most = max(each.total - each.reserved for each in ranks) / 1e9

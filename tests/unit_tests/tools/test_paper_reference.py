@@ -1,0 +1,47 @@
+"""Published tables from a folder of the user's own."""
+
+import csv
+
+import pytest
+
+import paper_tables
+from paper.row import read
+
+
+def write(folder, name, rows):
+    with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
+        lines = csv.DictWriter(file, rows[0])
+        lines.writeheader()
+        lines.writerows(rows)
+
+
+def test_further_rows_are_predicted_whatever_their_sizes(tmp_path, capsys):
+    """Interleaved schedules with other numbers of layers, and with as many micro-batches as ranks."""
+    bubbles = next(row for row in read("zero_bubble_tables345") if row["method"] == "1F1B-I")
+    write(tmp_path, "zero_bubble_tables345", [bubbles | {"layers": "46", "pipeline_gpus": "16", "micro_batches": "48"}])
+    deep = next(row for row in read("megatron_sc21_table1") if int(row["v_derived"] or 1) > 1)
+    ranks = deep["pipeline_parallel"]
+    write(tmp_path, "megatron_sc21_table1", [deep | {"params_B": "1", "micro_batches_derived": ranks}])
+    assert paper_tables.main(["--reference", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| Zero Bubble bubble rates | 1 |" in printed and "| Megatron SC21 table 1 | 1 |" in printed
+    assert "vTrain" not in printed and '"1B, ' in printed
+
+
+def test_a_table_that_cannot_be_predicted_is_a_sentence(tmp_path, capsys):
+    row = read("seq1f1b_7b_32gpu_throughput")[0]
+    write(tmp_path, "seq1f1b_7b_32gpu_throughput", [row | {"model": "8B"}])
+    with pytest.raises(SystemExit):
+        paper_tables.main(["--reference", str(tmp_path)])
+    assert "the sizes of 8B are not known; there are 2.7B" in capsys.readouterr().err
+    del row["seqlen"]
+    write(tmp_path, "seq1f1b_7b_32gpu_throughput", [row])
+    with pytest.raises(SystemExit):
+        paper_tables.main(["--reference", str(tmp_path)])
+    assert "there is no 'seqlen'" in capsys.readouterr().err
+
+
+def test_a_folder_without_tables_is_a_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        paper_tables.main(["--reference", str(tmp_path)])
+    assert "it has no table by a name in" in capsys.readouterr().err
