@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import Candidate, Question, Training, batch_law, preset, soonest
+from megatron.seq1f1b.planning.planner import LAWS, Candidate, Question, Training, preset, soonest
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
 COUNTS = (16384, 65536)
@@ -58,9 +58,9 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
                 setup = candidate.setup
                 return is_its(setup) and setup.tensor_parallel == 8 and setup.pipeline_parallel > 1
 
-            law = batch_law("noise-scale")
-            found = soonest(question, TOKENS, law, COUNTS, shares=(1.0,), accept=accept)
-            for devices, training in zip(COUNTS, found, strict=True):
+            for devices in COUNTS:
+                asked = replace(question, num_devices=devices)
+                training = soonest(asked, TOKENS, LAWS["noise-scale"], shares=(1.0,), accept=accept)
                 progress(f"{network}, {method}, {devices}: {training and training.days}\n")
                 yield Case(network, method, devices, training)
 

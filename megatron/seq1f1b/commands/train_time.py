@@ -7,48 +7,40 @@ The batch is as large as a published law of the critical batch size allows; for 
 configuration that trains soonest is found. All times are predicted; docs/paper_tables.md shows how far off that is.
 """
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..planning.costs import ModelShape
 from ..planning.costs.machine import machine_names, read_machine
 from ..planning.costs.model_shape import parameters_of_model
-from ..planning.planner import (
-    LAWS,
-    PRESETS,
-    Question,
-    Training,
-    batch_law,
-    device_counts,
-    lean,
-    preset,
-    soonest,
-    way_out,
-)
+from ..planning.planner import LAWS, PRESETS, Question, Training, device_counts, preset, soonest, way_out
 from ..planning.planner.presets import gpt_of
 from ..report.text import aligned
 from .candidate_flags import decided_flags, model_flags
-from .parsing import PICTURES, Parser, amount, check_output, count
+from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to
 from .plan import show
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
     sizes.add_argument(
         "--parameters", type=amount, metavar="P", help="a GPT of about so many, 128 times as wide as deep"
     )
-    parser.add_argument("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12")
-    parser.add_argument("--gpus", type=count, required=True, metavar="N", help="the most")
+    parser.add_argument("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
+    parser.add_argument("--gpus", type=count_up_to(10**6), required=True, metavar="N", help="the most; required")
     parser.add_argument(
         "--machine", default="h100-80gb", help=f"{', '.join(machine_names())}, or your own file; default: h100-80gb"
     )
     parser.add_argument("--seq-length", type=count, default=4096, metavar="TOKENS", help="default: 4096")
-    laws = ", ".join(f"{name} ({law.source.partition(':')[0]})" for name, law in LAWS.items())
+    laws = ", ".join(f"{name} ({law.source})" for name, law in LAWS.items())
     parser.add_argument(
-        "--critical-batch-law", default="tokens", metavar="LAW", help=f"{laws}; docs/planning.md has the formulas"
+        "--critical-batch-law",
+        choices=LAWS,
+        default="tokens",
+        metavar="LAW",
+        help=f"{laws}; docs/planning.md has the formulas; default: tokens",
     )
     parser.add_argument("--critical-batch-size", type=amount, metavar="TOKENS", help="your own, in place of the law's")
     parser.add_argument("--gpu-hour", type=amount, metavar="PRICE", help="of one GPU, for a column of costs")
@@ -56,25 +48,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.output is not None:
         check_output(args.output, *PICTURES)
-    return args
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    model: ModelShape = preset(args.model) if args.model else gpt_of(args.parameters)
-    law, machine = batch_law(args.critical_batch_law), read_machine(args.machine)
-    parameters = parameters_of_model(model)
+    model = preset(args.model) if args.model else gpt_of(args.parameters)
+    law, parameters = LAWS[args.critical_batch_law], parameters_of_model(model)
     largest = args.critical_batch_size or law.largest(parameters, args.tokens)
-    if args.critical_batch_size is not None:
-        law = law.bounded_by(args.critical_batch_size)
-    question = lean(Question(model, machine, args.gpus, args.seq_length, 1))
-    print(
-        f"{parameters / 1e9:.3g} B parameters, {args.tokens:.3g} tokens, {machine.device.name}, sequences of "
-        f"{args.seq_length}\nLargest batch: {largest / 1e6:.3g} million tokens ({law.source})\n"
+    law = replace(law, largest=lambda parameters, tokens: largest)
+    # Only the choices that matter most, since many numbers of GPUs are searched.
+    question = Question(
+        model,
+        read_machine(args.machine),
+        args.gpus,
+        args.seq_length,
+        global_batch_size=args.gpus,
+        families=("1f1b", "breadth-first"),
+        strategies=("balanced",),
+        segments=(1, 4, 16),
+        chunks=(1, 4),
+        micro_batches=(1, 2),
     )
-    found = [each for each in soonest(question, args.tokens, law, device_counts(question), progress=show) if each]
+    size = f"{parameters / 1e9:.3g} B parameters, {args.tokens:.3g} tokens"
+    print(
+        f"{size}, {question.machine.device.name}, sequences of {args.seq_length}\nLargest batch: "
+        f"{largest / 1e6:.3g} million tokens ({'as given; tokens by ' * (args.critical_batch_size is not None)}"
+        f"{law.source})\n"
+    )
+    found, counts = [], device_counts(question)
+    for number, devices in enumerate(counts):
+        show(number, len(counts))
+        found += filter(None, [soonest(replace(question, num_devices=devices), args.tokens, law)])
+    show(len(counts), len(counts))
     if not found:
-        raise way_out(Question(model, machine, args.gpus, args.seq_length, args.gpus))
+        raise way_out(question)
     print(table(found, args.gpu_hour))
     best = min(found, key=lambda each: each.days)
     print(f"\nSoonest: {best.days:.3g} days on {best.devices} GPUs, with\n  ", end="")
@@ -83,32 +87,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ..report.training_time import plot_training_time
 
         points = {"soonest": [(each.devices, each.days, each.device_hours) for each in found]}
-        plot_training_time(points, f"{parameters / 1e9:.3g} B parameters, {args.tokens:.3g} tokens", args.output)
+        plot_training_time(points, size, args.output)
         print(f"{args.output} written.")
     return 0
 
 
-def table(found: Sequence[Training], price: float | None = None) -> str:
-    """A line for each number of devices."""
+def table(found: Sequence[Training], price: float | None) -> str:
+    """A line for each number of devices; with a `price` of a device hour, the cost."""
     head = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", "TP", "CP", "PP", "DP", "C", "k", "EP", "schedule"]
-    head += ["recompute", "GiB"] + (["cost"] if price else [])
-    rows = [_row(each) + ([f"{price * each.device_hours:,.0f}"] if price else []) for each in found]
-    return "\n".join(aligned([head, *rows]))
-
-
-def _row(each: Training) -> list[str]:
-    setup = each.candidate.setup
-    sizes = (setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel)
-    sizes += (setup.placement.num_chunks, len(setup.segments), setup.expert_parallel)
-    return [
-        str(each.devices),
-        f"{each.days:.3g}" if each.days < 1000 else f"{each.days:.0f}",
-        f"{each.device_hours:.4g}",
-        str(setup.global_batch_size),
-        f"{each.steps:.0f}",
-        f"{each.step_seconds:.3f}",
-        *map(str, sizes),
-        setup.family if setup.pipeline_parallel > 1 else "-",
-        setup.recompute,
-        f"{each.memory_gib:.0f}",
-    ]
+    rows = [head + ["recompute", "GiB"] + ["cost"] * (price is not None)]
+    for each in found:
+        setup = each.candidate.setup
+        days = f"{each.days:.3g}" if each.days < 1000 else f"{each.days:.0f}"
+        sizes = (setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel)
+        sizes += (setup.placement.num_chunks, len(setup.segments), setup.expert_parallel)
+        row = [str(each.devices), days, f"{each.device_hours:.4g}", str(setup.global_batch_size), f"{each.steps:.0f}"]
+        row += [f"{each.step_seconds:.3f}", *map(str, sizes), setup.family if setup.pipeline_parallel > 1 else "-"]
+        row += [setup.recompute, f"{each.memory_gib:.0f}"]
+        rows.append(row + ([] if price is None else [f"{price * each.device_hours:,.0f}"]))
+    return "\n".join(aligned(rows))

@@ -26,7 +26,7 @@ def test_the_derivation_sets_the_methods_side_by_side():
             is_its = layered.METHODS[method]
             question = small(model=replace(MODEL, num_layers=8), families=("1f1b", "breadth-first"), segments=(1,))
             candidate = next(each for each in candidates(question) if is_its(each.setup))
-            training = Training(candidate, days * 86400 / 100, 20.0, 100.0, 1e9)
+            training = Training(candidate, days * 86400 / 100, 20.0, 100.0)
             found += [layered.Case(network, method, 16384, training), layered.Case(network, method, 65536, None)]
     lines = layered.markdown(found)
     assert len(lines) == 2 + len(found) and sum("does not fit" in line for line in lines) == 6
@@ -36,6 +36,6 @@ def test_the_derivation_sets_the_methods_side_by_side():
 
 def test_sharded_state_is_a_fraction_of_the_whole():
     candidate = next(each for each in candidates(small()) if each.setup.data_parallel == 4)
-    setup, training = candidate.setup, Training(candidate, 1.0, 20.0, 100.0, 1e9)
+    setup, training = candidate.setup, Training(candidate, 1.0, 20.0, 100.0)
     whole = setup.stage_parameters(0) * 18 / 2**30
     assert whole / 4 < layered.sharded_gib(training) < whole

@@ -4,7 +4,7 @@ from .explain import breakdown
 from .presets import PRESETS, preset
 from .search import Plan, Search, plan, predict_candidate, way_out
 from .space import Candidate, Question, candidates
-from .time_to_train import LAWS, BatchLaw, Training, batch_law, device_counts, lean, soonest
+from .time_to_train import LAWS, BatchLaw, Training, device_counts, soonest
 
 __all__ = [
     "LAWS",
@@ -15,11 +15,9 @@ __all__ = [
     "Question",
     "Search",
     "Training",
-    "batch_law",
     "breakdown",
     "candidates",
     "device_counts",
-    "lean",
     "plan",
     "predict_candidate",
     "preset",

@@ -1,24 +1,22 @@
-"""How soon a model can be trained on a number of tokens, and what more devices change (arXiv 2106.02679, section 3).
+"""How soon a model can be trained on a number of tokens (arXiv 2106.02679, section 3).
 
-The batch is bounded by a law of the critical batch size: how large it may be before more of it trains no faster. More
-devices share it among them until pipelines starve: then a larger batch, or another way to run the pipeline, is what
-would help. Two of the papers count in sequences of their own length; all is in tokens here. The constants of
-arXiv 2410.21676 agree with the steps to a loss that its authors published
-(github.com/hlzhang109/critical-batch-size, plots/chinchilla.ipynb); those of the others are as quoted by readers of the
-papers.
+A law of the critical batch size bounds the batch: beyond it, more of a batch trains no faster. More devices share it
+among them until pipelines starve. All laws are in tokens here; docs/planning.md has their formulas and how they differ.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log2
+from math import ceil, log2
 from types import MappingProxyType
 
-from ...errors import ParameterError
 from ..costs.machine import GIB
 from ..costs.model_shape import parameters_of_model
-from ..simulator import predict_long
+from ..simulator import from_short_steps, predict
 from .search import least_bytes, least_seconds
 from .space import Candidate, Question, scheduled, setups
+
+# Beyond this many actions of a short step a candidate takes too long to simulate.
+_MOST_ACTIONS = 60_000
 
 
 @dataclass(frozen=True)
@@ -30,88 +28,37 @@ class BatchLaw:
     largest: Callable[[float, float], float]
     overhead: Callable[[float], float]
 
-    def bounded_by(self, batch: float) -> "BatchLaw":
-        """The same law with a measured largest batch, in tokens."""
-        return replace(self, source=f"as given; tokens by {self.source}", largest=lambda parameters, tokens: batch)
-
 
 def loss(parameters: float, tokens: float) -> float:
     """Nats a token (arXiv 2001.08361, equation 1.5 with table 2)."""
     return float(((6.4e13 / parameters) ** (0.076 / 0.103) + 1.8e13 / tokens) ** 0.103)
 
 
-def _by_noise(parameters: float, tokens: float) -> float:
-    return float(2e8 / loss(parameters, tokens) ** (1 / 0.21))
-
-
-def _by_tokens(parameters: float, tokens: float) -> float:
-    return float(512 * 22.91 * (tokens / 1e6) ** 0.47)
-
-
-def _by_olmo(parameters: float, tokens: float) -> float:
-    documents = 0.0
-    for start, size in ((0.0, 1024), (168e9, 1024), (503e9, 2048)):  # what is added from there on
-        documents += size * max(0.0, tokens - start) / tokens
-    return 4096 * documents
-
-
-def _by_three_terms(parameters: float, tokens: float) -> float:
-    return float(2 * 0.667 * tokens**0.566)
-
-
 LAWS: Mapping[str, BatchLaw] = MappingProxyType(
     {
-        "noise-scale": BatchLaw(
-            "arXiv 1812.06162: B_crit by the loss, 2e8 tokens / L^(1/0.21) as arXiv 2001.08361 fits it (equation 1.4); "
-            "at B_crit twice the tokens",
-            _by_noise,
-            lambda share: 1 + share,
-        ),
-        "tokens": BatchLaw(
-            "arXiv 2410.21676: 22.91 (D / 1e6)^0.47 sequences of 512 tokens, whatever the size of the model; there "
-            "20 % more tokens, in between by the form of arXiv 1812.06162",
-            _by_tokens,
-            lambda share: 1 + 0.2 * share,
-        ),
+        "tokens": BatchLaw("arXiv 2410.21676", lambda n, d: 512 * 22.91 * (d / 1e6) ** 0.47, lambda x: 1 + 0.2 * x),
+        "noise-scale": BatchLaw("arXiv 1812.06162", lambda n, d: 2e8 / loss(n, d) ** (1 / 0.21), lambda x: 1 + x),
+        # 1024 documents, 2048 from 168e9 tokens on and 4096 from 503e9 on, averaged over the run.
         "olmo": BatchLaw(
-            "arXiv 2505.23971: 1024 documents of 4096 tokens, 2048 from 168e9 tokens on, 4096 from 503e9 on, averaged "
-            "over the run (its appendix D); no more tokens up to there",
-            _by_olmo,
-            lambda share: 1.0,
+            "arXiv 2505.23971",
+            lambda n, d: 4096 * 1024 * (d + max(0.0, d - 168e9) + 2 * max(0.0, d - 503e9)) / d,
+            lambda x: 1.0,
         ),
         "three-term": BatchLaw(
-            "arXiv 2607.01487: best at 0.667 D^0.566 tokens; 5 % more tokens at half and at twice that, which is the "
-            "most taken here",
-            _by_three_terms,
-            lambda share: 1 + 0.05 * log2(2 * share) ** 2,
+            "arXiv 2607.01487", lambda n, d: 2 * 0.667 * d**0.566, lambda x: 1 + 0.05 * log2(2 * x) ** 2
         ),
     }
 )
 
 
-def batch_law(name: str) -> BatchLaw:
-    """The law of this name; raises ValueError if it is not among LAWS."""
-    if name not in LAWS:
-        raise ParameterError("{critical_batch_law} is unknown; take {0}", ", ".join(LAWS), critical_batch_law=name)
-    return LAWS[name]
-
-
-# Shares of the largest batch that are tried: a smaller one needs fewer tokens.
-SHARES = (1.0, 0.5, 0.25)
-_DAY = 86400.0
-# Beyond this many actions of a short step a candidate takes too long to simulate.
-_MOST_ACTIONS = 60_000
-
-
 @dataclass(frozen=True)
 class Training:
-    """The configuration that trains soonest on a number of devices."""
+    """A configuration, and how long it trains."""
 
     candidate: Candidate
     step_seconds: float
     memory_gib: float
     steps: float
-    tokens: float  # with those that the size of the batch costs
 
     @property
     def devices(self) -> int:
@@ -119,83 +66,63 @@ class Training:
 
     @property
     def days(self) -> float:
-        return self.steps * self.step_seconds / _DAY
+        return self.steps * self.step_seconds / 86400
 
     @property
     def device_hours(self) -> float:
         return 24 * self.days * self.devices
 
 
-def lean(question: Question) -> Question:
-    """The question with only the choices that matter most, so that many numbers of devices can be searched."""
-    return replace(
-        question,
-        families=tuple(name for name in question.families if name in ("1f1b", "breadth-first")),
-        strategies=("balanced",),
-        segments=tuple(count for count in question.segments if count in (1, 4, 16)),
-        chunks=tuple(count for count in question.chunks if count in (1, 4)),
-        micro_batches=(1, 2),
-    )
-
-
 def device_counts(question: Question) -> list[int]:
     """From one node on, doubled, up to `question.num_devices`, which comes last."""
-    counts, count = [], min(question.machine.devices_per_node, question.num_devices)
-    while count < question.num_devices:
-        counts.append(count)
-        count *= 2
-    return [*counts, question.num_devices]
+    counts, most = [question.machine.devices_per_node], question.num_devices
+    while counts[-1] < most:
+        counts.append(2 * counts[-1])
+    return [*counts[:-1], most]
 
 
 def soonest(
     question: Question,
     tokens: float,
     law: BatchLaw,
-    counts: Sequence[int],
-    shares: Sequence[float] = SHARES,
+    shares: Sequence[float] = (1.0, 0.5, 0.25),
     accept: Callable[[Candidate], bool] = lambda _: True,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Training | None]:
-    """For each number of devices the configuration that trains soonest; None where nothing fits.
+) -> Training | None:
+    """The configuration that trains soonest; None where nothing fits.
 
-    `question.global_batch_size` does not matter: the batch is one of `shares` of the largest by the law, in sequences
-    of `question.sequence_length` tokens, rounded so that data parallelism can divide it.
+    `question.global_batch_size` does not matter: the batch is one of `shares` of the largest by the law (a smaller one
+    needs fewer tokens), in sequences of `question.sequence_length`, rounded so that data parallelism can divide it.
     """
     largest = law.largest(parameters_of_model(question.model), tokens)
-    for number, devices in enumerate(counts):
-        progress(number, len(counts))
-        found = [_soonest(question, tokens, law, largest, devices, share, accept) for share in shares]
-        yield min((each for each in found if each is not None), key=lambda each: each.days, default=None)
-    progress(len(counts), len(counts))
-
-
-def _soonest(
-    question: Question,
-    tokens: float,
-    law: BatchLaw,
-    largest: float,
-    devices: int,
-    share: float,
-    accept: Callable[[Candidate], bool],
-) -> Training | None:
-    batch = _divisible(share * largest / question.sequence_length)
-    asked = replace(question, num_devices=devices, global_batch_size=batch)
-    limit = asked.memory_limit * GIB
-    lean_enough = (setup for setup in setups(asked) if least_bytes(setup) <= limit)
-    fitting = [each for setup in lean_enough for each in scheduled(asked, setup) if accept(each)]
-    bounded = sorted(((least_seconds(each.setup, asked.machine), each) for each in fitting), key=lambda pair: pair[0])
-    needed = tokens * law.overhead(batch * question.sequence_length / largest)
     best: Training | None = None
-    for bound, each in bounded:
-        if best is not None and bound >= best.step_seconds:
-            break
-        if _is_long(each):
-            continue
-        step = predict_long(each.setup, asked.machine)
-        if step.memory <= limit and (best is None or step.seconds < best.step_seconds):
-            steps = needed / (batch * question.sequence_length)
-            best = Training(each, step.seconds, step.memory / GIB, steps, needed)
+    for share in shares:
+        batch = _divisible(share * largest / question.sequence_length)
+        asked = replace(question, global_batch_size=batch)
+        in_batch = batch * question.sequence_length
+        steps = tokens * law.overhead(in_batch / largest) / in_batch
+        limit = asked.memory_limit * GIB
+        lean = (setup for setup in setups(asked) if least_bytes(setup) <= limit)
+        fitting = (each for setup in lean for each in scheduled(asked, setup) if accept(each) and not _is_long(each))
+        bounded = [(least_seconds(each.setup, asked.machine), each) for each in fitting]
+        for bound, each in sorted(bounded, key=lambda pair: pair[0]):
+            if best is not None and steps * bound >= best.steps * best.step_seconds:
+                break
+            seconds, memory = _step(each, question)
+            if memory <= limit and (best is None or steps * seconds < best.steps * best.step_seconds):
+                best = Training(each, seconds, memory / GIB, steps)
     return best
+
+
+def _step(candidate: Candidate, question: Question) -> Sequence[float]:
+    """Seconds, and bytes of the fullest rank, from short steps where there are many micro-batches."""
+    setup = candidate.setup
+
+    def predicted(num_microbatches: int) -> tuple[float, float]:
+        found = predict(replace(setup, num_microbatches=num_microbatches), question.machine)
+        return found.seconds, max(memory.total for memory in found.memory)
+
+    group = ceil(setup.pipeline_parallel / len(setup.segments))
+    return from_short_steps(predicted, setup.num_microbatches, group)
 
 
 def _divisible(sequences: float) -> int:

@@ -1,8 +1,9 @@
 """Time, bubble and activations of a step of any number of micro-batches, from short steps where there are many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from statistics import fmean
 
 from ...schedule import Costs, Schedule, peak_memory, simulate
 
@@ -30,31 +31,34 @@ class StepEstimate:
 
 
 def estimate_step(schedule_of: Callable[[int], Schedule], num_microbatches: int, costs: Costs) -> StepEstimate:
-    """Simulate `schedule_of(num_microbatches)`; if it is long, two short steps that end alike.
+    """Simulate `schedule_of(num_microbatches)`, from short steps if it is long.
+
+    Raises ValueError if the costs do not fit the schedule.
+    """
+
+    def simulated(count: int) -> tuple[float, ...]:
+        schedule = schedule_of(count)
+        timeline = simulate(schedule, costs)
+        busy = fmean(map(timeline.busy, range(schedule.shape.num_ranks)))
+        return timeline.makespan, busy, *peak_memory(schedule, costs)
+
+    first = schedule_of(1).shape
+    if num_microbatches * first.num_stages * first.num_segments <= _FEW_UNITS:
+        seconds, busy, *activations = simulated(num_microbatches)
+    else:
+        group = ceil(first.num_ranks / first.num_segments)
+        seconds, busy, *activations = from_short_steps(simulated, num_microbatches, group)
+    return StepEstimate(seconds, busy, tuple(activations))
+
+
+def from_short_steps(measured: Callable[[int], Sequence[float]], num_microbatches: int, group: int) -> Sequence[float]:
+    """What `measured` gives for a step of so many micro-batches, from two short steps that end alike.
 
     In its steady state a schedule repeats itself with every group of micro-batches that occupies all ranks, so that
-    time and memory grow by as much with each. Raises ValueError if the costs do not fit the schedule.
+    time, and memory where it grows at all, grow by as much with each.
     """
-    first = schedule_of(1).shape
-    group = ceil(first.num_ranks / first.num_segments)
     short = _SHORT_STEP * group + num_microbatches % group
-    if num_microbatches <= short + group or num_microbatches * first.num_stages * first.num_segments <= _FEW_UNITS:
-        return _simulated(schedule_of(num_microbatches), costs)
-    base, longer = (_simulated(schedule_of(count), costs) for count in (short, short + group))
+    if num_microbatches <= short + group:
+        return measured(num_microbatches)
     more = (num_microbatches - short) // group
-
-    def grown(a: float, b: float) -> float:
-        return a + more * (b - a)
-
-    return StepEstimate(
-        grown(base.seconds, longer.seconds),
-        grown(base.busy, longer.busy),
-        tuple(map(grown, base.activations, longer.activations)),
-    )
-
-
-def _simulated(schedule: Schedule, costs: Costs) -> StepEstimate:
-    timeline = simulate(schedule, costs)
-    ranks = range(schedule.shape.num_ranks)
-    busy = sum(map(timeline.busy, ranks)) / len(ranks)
-    return StepEstimate(timeline.makespan, busy, tuple(peak_memory(schedule, costs)))
+    return [a + more * (b - a) for a, b in zip(measured(short), measured(short + group), strict=True)]

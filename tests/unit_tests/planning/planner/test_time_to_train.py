@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.planner import LAWS, batch_law, device_counts, soonest
+from megatron.seq1f1b.planning.planner import LAWS, Candidate, device_counts, soonest
 from megatron.seq1f1b.planning.planner.presets import gpt_of
-from megatron.seq1f1b.planning.planner.time_to_train import _divisible, loss
+from megatron.seq1f1b.planning.planner.time_to_train import _divisible, _step, loss
 from megatron.seq1f1b.planning.simulator import predict
-from megatron.seq1f1b.planning.simulator.long_step import predict_long
 from unit_tests.planning.planner.question import small
 
 MILLION = 1e6
@@ -43,13 +42,6 @@ def test_the_three_term_law_is_flat_around_its_optimum():
     assert [law.overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
 
 
-def test_a_batch_of_the_users_own_takes_the_place_of_a_law():
-    law = batch_law("tokens").bounded_by(4e6)
-    assert law.largest(1e9, 1e12) == 4e6 and law.overhead(1.0) == 1.2
-    with pytest.raises(ValueError, match="critical_batch_law=x is unknown; take noise-scale, tokens"):
-        batch_law("x")
-
-
 def test_a_batch_can_be_divided_by_powers_of_two():
     assert [_divisible(number) for number in (0.3, 1, 7.9, 100, 1074)] == [1, 1, 7, 96, 1024]
 
@@ -64,8 +56,8 @@ def test_more_devices_train_sooner_and_take_more_hours():
         micro_batches=(1,),
         families=("1f1b",),
     )
-    law = batch_law("tokens").bounded_by(16 * 2048)
-    few, many = soonest(question, 1e9, law, (4, 16), shares=(1.0,))
+    law = replace(LAWS["tokens"], largest=lambda parameters, tokens: 16 * 2048)
+    few, many = (soonest(replace(question, num_devices=count), 1e9, law, shares=(1.0,)) for count in (4, 16))
     assert many.days < few.days and many.device_hours >= 0.99 * few.device_hours
     assert few.steps * 16 * 2048 == pytest.approx(1.2e9)
     assert few.memory_gib <= question.memory_gib
@@ -73,7 +65,7 @@ def test_more_devices_train_sooner_and_take_more_hours():
 
 
 def test_where_nothing_fits_there_is_none():
-    assert list(soonest(small(memory_gib=0.1), 1e9, batch_law("olmo"), (4,), shares=(1.0,))) == [None]
+    assert soonest(small(memory_gib=0.1), 1e9, LAWS["olmo"], shares=(1.0,)) is None
 
 
 @pytest.mark.parametrize("family, chunks, segments", [("1f1b", 1, 1), ("1f1b", 2, 4), ("breadth-first", 2, 1)])
@@ -90,9 +82,9 @@ def test_a_long_step_is_that_of_two_short_ones_and_more_of_the_same(family, chun
         segments=(8192 // segments,) * segments,
         family=family,
     )
-    found, whole = predict_long(setup, question.machine), predict(setup, question.machine)
-    assert found.seconds == pytest.approx(whole.seconds, rel=0.01)
-    assert found.memory == pytest.approx(max(memory.total for memory in whole.memory), rel=0.01)
+    (seconds, memory), whole = _step(Candidate(setup), question), predict(setup, question.machine)
+    assert seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert memory == pytest.approx(max(memory.total for memory in whole.memory), rel=0.01)
 
 
 @pytest.mark.parametrize("billions", [1, 7, 70, 175, 1000])
