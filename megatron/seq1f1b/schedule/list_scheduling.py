@@ -19,12 +19,12 @@ Priority = Callable[[Kind, int, int], float]
 _Ready = dict[tuple[Kind, int], list[tuple[int, float, Action]]]
 
 
-@dataclass
-class _Missing:
-    """The number of dependencies of an action that are to come, and the arrival of the others."""
+# An F or B of one micro-batch that waits for another: kind, stage, segment, the delay of what it waits for, and its
+# number of dependencies.
+_Follower = tuple[Kind, int, int, float, int]
 
-    number: int
-    arrival: float = 0.0
+# For every F or B that waits: the number of its dependencies that are to come, and the latest arrival of the others.
+_Missing = dict[tuple[Kind, int, int, int], tuple[int, float]]
 
 
 @dataclass
@@ -94,9 +94,7 @@ class ListScheduler:
                 raise ValueError(
                     f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
                 )
-        # For micro-batch 0, which stands for all: number of dependencies; followers with delays.
-        self._needs: dict[Action, int] = {}
-        self._followers: dict[Action, list[tuple[Action, float]]] = {}
+        self._followers: dict[tuple[Kind, int, int], list[_Follower]] = {}  # the same for every micro-batch
         for stage in range(shape.num_stages):
             for segment in range(shape.num_segments):
                 for kind in (Kind.F, Kind.B):
@@ -104,10 +102,10 @@ class ListScheduler:
 
     def _link(self, action: Action) -> None:
         needs = dependencies(action, self._shape)
-        self._needs[action] = len(needs)
         for needed in needs:
             delay = self._costs.delay(needed, action, self._shape.placement)
-            self._followers.setdefault(needed, []).append((action, delay))
+            follower = action.kind, action.stage, action.segment, delay, len(needs)
+            self._followers.setdefault((needed.kind, needed.stage, needed.segment), []).append(follower)
 
     def by_priority(self, priority: Priority, patience: float = 0.0, hold: float = 0.0) -> Schedule:
         """Each rank takes what has the smallest priority among what can start and fits.
@@ -172,7 +170,7 @@ class ListScheduler:
 
     def _run(self, rule: Callable[[_Rank, float], tuple[tuple[Kind, int] | None, float]], patience: float) -> Schedule:
         ranks = [self._new_rank(index) for index in range(self._shape.num_ranks)]
-        missing: dict[Action, _Missing] = {}
+        missing: _Missing = {}
         events = [(0.0, self._rank_of[0])]  # when which rank may find something to do
         while events:
             now, index = heappop(events)
@@ -218,26 +216,25 @@ class ListScheduler:
         self,
         action: Action,
         end: float,
-        missing: dict[Action, _Missing],
+        missing: _Missing,
         ranks: Sequence[_Rank],
         events: list[tuple[float, int]],
     ) -> None:
-        """Tells the followers of a forward or backward when it ends."""
+        """Makes ready what waited for this forward or backward alone."""
         num_segments = self._shape.num_segments
-        kind, stage, microbatch, segment = action
-        pattern = Action(Kind.F if kind is Kind.F else Kind.B, stage, 0, segment)
-        for follower, delay in self._followers.get(pattern, ()):
-            kind, stage, _, segment = follower
-            waiting = Action(kind, stage, microbatch, segment)
-            state = missing.setdefault(waiting, _Missing(self._needs[follower]))
-            state.number -= 1
-            state.arrival = max(state.arrival, end + delay)
-            if state.number == 0:
-                time = missing.pop(waiting).arrival
-                within = segment if kind is Kind.F else num_segments - 1 - segment
-                rank = ranks[self._rank_of[stage]]
-                heappush(rank.ready[kind, stage], (microbatch * num_segments + within, time, waiting))
-                heappush(events, (time, rank.index))
+        microbatch, ended = action.microbatch, Kind.F if action.kind is Kind.F else Kind.B
+        for follower in self._followers.get((ended, action.stage, action.segment), ()):
+            kind, stage, segment, delay, needs = follower
+            waiting = kind, stage, microbatch, segment
+            number, arrival = missing.pop(waiting, (needs, 0.0))
+            arrival = max(arrival, end + delay)
+            if number > 1:
+                missing[waiting] = number - 1, arrival
+                continue
+            within = segment if kind is Kind.F else num_segments - 1 - segment
+            rank = ranks[self._rank_of[stage]]
+            heappush(rank.ready[kind, stage], (microbatch * num_segments + within, arrival, Action(*waiting)))
+            heappush(events, (arrival, rank.index))
 
     def _duration(self, action: Action) -> float:
         return self._costs.duration(action.kind, action.stage, action.segment)
