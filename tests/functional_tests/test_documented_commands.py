@@ -63,7 +63,7 @@ BENCHMARKS = sorted(command for command, _ in COMMANDS.values() if BENCHMARK.ful
 
 
 def test_every_command_has_a_test():
-    assert len(COMMANDS) > 30 and len(LAUNCHES) >= 5 and len(BENCHMARKS) >= 6
+    assert len(COMMANDS) > 30 and len(LAUNCHES) >= 5 and len(BENCHMARKS) >= 3
     here = {*BENCHMARKS, *(command for command, _ in LAUNCHES.values())}
     for command, _ in COMMANDS.values():
         runs = [test for pattern, test in ELSEWHERE.items() if re.fullmatch(pattern, command)]
