@@ -4,16 +4,16 @@ Its Python runs on CPU tensors, on a double of its kernels (see support/te_doubl
 """
 
 import re
+from pathlib import Path
 
 import pytest
 
 from functional_tests.equality.suites import groups, representatives
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
 from support.few import few_of
-from support.launch import ROOT, TINY_GPT, Job, torchrun
+from support.launch import ROOT, TINY_GPT, Launcher
 
-WORKER = ROOT / "tests" / "functional_tests" / "equality" / "worker.py"
-SCRIPT = ROOT / "tests" / "functional_tests" / "scripts" / "te_script.py"
+FOLDER = Path(__file__).parent
 # Made by scripts/setup.sh, away from other packages.
 PACKAGES = ROOT / ".venv" / "transformer-engine"
 CASES = [name for group in groups() if group.model.transformer_engine for name in group.cases]
@@ -21,53 +21,42 @@ FEW = representatives()
 
 
 @pytest.fixture(scope="module")
-def verdicts(request, tmp_path_factory):
-    """The line on every selected case, of one job on two ranks."""
+def launch(tmp_path_factory):
+    """Ranks that find Transformer Engine."""
     if not (PACKAGES / "transformer_engine").is_dir():
         pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
+    launcher = Launcher(tmp_path_factory.mktemp("logs"), [PACKAGES])
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def verdicts(request, launch, tmp_path_factory):
+    """The line on every selected case, of one job on two ranks."""
     selected = tmp_path_factory.mktemp("transformer_engine") / "cases"
     items = [item for item in request.session.items if item.originalname == test_its_layers_train_by_segments.__name__]
     selected.write_text("\n".join(item.callspec.params["case"] for item in items))
-    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
-    job = torchrun(WORKER, 2, [selected, "--transformer-engine"], timeout=300, env=folders)
+    job = launch(2, [selected], FOLDER / "equality" / "worker.py", timeout=300)
     return dict(re.findall(r"^case (\S+): (.*)$", job.check().log, re.MULTILINE))
 
 
-def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_stay():
-    if not (PACKAGES / "transformer_engine").is_dir():
-        pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
-    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
-    job = torchrun(WORKER.parents[1] / "workers" / "transformer_engine_worker.py", 1, timeout=200, env=folders)
+def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_stay(launch):
+    job = launch(1, script=FOLDER / "workers" / "transformer_engine_worker.py", timeout=200)
     assert "equal\n" in job.check().log
 
 
-TWO_STAGES = (
-    *TINY_GPT,
-    "--mock-data",
-    "--transformer-impl",
-    "transformer_engine",
-    "--pipeline-model-parallel-size",
-    "2",
-)
+TRAINING = (*TINY_GPT, "--mock-data", "--transformer-impl", "transformer_engine", "--pipeline-model-parallel-size", "2")
 
 
-def training(*flags: str) -> Job:
-    """pretrain_gpt.py on two stages of its layers."""
-    if not (PACKAGES / "transformer_engine").is_dir():
-        pytest.skip(f"Transformer Engine's Python is not in {PACKAGES.relative_to(ROOT)}: run scripts/setup.sh")
-    folders = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{PACKAGES}"}
-    return torchrun(SCRIPT, 2, [*TWO_STAGES, *flags], timeout=200, env=folders)
-
-
-def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do(tmp_path):
+def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do(launch, tmp_path):
     """Its own attention runs on GPUs only; ours takes its place without segments, too."""
-    whole = training("--train-iters", "3").check().losses()
+    whole = launch(2, [*TRAINING, "--train-iters", "3"]).check().losses()
     assert len(whole) == 3
-    segments = training("--train-iters", "3", "--sequence-splits", "4").check().losses()
+    segments = launch(2, [*TRAINING, "--train-iters", "3", "--sequence-splits", "4"]).check().losses()
     assert segments == pytest.approx(whole, abs=1e-5)
     write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
     flags = "--pipeline-schedule-file", str(tmp_path / "mine.csv"), "--sequence-splits", "2"
-    with_weight_gradients_apart = training("--train-iters", "3", *flags).check().losses()
+    with_weight_gradients_apart = launch(2, [*TRAINING, "--train-iters", "3", *flags]).check().losses()
     assert with_weight_gradients_apart == pytest.approx(whole, abs=1e-5)
 
 

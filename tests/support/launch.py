@@ -84,9 +84,12 @@ def torchrun(
 
 
 class Launcher:
-    """Runs jobs in forks of one process that has imported Megatron already (see zygote.py)."""
+    """Runs jobs in forks of one process that has imported Megatron already (see zygote.py).
 
-    def __init__(self, logs: Path):
+    `packages` are folders of further packages for their ranks.
+    """
+
+    def __init__(self, logs: Path, packages: Sequence[Path] = ()):
         self._logs = logs
         self._jobs = 0
         self._zygote = subprocess.Popen(
@@ -94,7 +97,7 @@ class Launcher:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", *packages)))},
             start_new_session=True,
         )
 

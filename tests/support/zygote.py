@@ -6,6 +6,7 @@ line from standard input, as JSON, and answers each with the exit codes of its r
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -67,7 +68,10 @@ def main() -> None:
     os.dup2(1, 2)
 
     from megatron.seq1f1b import cpu
+    from support import te_double
 
+    if importlib.util.find_spec(te_double.PACKAGE):
+        te_double.load()
     cpu.activate()
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line))) + "\n")

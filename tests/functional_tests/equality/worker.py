@@ -1,7 +1,6 @@
 """Runs equality cases in one process group, and prints one line for each; started on several ranks.
 
-worker.py FILE                         # with the ids of the cases, one a line; see suites.py
-worker.py FILE --transformer-engine    # of models of its layers
+worker.py FILE    # with the ids of the cases, one a line; see suites.py
 """
 
 import sys
@@ -10,10 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.seq1f1b import cpu
-from support import te_double
 
-if "--transformer-engine" in sys.argv:
-    te_double.load()
 cpu.activate()
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402

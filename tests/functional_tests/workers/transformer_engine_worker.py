@@ -7,9 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.seq1f1b import cpu
-from support import te_double
 
-te_double.load()
 cpu.activate()
 
 from transformer_engine.pytorch import GroupedLinear  # noqa: E402
