@@ -29,17 +29,15 @@ from ..partition import (
 from ..planning.costs import (
     A100,
     CPU_CORE,
-    FitError,
     StageCost,
     action_costs,
     analytic_costs,
     authors_flops,
     bottleneck_time,
-    check_profile,
     is_trace,
-    read_profile,
-    read_traced_costs,
+    read_stage_costs,
 )
+from ..planning.costs.training_setup import even_layers
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
 from .launch_flags import add_model_flags, model_shape
@@ -101,32 +99,21 @@ def check_sizes(args: argparse.Namespace) -> None:
     check_size(Shape(placement, args.num_microbatches, args.sequence_splits), MOST_ACTIONS)
 
 
-def layers_per_stage(args: argparse.Namespace) -> list[int]:
-    """Layers are spread evenly, the first stages taking one more where they must."""
-    num_stages = args.pipeline_model_parallel_size * args.num_virtual_stages
-    base, more = divmod(args.num_layers, num_stages)
-    return [base + (stage < more) for stage in range(num_stages)]
+def layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
+    return even_layers(args.num_layers, args.pipeline_model_parallel_size * args.num_virtual_stages)
 
 
 def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
     """Costs in seconds on every stage."""
-    layers = layers_per_stage(args)
-    model, tensor_parallel_size = model_shape(args), args.tensor_model_parallel_size
-    if args.sequence_split_profile is not None and is_trace(args.sequence_split_profile):
-        costs, error = read_traced_costs(args.sequence_split_profile, len(layers))
-        print(f"From a trace; {fit_error(error)}.\n")
-        return costs
-    if args.sequence_split_profile is not None:
-        profile = read_profile(args.sequence_split_profile)
-        check_profile(profile, args.sequence_split_profile, model, tensor_parallel_size)
-        print(f"Measured on {profile.device}; {fit_error(profile.fit_error())}.\n")
-        return profile.costs(layers)
-    device = CPU_CORE if args.device == "cpu" else A100
-    return analytic_costs(model, layers, device.times(tensor_parallel_size), args.recompute)
-
-
-def fit_error(error: FitError) -> str:
-    return f"fit off by {100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most"
+    layers, model, tensor_parallel_size = layers_per_stage(args), model_shape(args), args.tensor_model_parallel_size
+    if args.sequence_split_profile is None:
+        device = CPU_CORE if args.device == "cpu" else A100
+        return analytic_costs(model, layers, device.times(tensor_parallel_size), args.recompute)
+    costs, error, device = read_stage_costs(args.sequence_split_profile, model, layers, tensor_parallel_size)
+    print(
+        f"Measured on {device}; fit off by {100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most.\n"
+    )
+    return costs
 
 
 def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, tuple[int, ...]]:

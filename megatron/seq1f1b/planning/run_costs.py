@@ -21,10 +21,8 @@ from .costs import (
     analytic_costs,
     authors_flops,
     bottleneck_time,
-    check_profile,
     is_trace,
-    read_profile,
-    read_traced_costs,
+    read_stage_costs,
 )
 from .costs.layer_bytes import are_known
 from .costs.machine import Machine, read_machine
@@ -87,11 +85,7 @@ class RunCosts:
             group = throughput.times(run.tensor_parallel_size / run.micro_batch_size)
             recomputes_layers = run.settings.get("recompute_granularity") == "full"
             return analytic_costs(self.model, run.layers_per_stage, group, recomputes_layers)
-        if is_trace(profile):
-            return read_traced_costs(profile, len(run.layers_per_stage))[0]
-        measured = read_profile(profile)
-        check_profile(measured, profile, self.model, run.tensor_parallel_size)
-        return measured.costs(run.layers_per_stage)
+        return read_stage_costs(profile, self.model, run.layers_per_stage, run.tensor_parallel_size)[0]
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
         profile = self.flags.sequence_split_profile

@@ -16,7 +16,7 @@ from .stage_costs import (
     analytic_costs,
     bottleneck_time,
 )
-from .traced_costs import is_trace, read_traced_costs
+from .traced_costs import is_trace, read_stage_costs, read_traced_costs
 
 __all__ = [
     "A100",
@@ -40,6 +40,7 @@ __all__ = [
     "is_trace",
     "layer_flops",
     "read_profile",
+    "read_stage_costs",
     "read_traced_costs",
     "write_profile",
 ]

@@ -5,7 +5,8 @@ Every constant of such a file has its source beside it.
 """
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class Device:
     flash_forward: float  # FlashAttention, heads of 128, long sequences
     flash_backward: float
     kernel_latency: float  # seconds from the start of one kernel to the start of the next, on an empty device
+    full_speed_rows: int = 128  # queries from which on attention is at full speed: a block of FlashAttention
+    # Queries, and how many times longer attention of fewer takes than the same work in long segments; ascending.
+    slow_attention: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def read_machine(machine: str | Path) -> Machine:
         raise ParameterError(
             "{machine}: there is no such file, and this package has {0}", ", ".join(machine_names()), machine=machine
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not UTF-8, or not TOML
         raise ParameterError("{machine}: {0} is not TOML: {1}", path, error, machine=machine) from error
     try:
         node = dict(data["node"])
@@ -103,13 +107,17 @@ def read_machine(machine: str | Path) -> Machine:
 
 
 def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
-    names = {field.name for field in fields(kind)}
-    if set(values) != names:
-        raise ValueError(f"a {kind.__name__.lower()} has {', '.join(sorted(names))}; given are {', '.join(values)}")
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    if not needed <= set(values) <= {field.name for field in fields(kind)}:
+        raise ValueError(f"a {kind.__name__.lower()} has {', '.join(sorted(needed))}; given are {', '.join(values)}")
+    slow = tuple(map(tuple, values.get("slow_attention", ())))
     for name, value in values.items():
-        if name != "name" and not (isinstance(value, int | float) and value >= 0):
-            raise ValueError(f"{name} = {value!r} is no number, or negative")
-    return kind(**values)
+        for number in sum(slow, ()) if name == "slow_attention" else (value,):
+            # Only what a host takes can be nothing.
+            is_number = isinstance(number, int | float) and 0 <= number < inf and (number > 0 or kind is Host)
+            if name != "name" and not is_number:
+                raise ValueError(f"{name} = {value!r} is no number above 0")
+    return kind(**values | ({"slow_attention": slow} if slow else {}))
 
 
 MIB, GIB = 2**20, 2**30

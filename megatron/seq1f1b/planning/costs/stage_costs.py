@@ -1,6 +1,6 @@
 """What a segment costs on a stage, by FLOPs over throughput, and what the actions of a schedule cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -8,18 +8,14 @@ from ...errors import ParameterError
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
 from .flops import head_flops, joining_flops, layer_flops
+from .machine import Device, read_machine
 from .model_shape import ModelShape
+from .operations import BYTES
 
-
-def cpu_slowdown(num_rows: int) -> float:
-    """Time of PyTorch's CPU flash attention for `num_rows` queries, relative to the same work in long segments.
-
-    The operator picks its tile by the number of queries: 256 rows from 768 on, 64 from 192 on, 32 below. Measured on a
-    Xeon (Cascade Lake), forward and backward alike.
-    """
-    if num_rows >= 768:
-        return 1.0
-    return 1.35 if num_rows >= 192 else 2.3
+# Kernels of a layer in each direction, about: what they take to start does not shrink with a segment.
+_KERNELS = 20
+# FLOPs of the backward over those of the forward; flash attention computes the scores again.
+_MATMUL_BACKWARD, _ATTENTION_BACKWARD = 2.0, 2.5
 
 
 @dataclass(frozen=True)
@@ -28,10 +24,7 @@ class DeviceThroughput:
 
     `matmul`, `attention` and `attention_backward` in FLOP/s; `memory` in elements/s, for the embedding, which is a
     lookup; `overhead` in seconds per layer, segment and direction, for what does not shrink with a segment: launches,
-    small kernels, a step of the scheduler. The backward of a matrix product takes `matmul_backward_flops` times the
-    FLOPs of its forward, that of flash attention, which computes the scores again, `attention_backward_flops` times.
-    `slowdown` gives, for a number of queries, how much longer the attention takes than in long segments; kernels are
-    at full speed from `full_speed_rows` queries on.
+    small kernels, a step of the scheduler. `full_speed_rows` and `slow_attention` are those of a Device.
 
     Where sequences are cut depends on the ratios of these only.
     """
@@ -41,10 +34,21 @@ class DeviceThroughput:
     attention_backward: float
     memory: float
     overhead: float = 0.0
-    matmul_backward_flops: float = 2.0
-    attention_backward_flops: float = 2.5
-    slowdown: Callable[[int], float] | None = None
     full_speed_rows: int = 128
+    slow_attention: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, device: Device) -> "DeviceThroughput":
+        """The rates of one device."""
+        return cls(
+            matmul=device.peak_flops * device.matmul_efficiency,
+            attention=device.peak_flops * device.flash_forward,
+            attention_backward=device.peak_flops * device.flash_backward,
+            memory=device.memory_bandwidth * device.memory_efficiency / BYTES,
+            overhead=_KERNELS * device.kernel_latency,
+            full_speed_rows=device.full_speed_rows,
+            slow_attention=device.slow_attention,
+        )
 
     def times(self, factor: float) -> "DeviceThroughput":
         """The throughput of `factor` devices together, each with the same overhead."""
@@ -57,17 +61,8 @@ class DeviceThroughput:
         )
 
 
-# Round figures of one device. For your own, measure with `seq1f1b profile`.
-A100 = DeviceThroughput(matmul=220e12, attention=180e12, attention_backward=150e12, memory=5e11, overhead=1e-4)
-CPU_CORE = DeviceThroughput(
-    matmul=80e9,
-    attention=70e9,
-    attention_backward=75e9,
-    memory=1e9,
-    overhead=5e-4,
-    slowdown=cpu_slowdown,
-    full_speed_rows=768,
-)
+# What sequences are cut by. All GPUs count as the same, so that a laptop cuts as the cluster does.
+A100, CPU_CORE = (DeviceThroughput.of(read_machine(name).device) for name in ("a100-80gb", "cpu"))
 
 
 class StageTime(Protocol):
@@ -89,7 +84,7 @@ class AnalyticTime:
     per_pair: float = 0.0
     per_pair_in_window: float = 0.0
     window: int = 0
-    slowdown: Callable[[int], float] | None = None
+    slow_attention: tuple[tuple[int, float], ...] = ()
 
     def __call__(self, start: int, end: int) -> float:
         length = end - start
@@ -97,9 +92,8 @@ class AnalyticTime:
         attention = self.per_pair * length * (start + end + 1) / 2
         if self.per_pair_in_window:
             attention += self.per_pair_in_window * _pairs_in_window(start, end, self.window)
-        if self.slowdown is not None:
-            attention *= self.slowdown(length)
-        return self.fixed + self.per_token * length + attention
+        slower = next((factor for rows, factor in self.slow_attention if length < rows), 1.0)
+        return self.fixed + self.per_token * length + slower * attention
 
     def __add__(self, other: "AnalyticTime") -> "AnalyticTime":
         return replace(
@@ -109,7 +103,7 @@ class AnalyticTime:
             per_pair=self.per_pair + other.per_pair,
             per_pair_in_window=self.per_pair_in_window + other.per_pair_in_window,
             window=self.window or other.window,
-            slowdown=self.slowdown or other.slowdown,
+            slow_attention=self.slow_attention or other.slow_attention,
         )
 
     def covers(self, other: "AnalyticTime") -> bool:
@@ -119,7 +113,7 @@ class AnalyticTime:
             and self.per_token >= other.per_token
             and self.per_pair >= other.per_pair
             and self.per_pair_in_window >= other.per_pair_in_window
-            and self.slowdown == other.slowdown
+            and self.slow_attention == other.slow_attention
         )
 
 
@@ -173,8 +167,8 @@ def analytic_costs(
                 backward += layer_backward + layer_forward if recomputes_layers else layer_backward
             products = ((1 + depth) * head_flops(model) + depth * joining_flops(model)) / device.matmul
             forward += AnalyticTime(per_token=products)
-            backward += AnalyticTime(per_token=device.matmul_backward_flops * products)
-            weight += AnalyticTime(per_token=device.matmul_backward_flops / 2 * products)
+            backward += AnalyticTime(per_token=_MATMUL_BACKWARD * products)
+            weight += AnalyticTime(per_token=products)
         costs.append(StageCost(forward, backward, weight, forward + backward))
         first += num_layers
     return tuple(costs)
@@ -204,18 +198,18 @@ def _layer(model: ModelShape, layer: int, device: DeviceThroughput) -> tuple[Ana
     window = model.window if layer in model.window_layers else None
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
-        common = AnalyticTime(device.overhead, per_token, slowdown=device.slowdown)
+        common = AnalyticTime(device.overhead, per_token, slow_attention=device.slow_attention)
         if window is not None:
             return replace(common, per_pair_in_window=per_pair, window=window)
         return replace(common, per_pair=per_pair)
 
     forward = time(per_token / device.matmul, per_pair / device.attention)
     backward = time(
-        device.matmul_backward_flops * per_token / device.matmul,
-        device.attention_backward_flops * per_pair / device.attention_backward,
+        _MATMUL_BACKWARD * per_token / device.matmul,
+        _ATTENTION_BACKWARD * per_pair / device.attention_backward,
     )
     # The gradient of a matrix product by its weight takes as much as that by its input.
-    weight = AnalyticTime(per_token=device.matmul_backward_flops / 2 * per_token / device.matmul)
+    weight = AnalyticTime(per_token=per_token / device.matmul)
     return forward, backward, weight
 
 

@@ -12,7 +12,8 @@ from statistics import mean, median
 
 from ...errors import ParameterError
 from ...schedule import UNUSABLE, Kind, Timeline, read_json, read_timeline, reason
-from .profile import FitError, Point, least_squares, relative_errors
+from .model_shape import ModelShape
+from .profile import FitError, Point, check_profile, least_squares, read_profile, relative_errors
 from .stage_costs import AnalyticTime, StageCost
 
 
@@ -41,6 +42,20 @@ def read_traced_costs(profile: str | Path, num_stages: int) -> tuple[tuple[Stage
             reason(error),
             profile=profile,
         ) from error
+
+
+def read_stage_costs(
+    path: str | Path, model: ModelShape, layers_per_stage: Sequence[int], tensor_parallel_size: int
+) -> tuple[tuple[StageCost, ...], FitError, str]:
+    """The measured cost of a segment on every stage, how well it fits, and where it was measured.
+
+    The file is a profile or a trace. Raises ParameterError if it is neither, or was measured on another model.
+    """
+    if is_trace(path):
+        return *read_traced_costs(path, len(layers_per_stage)), "a run, by its trace"
+    profile = read_profile(path)
+    check_profile(profile, path, model, tensor_parallel_size)
+    return profile.costs(layers_per_stage), profile.fit_error(), profile.device
 
 
 def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.planning.costs import machine
+from megatron.seq1f1b.planning.costs import A100, CPU_CORE, machine
 from megatron.seq1f1b.planning.costs.operations import flash_time, matmul_time
 
 
@@ -25,13 +25,31 @@ def test_an_unknown_machine_is_answered_with_those_there_are():
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("peak_flops", "peak"), ("latency = 20e-6", ""), ("bandwidth = 360e9 ", "bandwidth = -1 ")]
+    ("old", "new"),
+    [
+        ("peak_flops", "peak"),
+        ("latency = 20e-6", ""),
+        ("bandwidth = 360e9 ", "bandwidth = -1 "),
+        ("peak_flops = 989e12", "peak_flops = 0"),
+    ],
 )
 def test_a_wrong_constant_is_named(tmp_path, old, new):
     text = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace(old, new))
     with pytest.raises(ValueError, match=r"machine=.*mine.toml: .* lacks a constant or has a wrong one"):
         machine.read_machine(tmp_path / "mine.toml")
+
+
+def test_a_file_that_is_no_text_is_a_sentence(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(ValueError, match=r"machine=.*mine.toml: .* is not TOML"):
+        machine.read_machine(tmp_path / "mine.toml")
+
+
+def test_cuts_follow_the_constants_of_the_machine_files():
+    device = machine.read_machine("a100-80gb").device
+    assert A100.matmul == device.peak_flops * device.matmul_efficiency
+    assert CPU_CORE.slow_attention == ((192, 2.3), (768, 1.35)) and CPU_CORE.full_speed_rows == 768
 
 
 def test_large_products_come_near_the_rate_and_small_ones_do_not():
