@@ -9,6 +9,10 @@ the interpreter, the running segment, hooks, and the meter of every training run
 layer (choice of the kernel, cache, autograd), beside a layer that calls the same kernel and keeps nothing. A layer of
 a segment has to take a GPU longer than that, or the GPU waits for the host.
 
+The last table counts what attention makes a GPU do beside the kernel of attention: kernels that only move data, and the
+bytes that they read and write, for one layer and all segments of a sequence, forward and backward. Beside it stand the
+tensors that the kernel of attention itself reads and writes, each once.
+
 Machines differ, and so does one machine from minute to minute, so a plain loop of additions is timed in turn, too. The
 last column is our share on a core that takes 0.3 s for five million of them, as those of servers do.
 """
@@ -17,15 +21,18 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from megatron.seq1f1b import cpu  # noqa: E402
 
@@ -197,6 +204,91 @@ def attend_bare(kernel: Kernel, num_segments: int) -> None:
         outputs.pop().sum().backward()
 
 
+class Moved(NamedTuple):
+    """By the kernels beside that of attention, and by that of attention in its tensors."""
+
+    kernels: int
+    bytes: int
+    by_attention: int
+
+
+class CountedKernel:
+    """Attention on tensors without values; in one call for packed documents, too."""
+
+    def __init__(self, beside: "KernelsBeside") -> None:
+        self._beside = beside
+
+    def forward_packed(self, query, key, value, lengths=None):
+        with self._beside.attention(query, key, value) as tensors:
+            tensors += [output := query.clone(), statistics := query[..., 0].float()]
+        return output, (statistics,)
+
+    def backward_packed(self, grad_output, saved, lengths=None):
+        with self._beside.attention(grad_output, *saved[:4], *saved.statistics) as tensors:
+            tensors += [grads := [x.clone() for x in saved[:3]]]
+        return grads
+
+    def forward(self, query, key, value):
+        output, statistics = self.forward_packed(query, key, value)
+        return output.flatten(2), statistics
+
+    def backward(self, grad_output, saved):
+        return Gradients.of_last_keys(*self.backward_packed(grad_output, saved))
+
+
+class KernelsBeside(TorchDispatchMode):
+    """Counts operators that launch a kernel, other than those of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.bytes = self.by_attention = 0
+        self._is_attention = False
+
+    @contextmanager
+    def attention(self, *read: torch.Tensor) -> Iterator[list]:
+        tensors: list = list(read)
+        self._is_attention = True
+        yield tensors
+        self._is_attention = False
+        self.by_attention += _bytes(tensors)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not (self._is_attention or func.is_view or name in ("detach", "empty", "new_empty", "promote_types")):
+            self.kernels += 1
+            self.bytes += _bytes(args if name == "copy_" else (args, result))
+        return result
+
+
+def _bytes(tensors: object) -> int:
+    return sum(x.nbytes for x in tree_leaves(tensors) if isinstance(x, torch.Tensor))
+
+
+def moved_by_attention(
+    lengths: Sequence[int], documents: tuple | None = None, heads: int = 8, groups: int = 2
+) -> Moved:
+    """In 16 bits, one sequence, heads of 128, cut into segments of `lengths`."""
+    ends = list(accumulate(lengths))
+    segments = [
+        Segment(0, i, end - length, end, ends[-1], documents)
+        for i, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+    beside, units = KernelsBeside(), []
+    layer = attention_layer(CountedKernel(beside))
+    layer.context.segment = None
+    for segment in segments:
+        shapes = [(segment.length, 1, count, 128) for count in (8, 2, 2)]
+        inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta").requires_grad_() for shape in shapes]
+        with layer.context.running(segment, True), beside:
+            units.append((segment, layer(*inputs)))
+    for segment, output in reversed(units):
+        grad = torch.empty_like(output)
+        with layer.context.running(segment, True), beside:
+            output.backward(grad)
+    return Moved(beside.kernels, beside.bytes, beside.by_attention)
+
+
 class Share(NamedTuple):
     """Microseconds a unit, in each repeat: our share, the bare calls, our share on the usual core."""
 
@@ -249,6 +341,13 @@ def main() -> None:
     units = 8 * args.sequence_splits
     ours, bare_calls = partial(attend, layer, units), partial(attend_bare, kernel, units)
     show("an attention layer", share(ours, bare_calls, units, args.repeats))
+
+    print(f"\n{'32,768 tokens, 16 bits':32}{'kernels':>10}{'MB':>8}{'MB of attention':>18}")
+    for num_segments in (1, 2, 4, 8, 16):
+        for name, documents in (("", None), (", 8 documents", (tuple(range(0, 32768, 4096)),))):
+            found = moved_by_attention([32768 // num_segments] * num_segments, documents)
+            row = f"{num_segments} segments{name}"
+            print(f"{row:32}{found.kernels:10}{found.bytes / 1e6:8.0f}{found.by_attention / 1e6:18.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from .packages import (
     lacks_flash_attention,
     lacks_transformer_engine,
     layers_lack,
+    packs_documents,
 )
 
 Condition = Callable[[Mapping[str, Any]], bool]
@@ -107,6 +108,12 @@ def _heads_are_no_multiple(settings: Mapping[str, Any]) -> bool:
     return "a2a" in _context_parallel_by(settings) and bool(
         heads // settings["tensor_model_parallel_size"] % (settings.get("context_parallel_size") or 1)
     )
+
+
+def _hybridep_needs_equal_lengths(settings: Mapping[str, Any]) -> bool:
+    is_used = settings.get("moe_token_dispatcher_type") == "flex"
+    is_used &= settings.get("moe_flex_dispatcher_backend") == "hybridep"
+    return is_used and packs_documents(settings) and not settings.get("moe_hybridep_pad_uneven_dispatch_inputs")
 
 
 def _recomputes(module: str) -> Condition:
@@ -297,6 +304,12 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             lacks_flash_attention,
             "needs it",
             "install FlashAttention-3 or flash-attn-4, or drop it",
+        ),
+        Unsupported(
+            "--moe-flex-dispatcher-backend hybridep with packed documents",
+            _hybridep_needs_equal_lengths,
+            "needs as many tokens on every rank, while each cuts its segments by its own documents",
+            "give --moe-hybridep-pad-uneven-dispatch-inputs, or use deepep",
         ),
         Unsupported(
             "--hybrid-layer-pattern with G on a GPU without a fitting flash-linear-attention",

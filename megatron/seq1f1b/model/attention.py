@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, QueryRuns, Saved, WithSink, keep_documents_apart
-from .kv_cache import KVCache, SegmentCache, WindowCache
+from .kv_cache import Inputs, KVCache, SegmentCache, WindowCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
 
@@ -110,7 +110,7 @@ class SegmentAttention(torch.nn.Module):
         cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
         release = partial(self.context.release, self, segment.microbatch)
         with self._random_numbers(rule):
-            output = cache.attend(query, key, value, sink, kernel, segment, release)
+            output = cache.attend(Inputs(query, key, value, sink), kernel, segment, release)
         if segment.is_last and not self.context.keeps_for_backward:
             release()
         elif isinstance(cache, WindowCache) and not torch.is_grad_enabled():

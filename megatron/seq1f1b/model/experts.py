@@ -1,14 +1,14 @@
 """The auxiliary losses of a mixture of experts, cut into segments.
 
-A router sends every token to its experts by that token alone, so segments change nothing there. But it adds losses that
-are taken over all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A balance loss
-is a product of two sums over tokens, of the tokens that each expert got and of the probabilities that it had:
+A router chooses the experts of a token by that token alone, so segments change nothing there. But it adds losses over
+all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A balance loss multiplies two
+sums over tokens, of the tokens that each expert got and of the probabilities that it had:
 
     loss = factor · Σ_experts (Σ_tokens chosen) · (Σ_tokens probability)
 
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The first sum has no gradient; what every probability has to
-be multiplied with is the count over the whole micro-batch, which is known when its first backward starts, since all its
-segments have gone forward by then. So the gradients are those of the unsegmented loss.
+(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The first sum has no gradient. Every probability has to be
+multiplied by the count over the whole micro-batch. That is known when its first backward starts, since all its segments
+have gone forward by then, so the gradients are those of the unsegmented loss.
 """
 
 from collections.abc import Callable
@@ -76,7 +76,7 @@ class _Tally:
     def add(self, segment: Segment, probabilities: Tensor, is_new: bool) -> Tensor:
         """What a segment adds to Σ_experts chosen · probability; over all segments that is the whole.
 
-        The probabilities meet the counts that are known, and new counts the probabilities of before.
+        Multiplies new probabilities by all counts so far, and new counts by earlier probabilities.
         """
         added = (probabilities * self.chosen()).sum()
         if is_new:

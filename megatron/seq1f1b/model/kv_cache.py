@@ -29,6 +29,15 @@ class Seen(NamedTuple):
         return torch.cat(self.keys), torch.cat(self.values)
 
 
+class Inputs(NamedTuple):
+    """What attention of a segment gets: query [n, b, h, d], key [n, b, g, d], value [n, b, g, e], and a sink [h]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sink: Tensor | None
+
+
 class GradientSums:
     """Gradients of tensors whose rows are tokens, for those before the segment that went backward last.
 
@@ -63,20 +72,8 @@ class GradientSums:
 class SegmentCache(Protocol):
     """What attention keeps of one micro-batch from segment to segment."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        kernel: Kernel,
-        segment: Segment,
-        release: Callable[[], None],
-    ) -> Tensor:
-        """The output [n, b, h·e] of a segment for its query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e].
-
-        The backward of the first segment ends with `release`.
-        """
+    def attend(self, inputs: Inputs, kernel: Kernel, segment: Segment, release: Callable[[], None]) -> Tensor:
+        """The output [n, b, h·e] of a segment; the backward of the first segment ends with `release`."""
 
 
 class _KeysAndValues(ABC):
@@ -85,17 +82,8 @@ class _KeysAndValues(ABC):
     def __init__(self, sequence_length: int) -> None:
         self.gradients = GradientSums(sequence_length)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        kernel: Kernel,
-        segment: Segment,
-        release: Callable[[], None],
-    ) -> Tensor:
-        return _OneSegment.apply(query, key, value, sink, kernel, self, segment, release)
+    def attend(self, inputs: Inputs, kernel: Kernel, segment: Segment, release: Callable[[], None]) -> Tensor:
+        return _OneSegment.apply(*inputs, kernel, self, segment, release)
 
     @abstractmethod
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> Seen:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..patches import Patch, PatchTable, Scope, patched_on
 from .attention import SegmentAttention
 from .kernels import Kernel, Saved
-from .kv_cache import GradientSums
+from .kv_cache import GradientSums, Inputs
 from .segment import Segment
 
 # Projecting up again may take this part of the time that attention to the prefix takes.
@@ -108,20 +108,12 @@ class LatentCache:
         self._projected = output.detach(), prefix
         return own, bias
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        kernel: Kernel,
-        segment: Segment,
-        release: Callable[[], None],
-    ) -> Tensor:
+    def attend(self, inputs: Inputs, kernel: Kernel, segment: Segment, release: Callable[[], None]) -> Tensor:
+        """As all caches do; here g is h, and keys are of size d + p."""
         assert self._projected is not None, "attention without a projection before it"
         projected, prefix = self._projected
         self._projected = None
-        return _OneSegment.apply(query, key, value, prefix, sink, projected, kernel, segment, self, release)
+        return _OneSegment.apply(*inputs, prefix, projected, kernel, segment, self, release)
 
     def write_rotary(self, segment: Segment, key: Tensor) -> None:
         """Keep the last part of a segment's keys [n, b, h, d + p], which is that of any head."""
@@ -206,8 +198,8 @@ class _OneSegment(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        prefix: Tensor,
         sink: Tensor | None,
+        prefix: Tensor,
         projected: Tensor,
         kernel: Kernel,
         segment: Segment,
@@ -230,4 +222,4 @@ class _OneSegment(torch.autograd.Function):
         own, prefix = cache.exchange_gradients(segment.start, segment.end, grads.key, grads.prefix)
         if segment.is_first:
             ctx.release()
-        return grads.query, own, grads.value, prefix, grads.sink, None, None, None, None, None
+        return grads.query, own, grads.value, grads.sink, prefix, None, None, None, None, None

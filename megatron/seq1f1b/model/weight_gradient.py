@@ -1,8 +1,8 @@
 """Weight gradients of linear layers, computed apart from the backward that gives the input gradients.
 
-The backward of a linear layer has two halves that need nothing of each other: the input gradient, for which the
-previous stage waits, and the weight gradient, which is not needed before the end of the step. Zero-bubble schedules
-(arXiv 2401.10241, section 2) run the second where a rank would be idle.
+The backward of a linear layer has two independent halves: the input gradient, for which the previous stage waits, and
+the weight gradient, which is not needed before the end of the step. Zero-bubble schedules (arXiv 2401.10241, section 2)
+run the second where a rank would be idle.
 """
 
 from collections import deque
@@ -136,7 +136,7 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
 class _InputGradient(torch.autograd.Function):
     """input · weightᵀ; its backward gives the gradient of the input, and what that of the weight needs to `leave`.
 
-    Autograd gets a detached weight: one whose gradient does not come now would still have its hooks called.
+    The weight is detached, or autograd would call its hooks before its gradient exists.
     """
 
     @staticmethod

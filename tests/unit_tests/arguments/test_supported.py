@@ -73,6 +73,11 @@ SETTINGS = {
     },
     "--flash-attention-version 3": {"flash_attention_version": 3},
     "--flash-attention-version without its package": {"flash_attention_version": 3, "distributed_backend": "nccl"},
+    "--moe-flex-dispatcher-backend hybridep with packed documents": {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+        "reset_attention_mask": True,
+    },
     "--hybrid-layer-pattern with G on a GPU without a fitting flash-linear-attention": {
         "hybrid_layer_pattern": "G-*-",
         "distributed_backend": "nccl",

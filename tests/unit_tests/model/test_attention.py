@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmark_host import moved_by_attention
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
@@ -132,3 +133,14 @@ def test_a_batch_that_was_not_cut_is_an_error():
     running = context.running(Segment(0, 0, 0, 32, 64), keeps_for_backward=True)
     with running, pytest.raises(AssertionError, match="64 tokens for a segment of 32"):
         layer(query, query, query)
+
+
+def test_beside_the_kernel_of_attention_runs_what_keys_values_and_their_gradients_need():
+    """Two copies forward in every unit; backward two sums over the prefix and two over the segment's own rows, and no
+    sum where there is nothing to add to."""
+    assert moved_by_attention([64]).kernels == 0
+    assert moved_by_attention([16] * 4).kernels == 4 * 2 + (2 + 2 * 2) + 3 * 2
+    # Documents that end with their segment leave no gradients for earlier ones, others only in what they have of them.
+    assert moved_by_attention([16] * 4, ((0, 16, 32, 48),)).kernels == 4 * 2
+    within_two, whole = (moved_by_attention([16] * 4, (starts,)).bytes for starts in ((0, 40), (0,)))
+    assert within_two < whole

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, keep_documents_apart
+from megatron.seq1f1b.model.kv_cache import Inputs
 from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, _Join, share_of_projection
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
@@ -63,7 +64,7 @@ class Attention:
         if self.documents is not None:
             kernel = keep_documents_apart(kernel, segment.visible_documents(0))
         release = partial(self.context.release, self, segment.microbatch)
-        return cache.attend(query, keys, values, sink, kernel, segment, release)
+        return cache.attend(Inputs(query, keys, values, sink), kernel, segment, release)
 
 
 def step(lengths, documents, after_each=lambda attention: None):
