@@ -22,7 +22,7 @@ from benchmarking.device import use_own_gpu
 from benchmarking.model import Batch, build_model, use_ranks
 from benchmarking.prediction import predicted_seconds, profile_of, table
 from benchmarking.variants import Variant, model_shape, ours
-from megatron.seq1f1b.partition import cut_sequence
+from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, analytic_costs, authors_flops, bottleneck_time
 
 _PROFILES = tuple(("zb-h1", "even", segments, 1) for segments in (1, 2, 4, 8, 16))
@@ -68,7 +68,7 @@ def cut(args: argparse.Namespace, strategy: str, num_segments: int, num_stages: 
     time = bottleneck_time(analytic_costs(shape, layers, device))
     rows = device.full_speed_rows
     return cut_sequence(
-        strategy, args.seq_length, num_segments, time=time, flops=authors_flops(shape), full_speed_rows=rows
+        strategy, Task(args.seq_length, num_segments, time=time, flops=authors_flops(shape), full_speed_rows=rows)
     )
 
 

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
-from megatron.seq1f1b.partition import cut_sequence
+from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.meter import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
@@ -94,7 +94,7 @@ class Stage:
     def _segments(self, length: int, k: int):
         device = CPU_CORE if self.device.type == "cpu" else A100
         time = bottleneck_time(analytic_costs(self.shape, [self.shape.num_layers], device))
-        return segments_of(cut_sequence("balanced", length, k, time=time, full_speed_rows=device.full_speed_rows))
+        return segments_of(cut_sequence("balanced", Task(length, k, time=time, full_speed_rows=device.full_speed_rows)))
 
 
 def _experts(number: int | None, hidden: int) -> dict:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.seq1f1b.partition import cut_sequence
+from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs import (
     A100,
     CPU_CORE,
@@ -160,14 +160,16 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
             costs = _stage_costs(args, num_chunks, is_measured=strategy == "profile")
             lengths = cut_sequence(
                 strategy,
-                args.seq_length,
-                num_segments,
-                1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size,
-                time=bottleneck_time(costs),
-                flops=authors_flops(model_shape(args)),
-                full_speed_rows=(A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
-                num_stages=len(costs),
-                num_microbatches=num_microbatches,
+                Task(
+                    args.seq_length,
+                    num_segments,
+                    1 if args.context_parallel_size == 1 else 2 * args.context_parallel_size,
+                    time=bottleneck_time(costs),
+                    flops=authors_flops(model_shape(args)),
+                    full_speed_rows=(A100 if torch.cuda.is_available() else CPU_CORE).full_speed_rows,
+                    num_stages=len(costs),
+                    num_microbatches=num_microbatches,
+                ),
             )
             found[lengths] = f"{found[lengths]} = {strategy}" if lengths in found else strategy
     if dist.get_rank() == 0:

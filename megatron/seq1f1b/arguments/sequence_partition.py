@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..partition import STRATEGIES, check_lengths, cut_sequence, read_lengths, terapipe
+from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths, terapipe
 from .megatron_run import MegatronRun
 from .naming import Naming
 from .predictions import Predictions
@@ -67,13 +67,15 @@ class SequencePartition:
         has_time = strategy.needs == "time" or strategy.needs == "measured time" and costs.is_measured
         return cut_sequence(
             self.strategy,
-            sequence_length,
-            1 if num_segments is None else num_segments,
-            run.segment_multiple,
-            time=costs.time() if has_time and run.has_sizes else None,
-            flops=costs.flops,
-            full_speed_rows=costs.full_speed_rows,
-            num_stages=len(run.layers_per_stage),
-            num_microbatches=run.num_microbatches,
-            documents=documents,
+            Task(
+                sequence_length,
+                1 if num_segments is None else num_segments,
+                run.segment_multiple,
+                time=costs.time() if has_time and run.has_sizes else None,
+                flops=costs.flops,
+                full_speed_rows=costs.full_speed_rows,
+                num_stages=len(run.layers_per_stage),
+                num_microbatches=run.num_microbatches,
+                documents=documents,
+            ),
         )

@@ -20,6 +20,7 @@ from ..arguments import Naming
 from ..errors import ParameterError
 from ..partition import (
     STRATEGIES,
+    Task,
     check_lengths,
     cut_sequence,
     read_lengths,
@@ -125,19 +126,18 @@ def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, 
         own = read_lengths(args.sequence_split_file)
         check_lengths(own, args.sequence_split_file, args.seq_length, None, multiple_of)
     time = bottleneck_time(costs)
+    task = Task(
+        args.seq_length,
+        args.sequence_splits,
+        multiple_of,
+        time=time,
+        flops=authors_flops(model_shape(args)),
+        full_speed_rows=full_speed_rows,
+        num_stages=len(costs),
+        num_microbatches=args.num_microbatches,
+    )
     ways: dict[str, Callable[[], tuple[int, ...]]] = {
-        strategy: partial(
-            cut_sequence,
-            strategy,
-            args.seq_length,
-            args.sequence_splits,
-            multiple_of,
-            time=time,
-            flops=authors_flops(model_shape(args)),
-            full_speed_rows=full_speed_rows,
-            num_stages=len(costs),
-            num_microbatches=args.num_microbatches,
-        )
+        strategy: partial(cut_sequence, strategy, task)
         for strategy in STRATEGIES
         if strategy != "profile"  # with measured costs, `balanced` is this
     }

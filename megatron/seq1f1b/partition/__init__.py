@@ -1,24 +1,22 @@
 """Where a sequence is cut: the lengths of its segments. Pure Python; of this package only errors is imported.
 
-Start with cut (the strategies). The time of a segment is a function that the caller passes (segment_time).
+Start with cut (the strategies). The time of a segment is a function that the caller passes.
 """
 
-from .balanced import balanced
-from .cut import DEFAULT_STRATEGY, STRATEGIES, Strategy, cut_sequence, even
-from .cut_positions import segment_multiple
-from .documents import balanced_by_documents, within_documents
+from .balanced import balanced, within_documents
+from .by_formula import even, uniform_comp
+from .cut import DEFAULT_STRATEGY, STRATEGIES, Strategy, Task, cut_sequence
+from .cut_positions import SegmentTime, segment_multiple, segment_times
 from .lengths_file import check_lengths, read_lengths
-from .segment_time import SegmentTime, segment_times
 from .terapipe import terapipe
-from .uniform_comp import uniform_comp
 
 __all__ = [
     "DEFAULT_STRATEGY",
     "STRATEGIES",
     "SegmentTime",
     "Strategy",
+    "Task",
     "balanced",
-    "balanced_by_documents",
     "check_lengths",
     "cut_sequence",
     "even",

@@ -1,8 +1,13 @@
-"""The positions at which a sequence may be cut."""
+"""What strategies work with: the positions at which a sequence may be cut, and the time of what lies between."""
 
+from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
 from math import gcd, lcm
 
 from ..errors import ParameterError
+
+# Seconds, or any other unit, for a segment of the tokens [start, end).
+SegmentTime = Callable[[int, int], float]
 
 KERNEL_TILE = 128
 # Rounding moves the cost of a segment by at most one part in this.
@@ -59,3 +64,8 @@ def positions(sequence_length: int, step: int) -> list[int]:
     The remainder goes to the first segment, whose tokens are the cheapest.
     """
     return [0, *range(sequence_length - (sequence_length // step - 1) * step, sequence_length + 1, step)]
+
+
+def segment_times(lengths: Iterable[int], time: SegmentTime) -> list[float]:
+    """The time of each of the segments of a sequence."""
+    return [time(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from ..errors import ParameterError
 from .bottleneck_search import bottleneck_search
-from .cut_positions import check_length, positions, tile
-from .segment_time import SegmentTime
+from .cut_positions import SegmentTime, check_length, positions, tile
 
 # Positions at which a sequence may be cut, at most: twice as many take four times as long.
 _MOST_POSITIONS = 1024

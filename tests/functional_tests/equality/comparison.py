@@ -21,7 +21,7 @@ from functional_tests.equality.layout import build, groups_of, has_loss, replica
 from functional_tests.equality.models import Model
 from functional_tests.equality.step import run
 from megatron.seq1f1b.model import latents
-from megatron.seq1f1b.partition import balanced_by_documents
+from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import choose
@@ -146,4 +146,4 @@ def cut_by_documents(case: Case):
     if case.split != "documents":
         return None
     cost = AnalyticTime(per_token=1.0, per_pair=0.5)
-    return lambda length, documents: balanced_by_documents(length, case.k, cost, documents, multiple_of=2)
+    return lambda length, documents: balanced(length, case.k, cost, multiple_of=2, documents=documents)

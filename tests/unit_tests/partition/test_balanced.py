@@ -7,7 +7,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.errors import ParameterError
-from megatron.seq1f1b.partition import balanced, cut_sequence, even, segment_times, uniform_comp
+from megatron.seq1f1b.partition import Task, balanced, cut_sequence, even, segment_times, uniform_comp
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, authors_flops, bottleneck_time
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
@@ -74,6 +74,31 @@ def test_the_head_of_the_last_stage_lengthens_later_segments():
     assert small[0] > large[0] > large[-1] > small[-1]
 
 
+def least_longest_time(length, num_segments, multiple, time):
+    """By a table over all positions: the least longest time of the first segments that end at each."""
+    best = {0: 0.0}
+    for _ in range(num_segments):
+        times = [
+            (end, max(most, time(cut, end)))
+            for cut, most in best.items()
+            for end in range(cut + multiple, length + 1, multiple)
+        ]
+        best = {}
+        for end, most in times:
+            best[end] = min(most, best.get(end, most))
+    return best[length]
+
+
+@pytest.mark.parametrize("num_segments, multiple", [(32, 16), (8, 16), (5, 64), (3, 8), (1, 16)])
+@pytest.mark.parametrize("length", [512, 1024])
+def test_the_longest_time_is_the_least_that_the_multiples_allow(length, num_segments, multiple):
+    time = pace(GPT_7B, num_stages=4)
+    if length < num_segments * multiple:
+        return
+    found = max(segment_times(balanced(length, num_segments, time, multiple), time))
+    assert found == pytest.approx(least_longest_time(length, num_segments, multiple, time))
+
+
 def test_lengths_are_multiples_of_the_kernel_tile_where_segments_are_long():
     assert all(length % 128 == 0 for length in balanced(65536, 8, pace(GPT_7B)))
     assert sum(length % 128 != 0 for length in balanced(65537, 8, pace(GPT_7B))) == 1
@@ -98,7 +123,7 @@ def test_on_a_cpu_the_better_of_long_segments_and_equal_costs_is_taken():
     small = ModelShape(4, 256, 1024, 4, 64, 512)
     costs = analytic_costs(small, [1] * 4, CPU_CORE)
     for tokens, num_segments in ((3840, 5), (8192, 4), (19454, 16), (14996, 16), (4933, 5)):
-        lengths = cut_sequence("balanced", tokens, num_segments, time=bottleneck_time(costs), full_speed_rows=768)
+        lengths = cut_sequence("balanced", Task(tokens, num_segments, time=bottleneck_time(costs), full_speed_rows=768))
         alternatives = [even(tokens, num_segments), uniform_comp(tokens, num_segments, *authors_flops(small))]
         best = min(max(segment_times(option, bottleneck_time(costs))) for option in alternatives)
         assert max(segment_times(lengths, bottleneck_time(costs))) < 1.02 * best

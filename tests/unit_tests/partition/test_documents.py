@@ -6,7 +6,8 @@ import pytest
 
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import (
-    balanced_by_documents,
+    Task,
+    balanced,
     cut_sequence,
     segment_times,
     within_documents,
@@ -80,7 +81,7 @@ def packed(sequence_length, mean, count, seed=1):
 @pytest.mark.parametrize("count", [1, 3])
 def test_segments_of_a_micro_batch_cost_the_same(mean, count):
     documents = packed(131072, mean, count)
-    lengths = balanced_by_documents(131072, 16, COST, documents)
+    lengths = balanced(131072, 16, COST, documents=documents)
     assert sum(lengths) == 131072 and all(length % 128 == 0 for length in lengths)
     costs = segment_times(lengths, within_documents(COST, documents, range(131073)))
     assert max(costs) < 1.05 * min(costs)
@@ -88,26 +89,26 @@ def test_segments_of_a_micro_batch_cost_the_same(mean, count):
 
 def test_a_long_document_gets_more_segments_than_short_ones():
     """32k tokens of one document have far more pairs than 32k tokens of small ones."""
-    lengths = balanced_by_documents(65536, 8, COST, [(*range(0, 32768, 128), 32768)])
+    lengths = balanced(65536, 8, COST, documents=[(*range(0, 32768, 128), 32768)])
     assert max(lengths) == lengths[0] and sum(length for length in lengths[:3]) > 32768
 
 
 @pytest.mark.parametrize("multiple_of, sequence_length", [(1, 97), (4, 100), (8, 8 * 5)])
 def test_lengths_are_multiples_even_of_short_sequences(multiple_of, sequence_length):
-    lengths = balanced_by_documents(sequence_length, 5, COST, [(0, 3), (0, 30)], multiple_of)
+    lengths = balanced(sequence_length, 5, COST, multiple_of, documents=[(0, 3), (0, 30)])
     assert len(lengths) == 5 and sum(lengths) == sequence_length
     assert all(length > 0 and length % multiple_of == 0 for length in lengths)
 
 
 def test_too_many_segments_are_refused():
     with pytest.raises(ParameterError, match="leaves empty segments"):
-        balanced_by_documents(8, 9, COST, [(0,)])
+        balanced(8, 9, COST, documents=[(0,)])
 
 
 @pytest.mark.parametrize("strategy", ["even", "uniform_comp"])
 def test_other_strategies_take_no_notice(strategy):
     def cut(strategy, documents=None):
-        return cut_sequence(strategy, 16384, 4, time=COST, flops=authors_flops(MODEL), documents=documents)
+        return cut_sequence(strategy, Task(16384, 4, time=COST, flops=authors_flops(MODEL), documents=documents))
 
     documents = packed(16384, 100, 1)
     assert cut(strategy, documents) == cut(strategy)
@@ -117,11 +118,11 @@ def test_other_strategies_take_no_notice(strategy):
 def test_a_jump_of_the_cost_is_no_obstacle():
     """On a CPU short segments are slower, so that equal costs may not exist."""
     cost = bottleneck_time(analytic_costs(MODEL, [8] * 4, CPU_CORE))
-    assert sum(balanced_by_documents(4096, 8, cost, packed(4096, 500, 2))) == 4096
+    assert sum(balanced(4096, 8, cost, documents=packed(4096, 500, 2))) == 4096
 
 
 def test_a_long_sequence_is_cut_with_few_looks_at_the_cost():
     looks = []
     documents = packed(131072, 500, 1)
-    balanced_by_documents(131072, 16, lambda start, end: looks.append(start) or COST(start, end), documents)
+    balanced(131072, 16, lambda start, end: looks.append(start) or COST(start, end), documents=documents)
     assert len(looks) < 20000

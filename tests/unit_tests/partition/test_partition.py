@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import (
     STRATEGIES,
+    Task,
     check_lengths,
     cut_sequence,
     even,
@@ -50,14 +51,14 @@ def test_even_refuses_more_segments_than_pieces():
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sequence_that_is_no_multiple_is_refused(strategy):
     with pytest.raises(ParameterError, match="sequence_length=1001 is not a multiple of 8"):
-        cut_sequence(strategy, 1001, 4, 8, time=TIME, flops=authors_flops(GPT_7B))
+        cut_sequence(strategy, Task(1001, 4, 8, time=TIME, flops=authors_flops(GPT_7B)))
 
 
 def test_unknown_strategy_and_no_segment_are_refused():
     with pytest.raises(ParameterError, match="choose one of even"):
-        cut_sequence("random", 1024, 4)
+        cut_sequence("random", Task(1024, 4))
     with pytest.raises(ParameterError, match="at least 1"):
-        cut_sequence("even", 1024, 0)
+        cut_sequence("even", Task(1024, 0))
 
 
 @pytest.mark.parametrize("text", ["[4096, 2048, 2048]", "4096 2048 2048", "4096,\n2048,  # the middle\n2048\n"])
@@ -91,7 +92,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_profile_without_measured_costs_is_refused():
     with pytest.raises(ParameterError, match="strategy=profile needs profile"):
-        cut_sequence("profile", 8192, 4)
+        cut_sequence("profile", Task(8192, 4))
 
 
 @given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))

@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from ...errors import ParameterError
-from ...partition import SegmentTime, cut_sequence, segment_multiple
+from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.machine import OUTSIDE_GIB, Machine
@@ -186,12 +186,9 @@ def _cut(
     try:
         return cut_sequence(
             strategy,
-            length,
-            segments,
-            multiple,
-            time=time,
-            flops=authors_flops(model),
-            full_speed_rows=A100.full_speed_rows,
+            Task(
+                length, segments, multiple, time=time, flops=authors_flops(model), full_speed_rows=A100.full_speed_rows
+            ),
         )
     except ParameterError:
         return None

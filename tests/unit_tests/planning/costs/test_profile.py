@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.errors import ParameterError
-from megatron.seq1f1b.partition import cut_sequence, segment_times
+from megatron.seq1f1b.partition import Task, cut_sequence, segment_times
 from megatron.seq1f1b.planning.costs import bottleneck_time, check_profile, read_profile, write_profile
 from megatron.seq1f1b.planning.costs.profile import MeasuredTime, Point, fit, least_squares, relative_errors
 from support.partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
@@ -56,10 +56,10 @@ def test_survives_its_file_and_balances_segments(tmp_path):
     again = read_profile(path)
     check_profile(again, path, replace(MODEL, num_layers=64), 1)
     costs = again.costs([1, 1, 1, 1])
-    lengths = cut_sequence("profile", 16384, 4, time=bottleneck_time(costs))
+    lengths = cut_sequence("profile", Task(16384, 4, time=bottleneck_time(costs)))
     times = segment_times(lengths, bottleneck_time(costs))
     assert lengths[0] > lengths[-1] and max(times) < 1.02 * sum(times) / 4
-    assert sum(cut_sequence("terapipe", 16384, 4, time=bottleneck_time(costs), num_stages=4)) == 16384
+    assert sum(cut_sequence("terapipe", Task(16384, 4, time=bottleneck_time(costs), num_stages=4))) == 16384
 
 
 def test_a_profile_of_another_model_is_refused():
