@@ -23,7 +23,7 @@ from paper.gains import COLUMNS, MACHINE, TOKENS, Case, cases
 NOTICE = (
     "**To be redone.** The column of Megatron has no context parallelism across nodes (ring attention, or all-to-all "
     "in levels), which Megatron has and this planner does not model. On more than one node, Megatron's best can be "
-    "faster than shown, and the gain over it smaller, by an unknown amount. Only the row of 8 GPUs is untouched by this."
+    "faster than shown, and the gain over it smaller, by an unknown amount. Only the row of 8 GPUs is untouched."
 )
 
 
@@ -48,8 +48,8 @@ def headline_text() -> str:
             headlines.trillion,
             "arXiv 2104.04473, table 1; FLOPs as there, recomputation included. **That the aggregate agrees is no "
             "evidence**: two constants of its machine file, `matmul_efficiency` and `memory_efficiency`, are fitted on "
-            "the rows of this table and four others. Fitted on those four alone, they predict this table 2.5 % off in the "
-            "mean and 7.4 % at worst ([Published tables](paper_tables.md)). These rows have "
+            "the rows of this table and four others. Fitted on those four alone, they predict this table 2.5 % off "
+            "in the mean and 7.4 % at worst ([Published tables](paper_tables.md)). These rows have "
             "many micro-batches, and interleaving gains 4 to 6 % in them, less than the 10 % of the abstract. With few "
             "it gains more: 7B at 32768 tokens in 8 micro-batches 10 % published, 11 % predicted.",
             "bash scripts/paper/megatron_sc21.sh --predict",
