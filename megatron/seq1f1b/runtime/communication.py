@@ -9,8 +9,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -61,16 +62,34 @@ class Communicator:
         self._waiter = _Waiter() if self._is_gloo else None
         on_start = partial(torch.cuda.set_device, device)  # else the thread would take memory on the first GPU
         self._watch = Watch(timeout, on_start) if dist.get_backend(group) == "nccl" else None
-        # By (stage, micro-batch, segment) of the action that a message is for.
-        self._receiving: dict[Channel, dict[tuple | None, tuple[dist.Work, Tensor, Action | None]]] = {}
+        # By (stage, micro-batch, segment) of the action that a message is for; without work once it is there.
+        self._receiving: dict[Channel, dict[tuple | None, tuple[dist.Work | None, Tensor, Action | None]]] = {}
         self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
+        self._goes_in_turn = False
         self._connect(channels)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether messages are kernels that wait on a GPU, behind which no other kernel can be loaded."""
+        return not self._is_gloo
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Inside, every send and receive has ended when its call returns; for programs with messages in turn."""
+        self._goes_in_turn = True
+        try:
+            yield
+        finally:
+            self._goes_in_turn = False
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
         """Post a buffer for the next message of a channel; `action` is the RECV that it belongs to."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
+        if self._goes_in_turn:
+            self._await(work, channel, action)
+            work = None
         self._receiving.setdefault(channel, {})[None if action is None else action[1:]] = work, buffer, action
 
     def receive(self, channel: Channel, unit: tuple | None = None) -> Tensor:
@@ -79,16 +98,8 @@ class Communicator:
         Raises RuntimeError if it does not come.
         """
         work, buffer, action = self._receiving[channel].pop(unit)
-        start = time.monotonic()
-        try:
-            self._wait(work)
-        except RuntimeError as error:
-            seconds = time.monotonic() - start
-            raise RuntimeError(f"{_message(channel, action)} did not come in {seconds:.0f} s: {error}") from error
-        if self._watch is not None:
-            mark = torch.cuda.Event()
-            mark.record()
-            self._watch.expect(mark, partial(_message, channel, action))
+        if work is not None:
+            self._await(work, channel, action)
         return buffer.to(self._device, non_blocking=True) if self._is_staged else buffer
 
     def send(self, channel: Channel, tensor: Tensor, action: Action | None = None) -> None:
@@ -103,7 +114,7 @@ class Communicator:
         work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
         left = (work, message) if self._waiter is None else self._waiter.submit(partial(self._wait, work, message))
         self._sending.append((left, channel, action))
-        while self._sending and _has_left(self._sending[0][0]):
+        while self._sending and (self._goes_in_turn or _has_left(self._sending[0][0])):
             self._finish(*self._sending.popleft())
 
     def finish(self) -> None:
@@ -126,6 +137,26 @@ class Communicator:
                 self._wait(sending[0])
         except RuntimeError as error:
             raise RuntimeError(f"{_message(channel, action)} was not taken: {error}") from error
+        self._settle()
+
+    def _await(self, work: dist.Work, channel: Channel, action: Action | None) -> None:
+        """Wait for a message to come."""
+        start = time.monotonic()
+        try:
+            self._wait(work)
+        except RuntimeError as error:
+            seconds = time.monotonic() - start
+            raise RuntimeError(f"{_message(channel, action)} did not come in {seconds:.0f} s: {error}") from error
+        if self._watch is not None:
+            mark = torch.cuda.Event()
+            mark.record()
+            self._watch.expect(mark, partial(_message, channel, action))
+        self._settle()
+
+    def _settle(self) -> None:
+        """In turn, let the host wait, too."""
+        if self._goes_in_turn and self.is_on_device:
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _wait(self, work: dist.Work, message: Tensor | None = None) -> None:
         """Wait for a send or receive; `message` is only held, so that its storage lives until then."""

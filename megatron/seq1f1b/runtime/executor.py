@@ -49,6 +49,9 @@ class PipelineExecutor:
     message is longer than `timeout`. A `meter` measures every training step. With `reports_on_last_rank` the last rank
     of the pipeline has the reports, too, where another computes the loss.
 
+    The first step with segments of certain lengths may load or compile kernels, for which CUDA may wait for all of the
+    GPU, so where messages are kernels it has none under way while another kernel starts.
+
     No state of a step survives it. A step that fails closes the executor: the other ranks have been left in the middle
     of the step, so their messages no longer match. Every later call raises RuntimeError.
     """
@@ -74,6 +77,7 @@ class PipelineExecutor:
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._agreed: set[str] = set()
+        self._ran_before: set[tuple] = set()
         self._failure: str | None = None
 
     def trace_with(self, tracer: Tracer | None) -> None:
@@ -111,7 +115,10 @@ class PipelineExecutor:
         if shape.num_ranks > 1:  # a rank without neighbours may run alone
             self._agree(shape, call)
         lengths = self._segmentation.lengths(call.seq_length)
-        program = self._programs.program(shape, lengths, call.pipeline.rank(), call.forward_only)
+        communicator = self._communicator(call, placement)
+        kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
+        in_turn = communicator.is_on_device and kernels not in self._ran_before
+        program = self._programs.program(shape, lengths, call.pipeline.rank(), call.forward_only, in_turn)
         if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
             self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
@@ -122,7 +129,9 @@ class PipelineExecutor:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=call.config.barrier_with_L1_time)
         try:
-            reports = self._run(self._step(call, shape), program, shape)
+            with communicator.in_turn() if in_turn else nullcontext():
+                reports = self._run(self._step(call, shape), program, communicator)
+            self._ran_before.add(kernels)
         except BaseException as error:
             if shape.num_ranks > 1:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -156,9 +165,10 @@ class PipelineExecutor:
         ]
         return Step(call, shape.placement, call.pipeline.rank(), segments, batches)
 
-    def _run(self, step: Step, program: Program, shape: Shape) -> list[Any]:
+    def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
         call, lengths = step.call, self._segmentation.common_lengths(step.call.seq_length)
+        shape = Shape(step.placement, call.num_microbatches, self._segmentation.num_segments)
         losses = LossLedger(call.config.calculate_per_token_loss, call.groups.cp)
         sync = GradientSync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
@@ -182,7 +192,7 @@ class PipelineExecutor:
                 recorders.append(self._meter)
                 measured = self._meter.step(call.device)
             services = Services(
-                communicator=self._communicator(call, shape.placement),
+                communicator=communicator,
                 context=self._context,
                 weight_gradients=self._weight_gradients,
                 losses=losses,

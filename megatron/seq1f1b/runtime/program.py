@@ -62,14 +62,16 @@ class Programs:
         self._choice = choice
         self._one_queue = one_queue
         self._schedule = lru_cache(maxsize=1)(partial(choice.of_all_ranks, costs=costs))
-        self._programs: dict[tuple[Shape, tuple[int, ...], int, bool], Program] = {}
+        self._programs: dict[tuple[Shape, tuple[int, ...], int, bool, bool], Program] = {}
 
-    def program(self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool) -> Program:
-        """All that a rank does in one step, with segments of `lengths` tokens.
+    def program(
+        self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool, in_turn: bool = False
+    ) -> Program:
+        """All that a rank does in one step, with segments of `lengths` tokens; messages in turn, see `lower`.
 
         Raises ValueError if the schedule is a given one of another shape.
         """
-        key = shape, tuple(lengths), rank, forward_only
+        key = shape, tuple(lengths), rank, forward_only, in_turn
         if key not in self._programs:
             if forward_only:
                 schedule = self._choice.forwards().of_all_ranks(shape, lengths, None)
@@ -77,7 +79,7 @@ class Programs:
                 if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                     warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
                 schedule = self._schedule(shape, tuple(lengths))
-            actions = lower_rank(schedule, rank, self._one_queue)
+            actions = lower_rank(schedule, rank, self._one_queue, in_turn)
             if forward_only:
                 actions = [action for action in actions if action.kind in _FORWARD_KINDS]
             self._programs[key] = Program(actions)

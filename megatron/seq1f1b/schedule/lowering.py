@@ -71,22 +71,23 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     return Channel(_PAYLOAD[action.kind], source, destination)
 
 
-def lower(schedule: Schedule, one_queue: bool = False) -> Schedule:
+def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
     """The whole schedule with messages, gathering and reduction added.
 
-    With `one_queue` it does not hang where streams share hardware queues; that may delay messages.
+    With `one_queue` it does not hang where streams share hardware queues; that may delay messages. With `in_turn` it
+    does not hang where each rank waits for the end of a message before it goes on.
     """
-    times = nominal_times(schedule) if one_queue else None
-    ranks = (tuple(_lower_rank(schedule, rank, times)) for rank in range(len(schedule.ranks)))
+    times = nominal_times(schedule) if one_queue or in_turn else None
+    ranks = (tuple(_lower_rank(schedule, rank, times, in_turn)) for rank in range(len(schedule.ranks)))
     return Schedule(schedule.shape, tuple(ranks))
 
 
-def lower_rank(schedule: Schedule, rank: int, one_queue: bool = False) -> list[Action]:
+def lower_rank(schedule: Schedule, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
     """The same for one rank: all that it does in a step."""
-    return _lower_rank(schedule, rank, nominal_times(schedule) if one_queue else None)
+    return _lower_rank(schedule, rank, nominal_times(schedule) if one_queue or in_turn else None, in_turn)
 
 
-def _lower_rank(schedule: Schedule, rank: int, times: NominalTimes | None) -> list[Action]:
+def _lower_rank(schedule: Schedule, rank: int, times: NominalTimes | None, in_turn: bool) -> list[Action]:
     shape, orders = schedule.shape, schedule.ranks
     order = orders[rank]
     before: list[list[Action]] = [[] for _ in order]
@@ -103,7 +104,7 @@ def _lower_rank(schedule: Schedule, rank: int, times: NominalTimes | None) -> li
         for transfer in (each for transfers in outgoing for each in transfers):
             after[transfer.sent].append(transfer.send)
     else:
-        for index, action in issue_order(incoming, outgoing, rank, times):
+        for index, action in issue_order(incoming, outgoing, rank, times, in_turn):
             (after[index - 1] if index else before[0]).append(action)
     for index, action in _reductions(shape, order):
         after[index].append(action)

@@ -22,6 +22,11 @@ the send or receive of a message until one of them sets the point alone: to afte
 message or an earlier one, which is before its use; or to where the receive of this message or an
 earlier one is wanted, which is at most one action ahead of its use. Both are before the compute
 action. So it starts, whatever the real durations are, and however many messages a channel buffers.
+
+In turn. Where a GPU must not wait for a message while its rank starts a kernel, both ends of a message stand at one
+point of the common order, the later of their two, and each rank waits for the end of a message before it goes on. The
+first message in that order that has not ended ends: what comes before it, on both of its ranks, is done. It is there
+before its use by the same argument.
 """
 
 from bisect import bisect_left
@@ -69,18 +74,22 @@ def issue_order(
     outgoing: Sequence[Sequence[Transfer]],
     rank: int,
     times: NominalTimes,
+    in_turn: bool = False,
 ) -> Iterator[tuple[int, Action]]:
     """Sends and receives of a rank in order, each with the number of its compute actions that come before.
 
-    The channels into and out of the rank are given by their messages in order.
+    The channels into and out of the rank are given by their messages in order. With `in_turn` both ends of a message
+    come at the same point.
     """
-    events: list[tuple[_Point, int, Action]] = []
+    events: list[tuple[_Point, int, Transfer, Action]] = []  # both ends order equal points by the messages
     for transfers in incoming:
-        events += ((point, n, each.receive) for n, (each, _, point) in enumerate(_points(transfers, times)))
+        for n, (each, send, receive) in enumerate(_points(transfers, times)):
+            events.append((max(send, receive) if in_turn else receive, n, each, each.receive))
     for transfers in outgoing:
-        events += ((point, n, each.send) for n, (each, point, _) in enumerate(_points(transfers, times)))
+        for n, (each, send, receive) in enumerate(_points(transfers, times)):
+            events.append((max(send, receive) if in_turn else send, n, each, each.send))
     compute = [(time, rank, index, _ITSELF) for index, time in enumerate(times[rank])]
-    for point, _, action in sorted(events):
+    for point, _, _, action in sorted(events):
         yield bisect_left(compute, point), action
 
 

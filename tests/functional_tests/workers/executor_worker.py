@@ -6,6 +6,7 @@ The model is one linear layer a stage, without code of Megatron's: no process gr
 import argparse
 import time
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 )
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
+from megatron.seq1f1b.runtime import executor as executor_file  # noqa: E402
+from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 from megatron.seq1f1b.schedule import Given, Kind, Named, Placement, Shape, build  # noqa: E402
 
 SEQUENCE, BATCH, HIDDEN, MICROBATCHES = 8, 2, 4, 3
@@ -209,7 +212,7 @@ def check_chunks_in_a_v(world, alone) -> None:
 
 
 def check_messages_that_are_used_in_another_order_than_they_were_sent_in(world, alone) -> None:
-    """`auto` runs the chunks of two ranks in orders of their own."""
+    """`auto` runs the chunks of two ranks in orders of their own. Also as on a GPU, where the first step is special."""
     placement = Placement(2, 2)
     order = build("auto", Shape(placement, MICROBATCHES, 2))
     sent, used = (
@@ -231,9 +234,27 @@ def check_messages_that_are_used_in_another_order_than_they_were_sent_in(world, 
         return output, lambda output: (output.square().sum(), torch.tensor(output.numel()), {})
 
     model = [stages[number] for number in placement.stages_of(world.rank())]
-    data = {"data_iterator": [Counted(), Counted()]}
-    run(executor(Given(order), k=2), model, step, pg_collection=groups(world, alone), **data)
-    assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
+    for kind in (Communicator, OnDevice):
+        given = executor(Given(order), k=2)
+        with patch.object(executor_file, "Communicator", kind):
+            for _ in range(2):
+                data = {"data_iterator": [Counted(), Counted()]}
+                run(given, model, step, pg_collection=groups(world, alone), **data)
+                assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
+    assert OnDevice.turns == 1, "the first step has messages in turn, the second has not"
+
+
+class OnDevice(Communicator):
+    """Messages over gloo that are taken for kernels of a GPU."""
+
+    is_on_device, turns = True, 0
+
+    def in_turn(self):
+        OnDevice.turns += 1
+        return super().in_turn()
+
+    def _settle(self) -> None:
+        """There is no stream to wait for."""
 
 
 class FusedLinear(torch.nn.Linear):

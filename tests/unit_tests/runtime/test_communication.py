@@ -150,3 +150,22 @@ def test_options_of_nccl_itself_take_what_megatron_sets_and_leave_the_rest(monke
     own.config.max_ctas, own.config.min_ctas, own.config.net_name = 16, 2, "IB"
     config = made_from(own).config
     assert (config.max_ctas, config.min_ctas, config.net_name) == (16, 2, "IB")
+
+
+def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
+    """On a GPU for the stream, too; a message that has come is not waited for again."""
+    waits = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(Communicator, "is_on_device", True)
+    wires.works = [Work(), Work()]
+    received, sent = wires.works
+    action = parse_action("0RECV_B0.0")
+    with wires.communicator.in_turn():
+        wires.communicator.post_receive(BACKWARD, (1,), action)
+        assert received.timeout == TIMEOUT and waits == ["stream"]
+        wires.communicator.send(FORWARD, torch.ones(1))
+        assert sent.timeout == TIMEOUT and waits == ["stream"] * 2
+    received.error = "waited for twice"
+    wires.communicator.receive(BACKWARD, action[1:])
+    wires.communicator.finish()

@@ -8,6 +8,10 @@ not given. Compute goes on meanwhile.
 With `one_queue` all operations of a rank pass through one hardware queue, as on a GPU with
 CUDA_DEVICE_MAX_CONNECTIONS=1: an operation leaves the queue when it starts, so one that has to wait
 for the operation before it on its communicator, or for a message, holds up all behind it.
+
+With `loads_kernels` the first compute of a kind, stage and segment on a rank waits until no operation
+of the rank is under way, as loading a kernel does. With `in_turn` the host waits for the end of each
+operation.
 """
 
 from collections import deque
@@ -104,13 +108,17 @@ def execute(
     communicator_of: Callable[[Channel], Hashable] = lambda channel: channel.communicator,
     one_queue: bool = False,
     buffered: int = 0,
+    loads_kernels: bool = False,
+    in_turn: bool = False,
 ) -> Timeline:
     """The timeline of the compute actions of a lowered schedule.
 
     Channels for which `communicator_of` gives the same value share a communicator of all ranks.
     Raises HangError, with what every rank and queue waits for.
     """
-    return _Machine(lowered, costs or Costs.uniform(lowered.shape), communicator_of, one_queue, buffered).run()
+    machine = _Machine(lowered, costs or Costs.uniform(lowered.shape), communicator_of, one_queue, buffered)
+    machine.loads_kernels, machine.in_turn = loads_kernels, in_turn
+    return machine.run()
 
 
 class _Machine:
@@ -119,6 +127,8 @@ class _Machine:
         self.lowered, self.shape, self.costs = lowered, lowered.shape, costs
         self.communicator_of = communicator_of
         self.one_queue, self.room = one_queue, buffered
+        self.loads_kernels = self.in_turn = False
+        self.loaded: list[set] = [set() for _ in lowered.ranks]
         self.buffers: dict[Channel, deque[tuple[Action, float]]] = {}
         self.queues: dict[tuple[int, Hashable], _Queue] = {}
         self.arrived: list[dict[Action, float]] = [{} for _ in lowered.ranks]
@@ -144,7 +154,14 @@ class _Machine:
         actions = self.lowered.ranks[rank]
         while self.index[rank] < len(actions):
             action = actions[self.index[rank]]
+            if self.in_turn and self._is_waited_for(rank):
+                return
             if action.kind in COMPUTE_KINDS:
+                kernels = action.kind, action.stage, action.segment
+                if self.loads_kernels and kernels not in self.loaded[rank]:
+                    if self._is_waited_for(rank):
+                        return
+                    self.loaded[rank].add(kernels)
                 needed = message_needed(action, self.shape)
                 if needed is not None:
                     if needed not in self.arrived[rank]:
@@ -164,6 +181,10 @@ class _Machine:
                 queue.posted.append((channel, action, self.now[rank]))
                 self.touched.append(key)
             self.index[rank] += 1
+
+    def _is_waited_for(self, rank: int) -> bool:
+        """Whether an operation of the rank is under way."""
+        return any(queue.posted for (owner, _), queue in self.queues.items() if owner == rank)
 
     def _transfer(self) -> list[int]:
         """Runs all transfers that can run; returns the ranks for which something has changed."""

@@ -76,6 +76,7 @@ def test_no_valid_order_hangs(random, ranks, chunks, style):
     costs = Costs.from_mapping(shape, dict(zip(("f", "i", "w", "message"), costs, strict=True)))
     for buffered in (0, 1):
         execute(lower(schedule, one_queue=True), costs, one_queue=True, buffered=buffered)
+        execute(lower(schedule, in_turn=True), costs, in_turn=True, buffered=buffered)
 
 
 def small_shapes():
@@ -161,6 +162,28 @@ def test_no_family_hangs_on_one_hardware_queue(family, shape, buffered, message)
     timeline = execute(ordered, costs, one_queue=True, buffered=buffered)
     assert timeline.makespan >= simulate(schedule, costs).makespan - 1e-9
     assert all(set(one) == set(many) for one, many in zip(ordered.ranks, lower(schedule).ranks, strict=True))
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("one_queue", [False, True])
+def test_loading_kernels_behind_posted_messages_hangs_and_in_turn_does_not(family, one_queue):
+    """Several chunks; a send waits for its receive."""
+    schedule = build(family, Shape(Placement(4, 2), 8, 4))
+    with pytest.raises(HangError):
+        execute(lower(schedule, one_queue), loads_kernels=True)
+    in_turn = lower(schedule, one_queue, in_turn=True)
+    execute(in_turn, loads_kernels=True, in_turn=True)
+    forwards = tuple(tuple(a for a in rank if a.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)) for rank in in_turn.ranks)
+    execute(Schedule(schedule.shape, forwards), loads_kernels=True, in_turn=True)
+
+
+@fixed
+@given(st.sampled_from([*FAMILIES, "auto"]), small_shapes(), st.floats(0, 3), st.sampled_from([0, 1]))
+def test_no_family_hangs_in_turn(family, shape, message, buffered):
+    schedule = build(family, shape)
+    lowered, costs = lower(schedule, in_turn=True), Costs.uniform(shape, message=message)
+    execute(lowered, costs, loads_kernels=True, in_turn=True, buffered=buffered)
+    assert all(set(one) == set(other) for one, other in zip(lowered.ranks, lower(schedule).ranks, strict=True))
 
 
 def schedule_that_needs_separate_communicators():
