@@ -251,8 +251,8 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
             wraps=True,
         )
     )
-    if without_te.are_missing() and not cpu.is_active():
-        rows += without_te.REPAIRS.patches
+    if not cpu.is_active():  # which brings them
+        rows += without_te.repairs()
     if not is_library:
         rows += startup.CommandLine().patches()
         rows += startup.TrainingLoop(overlay.megatron_args, overlay.running, overlay.last_step).patches()

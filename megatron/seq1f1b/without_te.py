@@ -1,4 +1,4 @@
-"""Repairs of Megatron where neither Transformer Engine nor NVIDIA apex is installed: its local layers, torch's Adam."""
+"""Repairs of what Megatron does without Transformer Engine and NVIDIA apex: its local layers, torch's Adam."""
 
 import functools
 from collections.abc import Callable
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from .patches import Patch, PatchTable, Scope
+from .patches import Patch
 
 
-def are_missing() -> bool:
-    """Whether Megatron has found neither optimizer, and takes torch's. Imports Megatron."""
+def repairs() -> tuple[Patch, ...]:
+    """Those of the local layers, and those of torch's Adam if Megatron has found no other. Imports Megatron."""
     from megatron.core.optimizer import distrib_optimizer
 
-    return not distrib_optimizer.HAVE_APEX_OR_TE
+    return LOCAL_LAYERS if distrib_optimizer.HAVE_APEX_OR_TE else LOCAL_LAYERS + TORCH_ADAM
 
 
 def _marked_norm(new: Callable) -> Callable:
@@ -107,39 +107,38 @@ def _set_all_but_steps(set_states: Callable) -> Callable:
     return set_tensors
 
 
+LOCAL_LAYERS = (
+    Patch(
+        "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
+        _marked_norm,
+        "refuses sequence parallelism, since its parameters have no mark",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        _sized_for_latents,
+        "refuses the head sizes that multi-latent attention passes",
+        wraps=True,
+    ),
+)
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
-REPAIRS = PatchTable(
-    Scope.PROCESS,
-    (
-        Patch(
-            "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-            _marked_norm,
-            "refuses sequence parallelism, since its parameters have no mark",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
-            _sized_for_latents,
-            "refuses the head sizes that multi-latent attention passes",
-            wraps=True,
-        ),
-        Patch(
-            f"{_OPTIMIZER}.state_dict",
-            _state_dict_before_first_step,
-            "asserts one number of steps where there is no state yet, as when a checkpoint is to be loaded",
-            wraps=True,
-        ),
-        Patch(
-            f"{_OPTIMIZER}.load_state_dict",
-            _load_with_steps,
-            "lets parameters share one counter of steps; in fp32, needs no_grad",
-            wraps=True,
-        ),
-        Patch(
-            f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-            _set_all_but_steps,
-            "overwrites the number of steps, or looks for it in vain",
-            wraps=True,
-        ),
+TORCH_ADAM = (
+    Patch(
+        f"{_OPTIMIZER}.state_dict",
+        _state_dict_before_first_step,
+        "asserts one number of steps where there is no state yet, as when a checkpoint is to be loaded",
+        wraps=True,
+    ),
+    Patch(
+        f"{_OPTIMIZER}.load_state_dict",
+        _load_with_steps,
+        "lets parameters share one counter of steps; in fp32, needs no_grad",
+        wraps=True,
+    ),
+    Patch(
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+        _set_all_but_steps,
+        "overwrites the number of steps, or looks for it in vain",
+        wraps=True,
     ),
 )

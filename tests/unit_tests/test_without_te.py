@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b import without_te
-from megatron.seq1f1b.patches import owner_of, patched
+from megatron.seq1f1b.patches import PatchTable, Scope, owner_of, patched
 from support.launch import ROOT
 from support.patience import patient
 
@@ -22,14 +22,15 @@ from megatron.seq1f1b import cpu, without_te
 from megatron.seq1f1b.patches import owner_of
 megatron.seq1f1b.install(sequence_splits=2)
 assert not cpu.is_active()
-assert all(hasattr(getattr(*owner_of(patch.target)), "__wrapped__") for patch in without_te.REPAIRS.patches)
+repairs = without_te.LOCAL_LAYERS + without_te.TORCH_ADAM
+assert all(hasattr(getattr(*owner_of(patch.target)), "__wrapped__") for patch in repairs)
 print("repaired")
 """
 
 
 @pytest.fixture
 def repaired():
-    with patched(without_te.REPAIRS):
+    with patched(PatchTable(Scope.STEP, without_te.LOCAL_LAYERS + without_te.TORCH_ADAM)):
         yield
 
 

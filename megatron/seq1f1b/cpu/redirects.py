@@ -182,4 +182,4 @@ def apply() -> None:
     if find_spec("transformer_engine") is not None and find_spec("transformer_engine_torch") is None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     patched(REDIRECTS._replace(patches=REDIRECTS.patches[len(of_torch) :]))
-    patched(without_te.REPAIRS)
+    patched(PatchTable(Scope.PROCESS, without_te.repairs()))

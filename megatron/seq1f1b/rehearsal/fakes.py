@@ -93,6 +93,8 @@ _FOR_FAKES = (
     Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
     Patch("torch.distributed.broadcast_object_list", _own_objects, "reads sizes that others would send"),
+    Patch("torch.distributed.send_object_list", _nothing, "sends sizes that nobody reads"),
+    Patch("torch.distributed.recv_object_list", _own_objects, "reads sizes that others would send"),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", _no_norm, "reads the norm of every gradient"),
     Patch(
         "megatron.training.training.logical_and_across_model_parallel_group",

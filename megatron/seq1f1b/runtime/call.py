@@ -1,5 +1,6 @@
 """One call of Megatron's `forward_backward_func`, its arguments normalised and its contract checked."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,8 @@ class Call:
         if not hasattr(config, "calculate_per_token_loss"):
             config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
         groups = pg_collection or _build_default_pg_collection()
+        pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
+        _check_waits(config, pipeline)
         return cls(
             forward_step_func=forward_step_func,
             chunks=chunks,
@@ -78,7 +81,7 @@ class Call:
             force_all_reduce=force_all_reduce,
             config=config,
             groups=groups,
-            pipeline=groups.pp if p2p_communicator is None else p2p_communicator.pp_group,
+            pipeline=pipeline,
         )
 
     @property
@@ -125,4 +128,24 @@ def _check_messages(
         raise ValueError(
             "variable_seq_lengths negotiates the shape of every message, which our schedules fix in advance; run this "
             "model with Megatron's own schedule"
+        )
+
+
+def _check_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
+    """Raise ValueError for what makes the host wait for all of a GPU within a step.
+
+    With NCCL a receive that was posted ahead runs on the GPU until its message comes, which may need what this rank
+    would do next.
+    """
+    if pipeline.size() == 1 or dist.get_backend(pipeline) != "nccl":
+        return
+    if getattr(config.timers, "_log_level", 0) > 1:
+        raise ValueError(
+            "--timing-log-level 2 makes the host wait for the GPU around every action, and the GPU waits for messages, "
+            "so the first step would not end; use --timing-log-level 1, and --pipeline-trace for the times of actions"
+        )
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        raise ValueError(
+            "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel, also for those that wait for messages, so the "
+            "first step would not end; unset it, or run on one pipeline rank"
         )

@@ -55,23 +55,20 @@ class Communicator:
         self._device = device
         self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
+        # Messages are kernels that wait on a GPU; behind them no other kernel can be loaded.
+        self.is_on_device = dist.get_backend(group) == "nccl"
         # gloo moves host memory only; through pinned buffers several ranks can share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
         # Only waiting shows that a gloo send has left, so a thread waits beside the compute.
         self._waiter = _Waiter() if self._is_gloo else None
         on_start = partial(torch.cuda.set_device, device)  # else the thread would take memory on the first GPU
-        self._watch = Watch(timeout, on_start) if dist.get_backend(group) == "nccl" else None
+        self._watch = Watch(timeout, on_start) if self.is_on_device else None
         # By (stage, micro-batch, segment) of the action that a message is for; without work once it is there.
         self._receiving: dict[Channel, dict[tuple | None, tuple[dist.Work | None, Tensor, Action | None]]] = {}
         self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
         self._goes_in_turn = False
         self._connect(channels)
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether messages are kernels that wait on a GPU, behind which no other kernel can be loaded."""
-        return not self._is_gloo
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:

@@ -204,6 +204,7 @@ class PipelineExecutor:
             with measured:
                 Interpreter(step, services).run(program)
             sync.close()
+            losses.make_up_checks()
             self._context.masks.settle()
             if call.finalizes:
                 num_tokens = None
@@ -216,15 +217,20 @@ class PipelineExecutor:
         return self._on_last_rank(reports, shape.placement, call.pipeline) if self._reports_on_last_rank else reports
 
     def _on_last_rank(self, reports: list[Any], placement: Placement, pipeline: dist.ProcessGroup) -> list[Any]:
-        """The reports where Megatron's training loop looks for them; it waits for the GPU there, too."""
-        source = placement.rank_of(placement.num_stages - 1)
-        if source == placement.num_ranks - 1:
+        """The reports where Megatron's training loop looks for them; it waits for the GPU there, too.
+
+        They go between the two ranks alone: the others do not wait.
+        """
+        source, last = placement.rank_of(placement.num_stages - 1), placement.num_ranks - 1
+        ranks = dist.get_process_group_ranks(pipeline)
+        if source == last or pipeline.rank() not in (source, last):
             return reports
-        sent = [tree_map(partial(_moved, "cpu"), reports)]
-        dist.broadcast_object_list(sent, dist.get_process_group_ranks(pipeline)[source], group=pipeline)
-        if pipeline.rank() != placement.num_ranks - 1:
+        if pipeline.rank() == source:
+            dist.send_object_list([tree_map(partial(_moved, "cpu"), reports)], ranks[last], group=pipeline)
             return reports
-        return tree_map(partial(_moved, torch.device(torch.cuda.current_device())), sent[0])
+        received = [reports]
+        dist.recv_object_list(received, ranks[source], group=pipeline)
+        return tree_map(partial(_moved, torch.device(torch.cuda.current_device())), received[0])
 
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement

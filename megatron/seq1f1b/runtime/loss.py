@@ -92,6 +92,10 @@ class LossLedger:
     def _is_whole(self, segment: Segment) -> bool:
         return segment.is_whole_sequence and self._num_shares == 1
 
+    def make_up_checks(self) -> None:
+        """Megatron's checks of the losses, which wait for the GPU, when all of the step is issued."""
+        self._checks.make_up()
+
     def total_num_tokens(self, device: torch.device) -> Tensor:
         """Unmasked tokens of all micro-batches; zero where no loss is computed."""
         counts = [count for counts in self._num_tokens.values() for count in counts]

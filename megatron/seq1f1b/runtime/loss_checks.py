@@ -1,4 +1,4 @@
-"""Megatron's checks of the loss (NaN, infinity, jumps), once for a micro-batch instead of once for each segment.
+"""Megatron's checks of the loss (NaN, infinity, jumps), once for a micro-batch, at the end of a step.
 
 A check reads a number on the host, which has to wait for the GPU. And it is meant for the loss of a whole micro-batch:
 that of a segment varies more.
@@ -26,20 +26,14 @@ class _Check(NamedTuple):
 
 
 class LossChecks:
-    """The checks of one step; those of all segments of a micro-batch are made with its last one."""
+    """The checks of one step."""
 
     def __init__(self) -> None:
         self._put_off: dict[tuple[int, str], list[_Check]] = defaultdict(list)
 
     @contextmanager
     def of(self, segment: Segment) -> Iterator[None]:
-        """Inside, a loss function runs for `segment`, and `validate_result` of Megatron's rerun state machine waits.
-
-        Raises what that raises for the sum over the segments, with the segments that were rejected.
-        """
-        if segment.is_whole_sequence:
-            yield
-            return
+        """Inside, a loss function runs for `segment`, and `validate_result` of Megatron's rerun state machine waits."""
         machine = get_rerun_state_machine()
 
         def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
@@ -55,9 +49,15 @@ class LossChecks:
             yield
         finally:
             del machine.validate_result
-        if segment.is_last:
-            for key in [key for key in self._put_off if key[0] == segment.microbatch]:
-                _make_up(machine, key[1], self._put_off.pop(key))
+
+    def make_up(self) -> None:
+        """Make all checks, each for the sum over the segments of a micro-batch.
+
+        Raises what `validate_result` raises, with the segments that were rejected.
+        """
+        while self._put_off:
+            key = next(iter(self._put_off))
+            _make_up(get_rerun_state_machine(), key[1], self._put_off.pop(key))
 
 
 def _make_up(machine: Any, message: str, checks: list[_Check]) -> None:

@@ -157,7 +157,7 @@ def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
     waits = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("stream"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(Communicator, "is_on_device", True)
+    wires.communicator.is_on_device = True
     wires.works = [Work(), Work()]
     received, sent = wires.works
     action = parse_action("0RECV_B0.0")
