@@ -73,6 +73,9 @@ def main() -> None:
     if importlib.util.find_spec(te_double.PACKAGE):
         te_double.load()
     cpu.activate()
+    # What every rank would import for its tokenizer: transformers, which takes longer than a tiny training.
+    import megatron.core.tokenizers.text  # noqa: F401
+
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line))) + "\n")
         answers.flush()
