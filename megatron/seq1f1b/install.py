@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import runpy
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import cpu, rehearsal, startup
@@ -26,7 +30,7 @@ from .arguments import pipeline_config as make_config
 from .patches import Patch, PatchTable, Scope, patched, rebound
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
-from .ranks import is_rank_0
+from .ranks import is_rank_0, warn_on_rank_0
 from .startup.summary import summary
 
 if TYPE_CHECKING:
@@ -39,22 +43,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Versions of megatron-core that were seen to train.
+TESTED = ("0.19.0", "0.19.1", "0.19.2")
+
 
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
     """Make Megatron in this process run our schedules; best called before a program imports Megatron.
 
     Names that modules of the program have bound to `get_forward_backward_func` by then are bound anew.
 
-    A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags`, so does every
-    script that parses its arguments with Megatron's `parse_and_validate_args`. Without our schedule flags Megatron's
-    own functions are what runs.
+    A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags` so does every
+    script that has Megatron parse its arguments, at the latest when it calls `pretrain`. Without our schedule flags
+    Megatron's own functions are what runs.
 
     A program that uses megatron-core without megatron.training gives our flags here:
     `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
     schedule (1f1b if none is named), which raises ValueError in its first step for what is not supported.
     With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart`
     no token sees another document of its sequence; where those start is read from the `cu_seqlens` or the boolean
-    `attention_mask` [b, 1, s, s] of a batch. Raises ValueError for what is no flag.
+    `attention_mask` [b, 1, s, s] of a batch. Raises ValueError for what is no flag, and ImportError where Megatron's
+    version does not fit.
 
     On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. With `--dry-run` a script
     rehearses its launch instead of training. Calling it again does nothing.
@@ -66,8 +74,16 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         rehearsal.prepare(os.environ)
     if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
         cpu.activate()
+        _silence_imports()
     if _installed() is not None:
         return
+    version = megatron_version()
+    try:
+        check_version(version)
+    except ImportError as error:
+        if is_library:
+            raise
+        raise SystemExit(f"error: {error}.") from None
     from megatron.core.pipeline_parallel import schedules
 
     upstream = schedules.get_forward_backward_func
@@ -78,12 +94,50 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
         overlay.executor = ProgramExecutor(partial(_configured, options, naming=Naming.KEYWORDS), keep_documents_apart)
-    overlay.patches = patched(_patches(overlay, is_library, add_flags))
+    with _names_of(version):
+        overlay.patches = patched(_patches(overlay, is_library, add_flags))
     overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
     if is_rehearsal:
         from .executors import watched
 
         overlay.patches.enter_context(patched(rehearsal.patches(watched)))
+
+
+def megatron_version() -> str:
+    """The version of the megatron-core that `import` finds, which need not be the one that pip installed."""
+    spec = find_spec("megatron.core")
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError("megatron-core is not installed: pip install 'megatron-core[training]==0.19.2'")
+    names = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "package_info.py"))
+    return str(names["__version__"]).split("+")[0]  # without a commit, which is that of the repository around it
+
+
+def check_version(version: str) -> None:
+    """Raise ImportError for a Megatron without the names that we need; warn of one that nobody has tried."""
+    tested = f"tested with {', '.join(TESTED)}"
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 19):
+        raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
+    if version not in TESTED:
+        warn_on_rank_0(_log, f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
+
+
+@contextmanager
+def _names_of(version: str) -> Iterator[None]:
+    """A name that is missing inside is a matter of Megatron's version."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        raise ImportError(
+            f"megatron.seq1f1b does not fit megatron-core {version} ({error}); it is tested with {', '.join(TESTED)}"
+        ) from error
+
+
+def _silence_imports() -> None:
+    """Of packages for GPUs, a machine without one needs to hear nothing."""
+    warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
+    warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
+    warnings.filterwarnings("ignore", "'pin_memory' argument", UserWarning)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def uninstall() -> None:
@@ -203,19 +257,45 @@ class Overlay:
         """What our executor measured on this rank in the last training step."""
         return self.executor.last_step() if hasattr(self.executor, "last_step") else None
 
-    def with_our_flags(self, parse_and_validate: Callable) -> Callable:
-        """Megatron's `parse_and_validate_args` for a script that does not have our flags."""
+    def with_our_flags(self, parse_args: Callable) -> Callable:
+        """Megatron's `parse_args` for a script that does not have our flags."""
 
         def parse(extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any) -> Namespace:
             def provider(parser: ArgumentParser) -> ArgumentParser:
                 parser = extra_args_provider(parser) if extra_args_provider else parser
                 return parser if has_our_flags(parser) else add_arguments(parser)
 
-            parsed = parse_and_validate(provider, *args, **kwargs)
+            return parse_args(provider, *args, **kwargs)
+
+        return parse
+
+    def with_our_checks(self, parse_and_validate: Callable) -> Callable:
+        """Megatron's `parse_and_validate_args`, and our `validate`, which such a script does not call."""
+
+        def parse(*args: Any, **kwargs: Any) -> Namespace:
+            parsed = parse_and_validate(*args, **kwargs)
             validate(parsed)
             return parsed
 
         return parse
+
+    def before(self, pretrain: Callable) -> Callable:
+        """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
+
+        def checked(cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
+            parsed = self.megatron_args()
+            config = self.config or validate(parsed)
+            if config.schedule is not None:
+                if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:
+                    startup.end(
+                        "--context-parallel-size above 1 divides attention masks among ranks, which our schedules do "
+                        "without; add --no-create-attention-mask-in-dataloader"
+                    )
+                if config.wants_segment_attention:
+                    cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
+            return pretrain(cfg_container, *args, **kwargs)
+
+        return checked
 
 
 def _installed() -> Overlay | None:
@@ -259,12 +339,20 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
     if add_flags:
         rows.append(
             Patch(
-                "megatron.training.arguments.parse_and_validate_args",
+                "megatron.training.arguments.parse_args",
                 overlay.with_our_flags,
                 "lets a script that does not have our flags take them",
                 wraps=True,
             )
         )
+        rows += [
+            Patch(f"megatron.training.{name}", new, "does not validate our flags", wraps=True)
+            for name, new in (
+                ("arguments.parse_and_validate_args", overlay.with_our_checks),
+                ("training.pretrain", overlay.before),
+                ("pretrain", overlay.before),
+            )
+        ]
     if needs_output_layers_without_apex():
         rows.append(
             Patch(

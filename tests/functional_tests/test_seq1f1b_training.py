@@ -162,3 +162,22 @@ def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
     refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--qk-clip"], script=OVERLAY)
     assert refused.code != 0 and "error: --qk-clip " in refused.log
+    separately = launch(2, [script, *PIPELINE, "--sequence-splits", "4"], script=OVERLAY, env={"SEPARATELY": "1"})
+    assert separately.check().losses() == job.losses()
+
+
+def test_such_a_script_with_chunks_in_a_v_or_context_parallelism(launch, tmp_path):
+    """It asks Megatron for its rank, not for its chunk, and ties the embedding by ranks of its own."""
+    script = Path(__file__).parent / "scripts" / "foreign_script.py"
+    chunks = [script, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", "--sequence-splits", "2"]
+    saved = launch(2, [*chunks, "--save", tmp_path / "saved", "--save-interval", "3"], script=OVERLAY).check()
+    in_a_v = ("--pipeline-schedule", "auto", "--pipeline-placement", "v", "--load", tmp_path / "saved")
+    again = launch(2, [*chunks, *in_a_v, "--ckpt-step", "3"], script=OVERLAY).check()
+    assert again.losses() == pytest.approx(saved.losses()[3:], abs=1e-5)
+
+    shared = [*TINY_GPT, "--mock-data", "--context-parallel-size", "2", "--cp-comm-type", "a2a"]
+    whole = ("--pipeline-schedule", "1f1b")
+    expected = launch(2, [*shared, *whole]).check().losses()
+    assert launch(2, [script, *shared, *whole], script=OVERLAY).check().losses() == pytest.approx(expected, abs=1e-5)
+    refused = launch(2, [script, *shared, "--sequence-splits", "2"], script=OVERLAY, env={"MASKS": "1"})
+    assert refused.code != 0 and "add --no-create-attention-mask-in-dataloader" in refused.log

@@ -1,0 +1,47 @@
+"""Which versions of Megatron are taken, and what the package is called."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from megatron.core import package_info
+
+import megatron.seq1f1b
+from megatron.seq1f1b.install import TESTED, _names_of, check_version, megatron_version
+from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("version", ["0.17.1", "0.18.2", "0.9.0rc1"])
+def test_an_older_megatron_is_one_sentence(version):
+    with pytest.raises(ImportError, match=f"needs megatron-core 0.19 and found {version}; it is tested with 0.19.0, "):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version, lines", [("0.20.0rc0", 1), ("1.0.0", 1), ("0.19.3", 1), ("0.19.2", 0)])
+def test_a_megatron_that_nobody_has_tried_is_one_warning(caplog, version, lines):
+    check_version(version)
+    assert caplog.text.count(f"megatron-core {version} was never tried with megatron.seq1f1b") == lines
+    assert len(caplog.records) == lines
+
+
+def test_the_version_is_that_of_the_megatron_that_is_imported():
+    assert megatron_version() == package_info.__version__.split("+")[0] and megatron_version() in TESTED
+
+
+def test_a_name_that_another_megatron_lacks_is_a_sentence_with_its_version():
+    table = PatchTable(Scope.STEP, (Patch("megatron.core.parallel_state.gone", None, "is not there"),))
+    with (
+        pytest.raises(
+            ImportError, match=r"does not fit megatron-core 0.20.0 \(cannot patch .*gone.*\); it is tested with"
+        ),
+        _names_of("0.20.0"),
+        patched(table),
+    ):
+        pass
+
+
+def test_the_package_has_the_version_of_its_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert megatron.seq1f1b.__version__ == project["version"]
