@@ -53,6 +53,17 @@ def test_a_launch_on_eight_gpus(launch, tmp_path):
     assert (tmp_path / "memory.png").exists()
 
 
+def test_no_tokenizer_is_loaded(launch, tmp_path):
+    """The flags of the authors' scripts; Megatron would look their tokenizer up at a hub."""
+    words = {f"word{i}": i for i in range(1000)}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    at = MODEL.index("--tokenizer-type")
+    theirs = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json", "--merge-file", "merges")
+    flags = [*MODEL[:at], *theirs, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
+    job = launch(1, flags, env={"WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1"}, timeout=400).check()
+    assert "Memory: fits. " in job.log
+
+
 @pytest.mark.parametrize("layout", few_of(LAYOUTS, FEW))
 def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
     ranks, words = LAYOUTS[layout]

@@ -95,8 +95,8 @@ def test_public_names_are_documented():
 
 def public_names() -> list[str]:
     tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-    [names] = (node.value for node in tree.body if isinstance(node, ast.Assign))
-    return ast.literal_eval(names)
+    values = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return [name for name in ast.literal_eval(values["__all__"]) if name != "__version__"]
 
 
 def test_contributors_read_the_same_table():

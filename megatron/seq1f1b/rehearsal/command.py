@@ -19,6 +19,10 @@ if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
     from .report import RehearsalReport
 
 
+# The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
+_GPT2_WORDS = 50257
+
+
 def is_asked_for(argv: Sequence[str]) -> bool:
     """Whether `argv` starts a rehearsal."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -47,6 +51,12 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
         (
             Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
             Patch("torch.cuda.get_device_capability", _newest, "looks for a GPU here"),
+            Patch(
+                "megatron.training.global_vars.build_tokenizer",
+                _of_as_many_words,
+                "reads files of the cluster, or a hub, for the size of the vocabulary",
+                wraps=True,
+            ),
             Patch("megatron.training.arguments._print_args", _nothing, "prints 700 lines ahead of what was found"),
             *(
                 Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
@@ -67,6 +77,35 @@ def _for_the_real_device(parse_args: Callable) -> Callable:
         return namespace
 
     return parse
+
+
+def _of_as_many_words(build_tokenizer: Callable) -> Callable:
+    """Megatron's empty tokenizer in place of the launch's, whose size is all that a rehearsal needs."""
+
+    def build(args: Namespace) -> Any:
+        kind, given, size = args.tokenizer_type, args.vocab_size, vocabulary_size(args)
+        if size is not None:
+            args.tokenizer_type, args.vocab_size = "NullTokenizer", size
+        try:
+            return build_tokenizer(args)
+        except Exception as error:
+            raise SystemExit(
+                f"error: a rehearsal needs the size of the vocabulary, and --tokenizer-type {kind} cannot be loaded "
+                f"here ({' '.join(str(error).split())[:200]}); give --vocab-size."
+            ) from None
+        finally:
+            args.tokenizer_type, args.vocab_size = kind, given
+
+    return build
+
+
+def vocabulary_size(args: Namespace) -> int | None:
+    """The number of words, of the flags alone; None if only the tokenizer has it."""
+    if args.vocab_size or args.tokenizer_type != "GPT2BPETokenizer":
+        return args.vocab_size
+    if args.vocab_file and Path(args.vocab_file).is_file():
+        return len(json.loads(Path(args.vocab_file).read_text(encoding="utf-8")))
+    return _GPT2_WORDS
 
 
 def _nothing(*args: Any) -> None:
