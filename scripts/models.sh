@@ -163,7 +163,7 @@ check_data() {
     [ -n "$DATA_PATH" ] || return 0
     for word in $DATA_PATH; do
         [[ $word =~ ^[0-9.]+$ || -f $word.idx || $DRY_RUN == 1 ]] ||
-            die "DATA_PATH: there is no $word.idx; tools/preprocess_data.py makes it."
+            die "DATA_PATH: there is no $word.idx; seq1f1b preprocess makes it."
     done
     [ -n "$TOKENIZER_MODEL" ] ||
         die "DATA_PATH needs the tokenizer that made the data: set TOKENIZER_MODEL (and TOKENIZER_TYPE)."

@@ -75,7 +75,7 @@ mkdir -p "$OUTPUT/data"
 
 echo "== Text: the Python files of the standard library"
 stdlib=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-.venv/bin/python tools/preprocess_data.py --input "$stdlib" --glob '*.py' \
+.venv/bin/seq1f1b preprocess --input "$stdlib" --glob '*.py' \
     --exclude site-packages test tests idle_test --on-error skip \
     --train-tokenizer "$VOCAB_SIZE" --tokenizer-model "$OUTPUT/data/tokenizer" \
     --output-prefix "$OUTPUT/data/stdlib" --append-eod --workers 2 --overwrite
@@ -86,5 +86,5 @@ echo "== Training with Seq1F1B: the same, every sequence in $SEQUENCE_SPLITS seg
 train seq1f1b --sequence-splits "$SEQUENCE_SPLITS"
 
 echo "== Side by side"
-.venv/bin/python tools/compare_runs.py "$OUTPUT/megatron" "$OUTPUT/seq1f1b" --output "$OUTPUT/timelines.png"
+.venv/bin/seq1f1b compare "$OUTPUT/megatron" "$OUTPUT/seq1f1b" --output "$OUTPUT/timelines.png"
 echo "Curves of both: .venv/bin/tensorboard --logdir $OUTPUT"

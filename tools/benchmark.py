@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     if "torch" in args.schedule and args.context_parallel_size > 1:
         parser.error("torch.distributed.pipelining runs the model without context parallelism; leave out torch")
     if "profile" in args.sequence_split_strategy and args.sequence_split_profile is None:
-        parser.error("--sequence-split-strategy profile needs --sequence-split-profile; see tools/profile_segments.py")
+        parser.error("--sequence-split-strategy profile needs --sequence-split-profile, by seq1f1b profile")
     if args.hybrid_layer_pattern:
         stages = args.hybrid_layer_pattern.split("|")
         args.num_layers = sum(map(len, stages))

@@ -25,10 +25,6 @@ ELSEWHERE = {
     r"bash scripts/test\.sh.*": "unit_tests/test_contributing.py",  # and CI, which starts with it
     r"sbatch .* scripts/slurm/pretrain_gpt\.sbatch": "functional_tests/test_slurm.py",
     r"salloc .* bash scripts/check_cluster\.sh .*": "functional_tests/test_check_cluster.py",
-    r"python tools/plot_schedule\.py .*": "unit_tests/report/test_report.py",
-    r"python tools/plan\.py .*": "unit_tests/tools/test_plan.py",
-    r"python tools/preprocess_data\.py .*": "unit_tests/tools/test_preprocess_data.py",
-    r"python tools/profile_segments\.py .*": "unit_tests/tools/test_commands.py",
     r"torchrun .* tools/benchmark_prediction\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_attention\.py.*": "functional_tests/test_benchmarks.py",
     r"python tools/benchmark_preprocessing\.py": "functional_tests/test_benchmarks.py",
@@ -112,7 +108,7 @@ def test_a_benchmark_runs(launch, command, tmp_path):
     if "--sequence-split-profile" in words:
         profile = tmp_path / "profile.json"
         words[words.index("--sequence-split-profile") + 1] = str(profile)
-        make = [sys.executable, ROOT / "tools" / "profile_segments.py", "--output", profile]
+        make = [f"{os.path.dirname(sys.executable)}/seq1f1b", "profile", "--output", profile]
         make += ["--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
         subprocess.run(make, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=patient(200))
     launch(int(ranks), [*words, *SHRUNK], script=ROOT / "tools" / "benchmark.py", timeout=300).check()

@@ -1,4 +1,4 @@
-"""What users run beside training: the subcommands of `seq1f1b`. The scripts in tools/ are faces of the same functions.
+"""What users run beside training: the subcommands of `seq1f1b`.
 
 A command is a module here with `main(argv) -> int | None`, and a line in COMMANDS. It is imported when it runs.
 """

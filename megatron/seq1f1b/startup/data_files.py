@@ -13,7 +13,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKENS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _PIECES, _PIECE = 64, 65536
-_MAKE = "make it again with tools/preprocess_data.py"
+_MAKE = "make it again with seq1f1b preprocess"
 
 
 def check_data(flag: str, prefix: str) -> None:
@@ -25,7 +25,7 @@ def check_data(flag: str, prefix: str) -> None:
         raise ValueError(f"{flag} {prefix}: there is no such file")
     for path in (index, data):
         if not path.is_file():
-            raise ValueError(f"{flag} {prefix}: there is no file {path}; tools/preprocess_data.py makes it")
+            raise ValueError(f"{flag} {prefix}: there is no file {path}; seq1f1b preprocess makes it")
     try:
         with open(index, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,10 +1,9 @@
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.seq1f1b import commands
 from megatron.seq1f1b.report import plot_timelines, to_trace
 from megatron.seq1f1b.schedule import (
     Action,
@@ -20,23 +19,6 @@ from megatron.seq1f1b.schedule import (
 
 ROOT = Path(__file__).parents[3]
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
-
-
-@pytest.fixture
-def tool(monkeypatch, capsys):
-    """Runs a command of tools/ in this process; gives its exit status, what it printed and its error."""
-
-    def run(name, *arguments):
-        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        status = None
-        try:
-            runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
-        except SystemExit as stop:
-            status = stop.code
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
@@ -82,8 +64,12 @@ def test_trace_events():
         (["--pipeline-schedule", "auto", "--memory-limit", 0.5, "--output", "a.png"], "the limit is 0.5"),
     ],
 )
-def test_mistakes_are_one_sentence(arguments, message, tool):
-    status, _, error = tool("plot_schedule.py", *arguments)
+def test_mistakes_are_one_sentence(arguments, message, capsys):
+    try:
+        status = commands.main(["plot", *map(str, arguments)])
+    except SystemExit as stop:
+        status = stop.code
+    error = capsys.readouterr().err
     assert status == 2 and error.startswith("error: ") and message in error
 
 

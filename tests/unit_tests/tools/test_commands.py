@@ -1,4 +1,4 @@
-"""The console command `seq1f1b`, and its faces in tools/."""
+"""The console command `seq1f1b`."""
 
 import ast
 import subprocess
@@ -13,16 +13,6 @@ from megatron.seq1f1b import commands
 from support.patience import patient
 
 ROOT = Path(__file__).parents[3]
-FACES = {
-    "plot_schedule": "plot",
-    "check_schedule": "check",
-    "plan": "plan",
-    "train_time": "train-time",
-    "plan_split": "plan-split",
-    "profile_segments": "profile",
-    "compare_runs": "compare",
-    "preprocess_data": "preprocess",
-}
 
 
 def test_help_lists_every_command(capsys):
@@ -64,17 +54,6 @@ def test_a_mistake_is_one_sentence(capsys, tmp_path):
     assert commands.main(["check", str(tmp_path / "nowhere.csv")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and "nowhere.csv" in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize("face, name", FACES.items())
-def test_the_scripts_in_tools_are_faces_of_the_commands(face, name):
-    assert f'sys.exit(run("{name}"))' in (ROOT / "tools" / f"{face}.py").read_text()
-
-
-def test_a_face_runs_as_a_program(tmp_path):
-    tool = [sys.executable, str(ROOT / "tools" / "check_schedule.py"), str(tmp_path / "nowhere.csv")]
-    run = subprocess.run(tool, capture_output=True, text=True, timeout=patient(120))
-    assert run.returncode == 2 and run.stderr.startswith("error: ")
 
 
 def test_the_version_is_that_of_the_distribution(capsys):

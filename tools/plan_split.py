@@ -1,9 +1,0 @@
-#!/usr/bin/env python3
-"""The command `seq1f1b plan-split`, for a checkout."""
-
-import sys
-
-from megatron.seq1f1b.commands import run
-
-if __name__ == "__main__":
-    sys.exit(run("plan-split"))
