@@ -32,11 +32,11 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--num-layers-per-virtual-pipeline-stage` and its kin",
-        "tests/functional_tests/test_seq1f1b_training.py::test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile",
+        "tests/functional_tests/test_seq1f1b_training.py::test_chunks_reduce_and_gather_beside_compute",
     ),
     Supported(
         "`--pipeline-placement v`",
-        "tests/functional_tests/test_v_chunks.py::test_losses_are_those_of_looped_chunks_from_the_same_checkpoint",
+        "tests/functional_tests/test_v_chunks.py::test_losses_equal_those_of_looped_chunks",
         "checkpoints are those of looped chunks; the losses of a step travel to the last rank as it ends",
     ),
     Supported(
@@ -147,12 +147,12 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--fp8-format` with `--fp8-recipe` `mxfp8`, `blockwise`",
-        "tests/unit_tests/model/test_fp8_blocks.py::test_blocks_that_segments_do_not_part_give_the_gradients_of_the_whole",
+        "tests/unit_tests/model/test_fp8_blocks.py::test_whole_blocks_in_segments_give_the_same_gradients",
         "blocks of 32 and of 128 tokens share a scale, and segments are multiples of them; shown on a stand-in",
     ),
     Supported(
         "evaluation, checkpoints, `--log-*`, timers, `--step-batch-size-schedule`",
-        "tests/functional_tests/test_seq1f1b_training.py::test_training_goes_on_from_a_checkpoint_with_another_number_of_segments",
+        "tests/functional_tests/test_seq1f1b_training.py::test_a_checkpoint_resumes_with_other_numbers_of_segments",
     ),
 )
 

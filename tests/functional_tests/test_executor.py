@@ -21,13 +21,13 @@ def test_callers_can_rely_on(job, check):
     assert_passed(job, check, ranks=2)
 
 
-def test_a_rank_that_fails_ends_its_job_at_once_with_the_place_in_the_schedule(launch):
+def test_a_failing_rank_ends_its_job_and_names_its_action(launch):
     job = launch(2, ["--fail"], script=WORKER, timeout=100)
     assert job.code == 1  # the rank's own: a job whose time is up is killed
     assert "pipeline rank 1 failed at 1F1.0, among" in job.log
 
 
-def test_a_rank_that_fails_does_not_wait_for_messages_that_nobody_takes(launch):
+def test_a_failing_rank_waits_for_no_message_nobody_takes(launch):
     job = launch(2, ["--stuck"], script=WORKER, timeout=60)
     assert job.code == 1
     assert "pipeline rank 0 failed at 0F3.0, among" in job.log

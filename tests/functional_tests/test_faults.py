@@ -52,7 +52,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_named_and_costs_nothing_but_the_iteration(launch, undisturbed, small_disk):
+def test_a_full_disk_is_named_and_costs_one_iteration(launch, undisturbed, small_disk):
     flags = [*FLAGS, "--save", small_disk, "--load", small_disk, "--save-interval", 2]
     job = launch(2, flags, SCRIPT, env={"FAULT": "fill save 4 0"})
     sentence = f"no space is left on {small_disk} for the checkpoint of iteration 4; the last complete checkpoint is of"

@@ -66,7 +66,7 @@ class Logs:
         ([(5.0, 2.0)], [False, False]),
     ],
 )
-def test_a_training_is_judged_by_losses_and_by_the_first_gradients(ours, passed):
+def test_training_is_judged_by_losses_and_first_gradients(ours, passed):
     own = [(5.0, 2.0), (4.9, 1.5), (4.8, 1.4)]
     found = gpu_suite().trained_alike(Logs(own, ours), None, [], {"4 segments": []})
     assert [check["passed"] for check in found["checks"]] == passed
@@ -84,7 +84,7 @@ print("  · kernels are compiled", flush=True)
 
 
 @pytest.mark.parametrize("flags, verdicts", [([], ["ok", "not run"]), (["--compiles"], ["ok"])])
-def test_what_runs_out_of_time_is_no_failure_and_compiling_is_not_on_it(tmp_path, monkeypatch, flags, verdicts):
+def test_running_out_of_time_is_no_failure_and_compiling_is_free(tmp_path, monkeypatch, flags, verdicts):
     module = gpu_suite()
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     monkeypatch.setattr(module, "HERE", tmp_path)
@@ -107,7 +107,7 @@ class Starts(Logs):
         return super().process(command, budget)
 
 
-def test_ranks_that_hold_other_layers_start_from_the_weights_of_one(tmp_path):
+def test_other_layouts_start_from_the_weights_of_one_rank(tmp_path):
     """Megatron draws weights by the layout of the ranks."""
     suite = Starts(tmp_path, 3)
     found = gpu_suite().trained_alike(suite, None, ["--own"], {"PP 4": ["--ours"]}, ranks=8)

@@ -41,7 +41,7 @@ def test_torchrun_launcher_trains():
     assert_trained(launched())
 
 
-def test_a_hybrid_model_in_segments_has_the_losses_of_whole_sequences():
+def test_a_hybrid_model_in_segments_has_the_same_losses():
     segments, whole = (
         launched(MODEL="hybrid", SEQ_LENGTH="96", PIPELINE_SCHEDULE=schedule) for schedule in ("1f1b", "megatron")
     )

@@ -116,6 +116,6 @@ def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path, options, sen
     assert job.code == 1 and "ValueError: " in job.log and sentence in job.log
 
 
-def test_options_that_are_no_flags_are_refused_before_anything_happens():
+def test_unknown_options_are_refused_first():
     with pytest.raises(ValueError, match="^segments is not a keyword of megatron.seq1f1b.install"):
         install(segments=2)

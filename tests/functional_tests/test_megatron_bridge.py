@@ -40,7 +40,7 @@ def test_a_llama_goes_in_and_comes_back(tmp_path):
     assert len(re.findall(r"rank [01]: 39 weights came back", log)) == 2
 
 
-def test_its_own_loop_trains_by_segments_as_without_and_the_model_comes_back(tmp_path):
+def test_its_own_loop_trains_by_segments_and_saves_the_model(tmp_path):
     needs("megatron/bridge", "modelopt")
     by_segments = run("bridge_training_worker.py", tmp_path, 4)
     assert_logits_agree(by_segments.log)

@@ -5,6 +5,6 @@ from pathlib import Path
 WORKER = Path(__file__).parent / "workers" / "memory_worker.py"
 
 
-def test_peak_is_that_of_the_units_in_flight_and_their_keys_and_values(launch):
+def test_the_peak_is_units_in_flight_and_their_keys_and_values(launch):
     job = launch(4, script=WORKER, timeout=200).check()
     assert job.log.count("promised") == 4 * 5

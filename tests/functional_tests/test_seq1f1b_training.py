@@ -61,7 +61,7 @@ def test_beside_other_parallelism(launch, layout):
 @pytest.mark.parametrize(
     "schedule", ["zb-h1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "breadth-first"))]
 )
-def test_model_chunks_with_gradients_reduced_and_parameters_gathered_meanwhile(launch, chunks_of_megatron, schedule):
+def test_chunks_reduce_and_gather_beside_compute(launch, chunks_of_megatron, schedule):
     ours = launch(4, [*CHUNKS, "--pipeline-schedule", schedule, "--sequence-splits", "2"]).check()
     assert ours.losses() == pytest.approx(chunks_of_megatron.losses(), abs=1e-5)
 
@@ -112,7 +112,7 @@ def test_bf16_falls_like_megatrons_own(launch):
     assert ours.losses() == pytest.approx(own.losses(), rel=5e-3)
 
 
-def test_training_goes_on_from_a_checkpoint_with_another_number_of_segments(launch, tmp_path):
+def test_a_checkpoint_resumes_with_other_numbers_of_segments(launch, tmp_path):
     keep = ["--save", tmp_path, "--load", tmp_path, "--save-interval", "3", "--ckpt-format", "torch_dist"]
     whole = launch(2, [*PIPELINE, "--sequence-splits", "4"]).check()
     launch(2, [*PIPELINE, *keep, "--exit-interval", "3", "--sequence-splits", "4"]).check()

@@ -43,7 +43,7 @@ def ended_well(log: Path, saved: Path) -> bool:
     return "srun: error" not in log.read_text()
 
 
-def test_ranks_of_two_nodes_find_each_other_and_stop_with_a_checkpoint(slurm):
+def test_ranks_of_two_nodes_meet_and_stop_with_a_checkpoint(slurm):
     job, log, saved = start(slurm, "two")
     run_until_iteration(slurm, log, 2)
     slurm.ask("scancel", "--signal=TERM", job)
@@ -72,7 +72,7 @@ def text(log: Path) -> str:
     return log.read_text() if log.exists() else ""
 
 
-def test_a_requeued_job_goes_on_from_its_checkpoint_and_keeps_its_log(slurm):
+def test_a_requeued_job_resumes_and_keeps_its_log(slurm):
     job, log, saved = start(slurm, "requeued")
     run_until_iteration(slurm, log, 2)
     slurm.requeue(job)
@@ -123,7 +123,7 @@ def test_two_nodes_train_as_one(slurm):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
-def test_a_training_that_reached_its_time_limit_goes_on_when_requeued(slurm):
+def test_a_requeue_after_the_time_limit_resumes_training(slurm):
     """With the losses of one that nothing disturbed, and without a traceback."""
     log, saved = slurm.folder / "cut.log", slurm.folder / "cut"
     settings = {"GPUS_PER_NODE": "1", "PYTHON": sys.executable, "CHECKPOINT_PATH": str(saved)}

@@ -61,7 +61,7 @@ def test_a_batch_that_grows_and_another_one_in_evaluation(launch):
         assert re.search(rf"^ +{name}:$", ours.log, re.MULTILINE), name
 
 
-def test_a_run_with_a_signal_handler_and_workers_that_load_data_ends(launch):
+def test_a_run_with_a_signal_handler_and_data_workers_ends(launch):
     """The workers ignore SIGTERM: they end with the iterator of the last step, which nothing may keep."""
     flags = [*without(PIPELINE, "--num-workers"), "--num-workers", "2", "--exit-signal-handler"]
     launch(2, [*flags, *SEGMENTS]).check()

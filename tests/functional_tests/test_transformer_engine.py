@@ -40,7 +40,7 @@ def verdicts(request, launch, tmp_path_factory):
     return dict(re.findall(r"^case (\S+): (.*)$", job.check().log, re.MULTILINE))
 
 
-def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_stay(launch):
+def test_grouped_linear_splits_its_backward_and_keeps_names(launch):
     job = launch(1, script=FOLDER / "workers" / "transformer_engine_worker.py", timeout=200)
     assert "equal\n" in job.check().log
 
@@ -48,7 +48,7 @@ def test_grouped_products_have_weight_gradients_apart_and_names_of_checkpoints_s
 TRAINING = (*TINY_GPT, "--mock-data", "--transformer-impl", "transformer_engine", "--pipeline-model-parallel-size", "2")
 
 
-def test_whole_sequences_train_by_megatrons_own_schedule_as_segments_do(launch, tmp_path):
+def test_segments_train_as_whole_sequences_under_megatron(launch, tmp_path):
     """Its own attention runs on GPUs only; ours takes its place without segments, too."""
     whole = launch(2, [*TRAINING, "--train-iters", "3"]).check().losses()
     assert len(whole) == 3

@@ -11,7 +11,7 @@ V = ("--num-virtual-stages-per-pipeline-rank", "2", *AUTO)
 LAID_OUT = ("--pipeline-model-parallel-layout", "E|t|ttt|L", *AUTO)
 
 
-def test_losses_are_those_of_looped_chunks_from_the_same_checkpoint(launch, tmp_path):
+def test_losses_equal_those_of_looped_chunks(launch, tmp_path):
     """The embedding is tied to the output layer, which is on the same rank in a V."""
     looped, laid_out = tmp_path / "looped", tmp_path / "laid out"
     evaluation = ("--eval-interval", "5", "--eval-iters", "2")

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
 PURE = ("schedule", "partition", "planning")
 
 
-def test_a_parameter_stands_with_its_value_another_value_or_alone():
+def test_parameters_stand_with_a_value_or_alone():
     error = ParameterError(
         "{num_segments} of {lengths_file} {0}; use {strategy:even} or drop {num_segments.name}",
         "{is} a brace {0}",

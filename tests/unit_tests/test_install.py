@@ -30,7 +30,7 @@ def test_the_version_is_that_of_the_megatron_that_is_imported():
     assert megatron_version() == package_info.__version__.split("+")[0] and megatron_version() in TESTED
 
 
-def test_a_name_that_another_megatron_lacks_is_a_sentence_with_its_version():
+def test_a_name_that_another_megatron_lacks_is_a_sentence():
     table = PatchTable(Scope.STEP, (Patch("megatron.core.parallel_state.gone", None, "is not there"),))
     with (
         pytest.raises(

@@ -31,7 +31,7 @@ def louder(kind, greet):
     return lambda: f"{kind.name}: {greet().upper()}"
 
 
-def test_names_are_bound_and_wrapped_inside_and_as_before_outside(module):
+def test_names_are_bound_inside_and_as_before_outside(module):
     answer = module.answer
     table = PatchTable(
         Scope.STEP,

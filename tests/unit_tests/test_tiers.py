@@ -1,5 +1,6 @@
-"""Tiers of tests, and a run whose time is over."""
+"""Tiers of tests, a run whose time is over, and the names of tests."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -43,3 +44,9 @@ def test_a_run_whose_time_is_over_counts_what_is_left(tmp_path):
     lines = [line.split() for line in run.stdout.splitlines()]
     assert ["unit", "2", "tests"] in [words[:3] for words in lines]
     assert ["2", "tests", "were", "not", "reached"] in lines
+
+
+def test_names_of_tests_have_at_most_60_characters():
+    files = (ROOT / "tests").rglob("test_*.py")
+    names = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    assert len(names) > 500 and [name for name in names if len(name) > 60] == []

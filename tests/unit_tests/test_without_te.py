@@ -49,7 +49,7 @@ def test_an_optimizer_without_a_step_has_a_state_to_load_into(repaired):
     assert not adam.state
 
 
-def test_parameters_of_a_norm_are_marked_for_sequence_parallelism(repaired):
+def test_a_norm_is_marked_for_sequence_parallelism(repaired):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     config = SimpleNamespace(

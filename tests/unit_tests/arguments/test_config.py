@@ -62,7 +62,7 @@ def test_a_schedule_alone_keeps_sequences_whole():
     assert (config.schedule, config.cut(16384)) == (Named("1f1b"), (16384,))
 
 
-def test_chunks_in_a_v_are_for_schedules_of_ours_with_several_chunks():
+def test_chunks_in_a_v_need_our_schedules_and_several_chunks():
     v, auto = ("--pipeline-placement", "v"), ("--pipeline-schedule", "auto")
     config = pipeline_config(parsed(*v, *auto, virtual_pipeline_model_parallel_size=2))
     assert config.places_chunks_in_a_v and config.schedule == Planned(placement="v")
@@ -73,7 +73,7 @@ def test_chunks_in_a_v_are_for_schedules_of_ours_with_several_chunks():
         pipeline_config(parsed(*v, *auto))
 
 
-def test_segments_have_an_equal_part_for_every_rank_that_shares_them():
+def test_segments_divide_equally_among_ranks_that_share_them():
     for context, tensor, multiple in ((1, 1, 1), (1, 4, 4), (2, 1, 4), (2, 4, 8), (4, 3, 24)):
         sizes = {"context_parallel_size": context, "tensor_model_parallel_size": tensor, "sequence_parallel": True}
         assert run_of_arguments(parsed(**sizes)).segment_multiple == multiple
@@ -96,7 +96,7 @@ def test_the_authors_flags_mean_the_same():
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
-def test_the_authors_flag_alone_keeps_equal_lengths_and_warns_once(caplog, monkeypatch, rank, lines):
+def test_the_authors_flag_keeps_equal_lengths_and_warns_once(caplog, monkeypatch, rank, lines):
     monkeypatch.setenv("RANK", rank)
     flags = ("--pipe-sp-splits", "4", "--device", "cuda")
     args = parsed(*flags, seq_length=65536, global_batch_size=16, pipeline_model_parallel_size=8)
@@ -133,7 +133,7 @@ A100 = read_machine("a100-80gb")
 AUTO = ("--sequence-splits", "auto", "--device", "cuda", "--dry-run")
 
 
-def test_auto_takes_the_number_of_segments_of_the_shortest_step_that_fits(capsys):
+def test_auto_takes_the_segments_of_the_shortest_step_that_fits(capsys):
     def number(*flags, **megatron):
         args = parsed(
             *AUTO, *flags, **{"pipeline_model_parallel_size": 8, "bf16": True, "replaced_on_cpu": {}, **megatron}
@@ -168,7 +168,7 @@ def test_a_file_gives_the_number_that_auto_asks_for(file):
     assert pipeline_config(parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})).num_segments == 2
 
 
-def test_segments_are_multiples_of_the_tensor_parallel_size_under_sequence_parallelism():
+def test_sequence_parallel_segments_are_multiples_of_tp():
     args = parsed(
         *("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp"),
         tensor_model_parallel_size=8,
@@ -210,7 +210,7 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron,
 GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "add_bias_linear": True}
 
 
-def test_grouped_products_of_transformer_engine_have_weight_gradients_apart_without_biases():
+def test_te_grouped_linear_splits_its_backward_without_biases():
     for family in FAMILIES:
         validate(parsed("--pipeline-schedule", family, **GROUPED | {"add_bias_linear": False}))
     for family in {*FAMILIES} - {*splitting_families()}:
@@ -221,7 +221,7 @@ def test_grouped_products_of_transformer_engine_have_weight_gradients_apart_with
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
-def test_auto_plans_without_split_backwards_where_they_are_not_possible(caplog, monkeypatch, rank, lines):
+def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch, rank, lines):
     monkeypatch.setenv("RANK", rank)
     config = validate(parsed("--pipeline-schedule", "auto", **GROUPED))
     assert config.schedule == Planned(split=False)
@@ -264,7 +264,7 @@ def test_a_file_takes_the_place_of_a_family(file):
     ],
     ids=str,
 )
-def test_a_file_of_other_sizes_than_the_flags_ends_with_one_sentence(capsys, file, megatron):
+def test_a_file_whose_sizes_contradict_the_flags_is_refused(capsys, file, megatron):
     args = parsed("--pipeline-schedule-file", str(file), "--sequence-splits", "2")
     vars(args).update(megatron)
     with pytest.raises(SystemExit):
@@ -281,7 +281,7 @@ def test_a_file_that_is_not_there_or_cannot_run_says_so(capsys, tmp_path):
         assert message in capsys.readouterr().err
 
 
-def test_what_concerns_segments_only_is_no_obstacle_to_whole_sequences():
+def test_limits_of_segments_do_not_limit_whole_sequences():
     refused = {"moe_expert_capacity_factor": 1.0, "qk_clip": True, "context_parallel_size": 2}
     validate(parsed("--pipeline-schedule", "1f1b", **refused))
 
@@ -292,7 +292,7 @@ def test_every_refusal_names_its_flag_and_a_way_out():
         assert not row.way_out.endswith(".")
 
 
-def test_layers_get_segment_attention_where_they_have_none_as_fast_unless_it_was_declined():
+def test_layers_without_fast_attention_get_ours_unless_declined():
     backend = argparse.Namespace(name="auto")
     assert wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend))
     local = argparse.Namespace(name="local")
@@ -318,7 +318,7 @@ def test_auto_is_given_the_costs_of_the_stages():
     assert forwards == sorted(forwards) and forwards[0] < forwards[-1]
 
 
-def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, capsys):
+def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path, capsys):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     validate(args)
     config = pipeline_config(args)
@@ -338,7 +338,7 @@ def test_terapipe_finds_the_number_of_segments_and_a_file_gives_it(tmp_path, cap
     assert "--qk-clip" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
 
 
-def test_a_trace_is_a_profile_of_as_many_segments_as_one_asks_for(tmp_path, capsys):
+def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path, capsys):
     config = pipeline_config(parsed("--sequence-splits", "4"))
     costs = config.action_costs((4096,) * 4)
     step = simulate(build("1f1b", Shape(Placement(2), 3, 4)), costs)
@@ -375,7 +375,7 @@ def test_short_segments_on_a_cpu_are_warned_of_once(caplog, monkeypatch, device,
     assert caplog.text == ""
 
 
-def test_segments_too_short_for_a_gpu_are_warned_of_with_the_number_that_keeps_it_busy(caplog):
+def test_too_short_segments_warn_with_a_number_that_is_enough(caplog):
     """A layer of 7B, 1/8 of it a rank: 402 MFLOP a token over 8 · 210 TFLOP/s, and 0.9 ms of its host."""
     even = ("--device", "cuda", "--sequence-split-strategy", "even")
     eighth = dict(ffn_hidden_size=16384, tensor_model_parallel_size=8, micro_batch_size=1, seq_length=32768)
@@ -394,7 +394,7 @@ def test_segments_too_short_for_a_gpu_are_warned_of_with_the_number_that_keeps_i
 
 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "sft", "dataloader_inter_document_masking"])
-def test_our_schedules_keep_documents_apart_where_megatrons_flags_ask_for_it(flag):
+def test_our_schedules_keep_documents_apart_as_the_flags_ask(flag):
     packed, backend = {flag: True}, argparse.Namespace(name="auto")
     assert follows_documents(parsed("--sequence-splits", "4", **packed))
     assert follows_documents(parsed("--pipeline-schedule", "1f1b", **packed))
@@ -406,7 +406,7 @@ def test_our_schedules_keep_documents_apart_where_megatrons_flags_ask_for_it(fla
 
 
 @pytest.mark.parametrize("feature", [{"qk_clip": True}, {"window_size": (4, 2)}, {"moe_expert_capacity_factor": 1.0}])
-def test_a_program_whose_documents_we_cannot_keep_apart_is_refused(feature):
+def test_documents_that_cannot_be_kept_apart_are_refused(feature):
     """With whole sequences, too, whose attention would else be Megatron's, across documents."""
     whole = parsed("--pipeline-schedule", "1f1b", keep_documents_apart=True, **feature)
     with pytest.raises(

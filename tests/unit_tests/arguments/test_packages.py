@@ -44,9 +44,7 @@ def install(monkeypatch):
         ("0.4.2", "3.6.0", (), False, True),
     ],
 )
-def test_gated_delta_nets_need_versions_that_compute_them_rightly(
-    install, fla, triton, other_modules, is_hopper, is_right
-):
+def test_gated_delta_nets_need_versions_that_are_right(install, fla, triton, other_modules, is_hopper, is_right):
     distributions = {"flash-linear-attention": fla, "triton": triton}
     install(distributions, ("fla", *other_modules), is_hopper)
     assert packages.lacks_delta_nets(ON_GPU) != is_right
@@ -76,6 +74,6 @@ def test_the_folder_that_flash_attn_ships_is_not_flash_attn_4(install):
         ({"attention_dropout": 0.1, "window_size": (128, 0), "distributed_backend": "gloo"}, False),
     ],
 )
-def test_fused_attention_drops_nothing_within_documents_or_windows(given, is_refused):
+def test_fused_attention_has_no_dropout_in_documents_or_windows(given, is_refused):
     settings = ON_GPU | {"attention_backend": argparse.Namespace(name="fused")} | given
     assert packages.fused_attention_has_no_backend(settings) == is_refused

@@ -135,7 +135,7 @@ def test_a_batch_that_was_not_cut_is_an_error():
         layer(query, query, query)
 
 
-def test_beside_the_kernel_of_attention_runs_what_keys_values_and_their_gradients_need():
+def test_attention_runs_few_kernels_beside_its_own():
     """Two copies forward in every unit; backward two sums over the prefix and two over the segment's own rows, and no
     sum where there is nothing to add to."""
     assert moved_by_attention([64]).kernels == 0

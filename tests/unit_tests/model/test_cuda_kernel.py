@@ -305,7 +305,7 @@ def test_packed_calls_fit_the_operators_of_pytorch():
     assert [x.shape for x in grads] == [query.shape, key.shape, value.shape]
 
 
-def test_the_stand_in_takes_what_the_installed_flash_attn_4_takes(monkeypatch):
+def test_the_stand_in_takes_what_flash_attn_4_takes(monkeypatch):
     real = pytest.importorskip("flash_attn.cute.interface")
     parameters = {name: inspect.signature(getattr(real, name)).parameters for name in FLASH_ATTN_4}
     flash_attention_4(monkeypatch)
@@ -314,7 +314,7 @@ def test_the_stand_in_takes_what_the_installed_flash_attn_4_takes(monkeypatch):
         assert stand_in.keys() <= of_package.keys()
 
 
-def test_what_transformer_engine_is_given_has_the_names_of_its_own():
+def test_transformer_engine_gets_its_own_argument_names():
     """By the source of its Python alone, which scripts/setup.sh installs away from other packages."""
     path = ROOT / ".venv/transformer-engine/transformer_engine/pytorch/cpp_extensions/fused_attn.py"
     if not path.is_file():
@@ -489,7 +489,7 @@ def test_a_pytorch_that_cannot_switch_keeps_its_own_version(monkeypatch, caplog,
     assert "instead of FlashAttention-3: install a PyTorch that can switch to it" in caplog.messages[-1]
 
 
-def test_a_package_that_was_built_for_another_pytorch_is_left_alone(monkeypatch, caplog):
+def test_a_package_built_for_another_pytorch_is_left_alone(monkeypatch, caplog):
     def fail(name):
         raise ImportError("undefined symbol")
 
@@ -499,7 +499,7 @@ def test_a_package_that_was_built_for_another_pytorch_is_left_alone(monkeypatch,
     assert "FlashAttention-2 instead of FlashAttention-3: its package cannot be used (undefined" in caplog.messages[-1]
 
 
-def test_a_process_whose_model_has_dropout_keeps_the_built_in_version(monkeypatch, caplog):
+def test_dropout_keeps_the_built_in_version(monkeypatch, caplog):
     monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: pytest.fail("activated"))
     kernels = KernelChoice(flash_attention_version=3, has_dropout=True)
     for dropout in (0.0, 0.1):  # evaluation and training

@@ -11,7 +11,7 @@ BOUNDS = [(0, 11), (11, 19), (19, 30)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_of_a_balance_loss_are_rounded_once_to_the_type_of_the_probabilities(dtype):
+def test_gradients_of_a_balance_loss_are_rounded_once(dtype):
     torch.manual_seed(0)
     probabilities = torch.rand(LENGTH, EXPERTS).to(dtype)
     chosen = torch.rand(LENGTH, EXPERTS) < 0.3

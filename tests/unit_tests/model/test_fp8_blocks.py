@@ -46,7 +46,7 @@ def tensors():
 
 
 @pytest.mark.parametrize("block, lengths", [(32, (128, 112, 16)), (128, (64, 128, 64))])
-def test_blocks_that_segments_do_not_part_give_the_gradients_of_the_whole(block, lengths):
+def test_whole_blocks_in_segments_give_the_same_gradients(block, lengths):
     """In rows of two sequences these lengths are multiples of 32 and of 128, as `--fp8-recipe` mxfp8 and blockwise
     need."""
     whole, parts = by_segments([TOKENS], *tensors(), block), by_segments(lengths, *tensors(), block)

@@ -57,9 +57,7 @@ def share(tensor, rank, size):
         (6, 2, 4, 4),
     ],
 )
-def test_a_rank_gets_what_its_heads_and_its_queries_need_and_gives_them_back(
-    monkeypatch, size, row_size, heads, kv_heads
-):
+def test_a_rank_receives_its_heads_and_queries_and_returns_them(monkeypatch, size, row_size, heads, kv_heads):
     ranks = Ranks(size, row_size)
     monkeypatch.setattr(head_exchange, "all_to_all", ranks.all_to_all)
     query = torch.randn(TOKENS, SEQUENCES, heads, SIZE)

@@ -118,7 +118,7 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
     assert kept == [row * LENGTH] * 3 + [row * (LENGTH + 70), row * (LENGTH + 40)]
 
 
-def test_latents_are_kept_where_projecting_again_takes_an_eighth_of_attention_at_most():
+def test_latents_are_kept_where_projecting_again_is_cheap():
     deepseek = SimpleNamespace(kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     # FLOPs for each token of the prefix and head: up and thrice backward; and for each query, two and a half back.
     again, attended = 4 * 2 * 512 * 256, 3.5 * 2 * (192 + 128)

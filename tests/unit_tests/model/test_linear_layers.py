@@ -38,7 +38,7 @@ class Quantised(torch.nn.Linear):
         self.weight.main_grad.mul_(accumulate).add_(grad)
 
 
-def test_weights_are_put_into_8_bits_once_a_step_and_every_unit_adds_its_gradient():
+def test_weights_are_quantised_once_and_every_unit_adds_to_them():
     layer = Quantised()
     units = [torch.randn(TOKENS, HIDDEN) for _ in range(3)]
     for _ in range(2):
@@ -81,7 +81,7 @@ def linear(**options) -> tuple[layers.ColumnParallelLinear, ModelParallelConfig]
     return layer, config
 
 
-def test_the_output_layer_computes_its_weight_gradient_through_autograd(extension_missing):
+def test_the_output_layer_gets_its_weight_gradient_by_autograd(extension_missing):
     layer, config = linear()
     tokens = torch.arange(float(TOKENS * HIDDEN)).view(TOKENS, 1, HIDDEN)
     layer.weight.main_grad = torch.zeros_like(layer.weight)

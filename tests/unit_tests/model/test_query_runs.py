@@ -31,7 +31,7 @@ def tokens(rows):
 
 @pytest.mark.parametrize("prefix", [0, 13])
 @pytest.mark.parametrize("kind", KERNELS)
-def test_parts_of_the_queries_give_parts_of_the_output_and_of_the_gradients(kind, prefix):
+def test_parts_of_queries_give_parts_of_output_and_gradients(kind, prefix):
     kernel = KERNELS[kind]
     query = torch.randn(LENGTH, 2, HEADS, SIZE, dtype=torch.float64)
     key, value = torch.randn(2, prefix + LENGTH, 2, 1, SIZE, dtype=torch.float64)

@@ -57,7 +57,7 @@ def go_backward(layer: Layer, unit: int, input: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_the_input_gradient_comes_first_and_the_weight_gradient_when_asked_for(has_bias):
+def test_the_weight_gradient_waits_until_it_is_asked_for(has_bias):
     layer, input = Layer(has_bias=has_bias), tokens()
     want = torch.autograd.grad(plain(input, layer.weight, layer.bias).square().sum(), input)[0]
     go_backward(layer, 0, input)
@@ -77,7 +77,7 @@ def test_units_are_computed_in_any_order_each_for_itself():
     layer.store.assert_empty()
 
 
-def test_hooks_of_the_weight_run_with_the_weight_gradient_and_not_before():
+def test_hooks_of_a_weight_run_with_its_gradient():
     layer, heard = Layer(), []
     accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
     accumulator.register_hook(lambda *_: heard.append(layer.weight.grad.clone()))

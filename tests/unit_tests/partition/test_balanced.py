@@ -56,7 +56,7 @@ def test_more_segments_than_pieces_are_refused(cut):
     num_stages=st.sampled_from([1, 4, 8]),
 )
 @settings(max_examples=60, deadline=None)
-def test_costs_are_equal_up_to_rounding_and_no_worse_than_the_other_strategies(tokens, num_segments, model, num_stages):
+def test_costs_are_equal_up_to_rounding_and_the_least(tokens, num_segments, model, num_stages):
     cost = pace(model, num_stages)
     ours = imbalance(balanced(tokens, num_segments, cost), cost)
     # A boundary moves by half a tile, so a segment by a tile of at most a 64th of the mean length; where the prefix is
@@ -99,7 +99,7 @@ def test_the_longest_time_is_the_least_that_the_multiples_allow(length, num_segm
     assert found == pytest.approx(least_longest_time(length, num_segments, multiple, time))
 
 
-def test_lengths_are_multiples_of_the_kernel_tile_where_segments_are_long():
+def test_long_segments_are_multiples_of_the_kernel_tile():
     assert all(length % 128 == 0 for length in balanced(65536, 8, pace(GPT_7B)))
     assert sum(length % 128 != 0 for length in balanced(65537, 8, pace(GPT_7B))) == 1
 
@@ -113,13 +113,13 @@ def test_no_segment_is_shorter_than_the_minimum():
 
 @pytest.mark.parametrize("num_segments", [2, 4, 8])
 @pytest.mark.parametrize("tokens", [16384, 24576, 32768, 65536, 131072])
-def test_better_balanced_than_the_authors_split_at_the_lengths_of_their_tables(tokens, num_segments):
+def test_better_balanced_than_the_authors_own_cuts(tokens, num_segments):
     cost = pace(GPT_7B)
     theirs = imbalance(uniform_comp(tokens, num_segments, *authors_flops(GPT_7B)), cost)
     assert imbalance(balanced(tokens, num_segments, cost), cost) < theirs
 
 
-def test_on_a_cpu_the_better_of_long_segments_and_equal_costs_is_taken():
+def test_a_cpu_takes_the_better_of_long_and_equal_segments():
     small = ModelShape(4, 256, 1024, 4, 64, 512)
     costs = analytic_costs(small, [1] * 4, CPU_CORE)
     for tokens, num_segments in ((3840, 5), (8192, 4), (19454, 16), (14996, 16), (4933, 5)):

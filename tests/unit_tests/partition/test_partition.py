@@ -96,7 +96,7 @@ def test_profile_without_measured_costs_is_refused():
 
 
 @given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))
-def test_even_covers_the_sequence_with_lengths_that_differ_by_one_piece(pieces, segments, multiple_of):
+def test_even_lengths_differ_by_one_piece_at_most(pieces, segments, multiple_of):
     assume(segments <= pieces)
     length = pieces * multiple_of
     lengths = even(length, segments, multiple_of)
@@ -106,7 +106,7 @@ def test_even_covers_the_sequence_with_lengths_that_differ_by_one_piece(pieces, 
 
 
 @given(pieces=st.integers(64, 16384), segments=st.integers(1, 16), multiple_of=st.sampled_from([1, 2, 8]))
-def test_uniform_comp_covers_the_sequence_and_shortens_towards_its_end(pieces, segments, multiple_of):
+def test_uniform_comp_shortens_towards_the_end(pieces, segments, multiple_of):
     length = pieces * multiple_of
     lengths = uniform_comp(length, segments, *authors_flops(GPT_7B), multiple_of)
     assert len(lengths) == segments and sum(lengths) == length

@@ -94,7 +94,7 @@ def test_of_equal_sums_the_balanced_one_is_returned(num_microbatches):
     assert max(times) < 1.02 * sum(times) / 4
 
 
-def test_more_stages_and_fewer_microbatches_ask_for_more_segments():
+def test_more_stages_or_fewer_microbatches_need_more_segments():
     cost = bottleneck_time(analytic_costs(GPT_7B, [8] * 4, A100))
     counts = [len(terapipe(16384, cost, num_stages, step=128)) for num_stages in (2, 8, 64)]
     assert counts == sorted(set(counts))

@@ -41,7 +41,7 @@ def test_a_storage_that_is_resized_counts_with_its_new_size():
     assert one_moment(counter).end == 0
 
 
-def test_what_is_made_while_paused_does_not_count_nor_do_its_views():
+def test_tensors_made_while_paused_and_their_views_do_not_count():
     with counter_in_a_moment() as counter:
         with counter.paused():
             batch = torch.ones(1000)
@@ -73,7 +73,7 @@ def test_tensors_without_values_count_as_real_ones():
     assert sum(one_moment(real).peak.values()) > 4 * (64 * 128 + 128 * 8) * 2  # weights and their gradients
 
 
-def test_a_number_that_is_read_is_none_that_anything_follows_from():
+def test_nothing_may_follow_from_a_number_that_is_read():
     with counter_in_a_moment(run=WithoutValues()):
         number = torch.ones(4).sum() + torch.ones(())
         assert not number.item() > 0 and not number.item() < 1

@@ -34,7 +34,7 @@ def test_numbers_of_other_types_give_other_results():
         assert [(whole * number).dtype for number in (2, 2.0, True)] == [torch.int64, torch.float32, torch.int64]
 
 
-def test_what_shares_the_storage_of_an_argument_does_so_every_time():
+def test_sharing_the_storage_of_an_argument_is_remembered():
     with counter() as counted:
         x = torch.ones(4, 6)
         kept = [torch.ops.aten._unsafe_view(x, [24]) for _ in range(3)] + [x.add_(1), x.add_(1)]

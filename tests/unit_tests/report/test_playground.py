@@ -19,7 +19,7 @@ def shown(**settings) -> dict:
 
 @pytest.mark.parametrize("placement, chunks", [("looped", 1), ("looped", 2), ("v", 2)])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_every_family_takes_the_time_of_the_work_and_of_its_bubble(family, placement, chunks):
+def test_every_family_takes_its_work_and_its_bubble(family, placement, chunks):
     panel, plain = shown(family=family, placement=placement, chunks=chunks, microbatches=5)["panels"]
     for boxes in panel["ranks"]:
         assert sum(end - start for *_, start, end in boxes) == pytest.approx(3 * 5)
@@ -34,7 +34,7 @@ def test_without_attention_a_panel_is_the_figure_of_the_readme():
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9])
-def test_a_balanced_cut_has_equal_times_and_an_even_one_equal_lengths(share):
+def test_balanced_cuts_have_equal_times_even_ones_equal_lengths(share):
     for strategy in CUTS:
         settings = Settings(cut=strategy, attention=share, segments=5)
         ends = cut(settings)

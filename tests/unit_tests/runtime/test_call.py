@@ -20,7 +20,7 @@ def backend(monkeypatch):
     return lambda name: monkeypatch.setattr(dist, "get_backend", lambda group: name)
 
 
-def test_timers_that_wait_for_the_gpu_are_refused_where_it_waits_for_messages(backend):
+def test_timers_that_wait_for_a_waiting_gpu_are_refused(backend):
     backend("nccl")
     check(level=1)
     check(level=2, ranks=1)

@@ -52,7 +52,7 @@ def wires(alone, monkeypatch):
     return wires
 
 
-def test_messages_go_to_the_rank_of_the_world_with_a_tag_for_each_payload(wires):
+def test_messages_go_to_global_ranks_with_a_tag_a_payload(wires):
     wires.communicator.send(FORWARD, torch.ones(2))
     wires.communicator.post_receive(BACKWARD, (3,))
     assert wires.communicator.receive(BACKWARD).shape == (3,)
@@ -76,7 +76,7 @@ def test_a_receive_that_nobody_used_is_an_error(wires):
         wires.communicator.finish()
 
 
-def test_a_peer_that_stops_is_named_with_the_stage_and_the_action(wires):
+def test_a_peer_that_stops_is_named_with_stage_and_action(wires):
     work = Work("Timed out waiting 7000ms for recv operation to complete")
     wires.works = [work]
     wires.communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
@@ -103,7 +103,7 @@ class Config(SimpleNamespace):
 
 
 @pytest.mark.parametrize("set_ctas, expected", [(None, MAX_CTAS), (16, 16)])
-def test_groups_for_nccl_take_over_megatrons_options_for_the_pipeline(alone, monkeypatch, set_ctas, expected):
+def test_nccl_groups_take_megatrons_pipeline_options(alone, monkeypatch, set_ctas, expected):
     own = Config()
     own.cga_cluster_size, own.net_name = 2, "IB"
     own.max_ctas = set_ctas or own.max_ctas
@@ -135,7 +135,7 @@ def test_groups_for_nccl_take_over_megatrons_options_for_the_pipeline(alone, mon
         )
 
 
-def test_options_of_nccl_itself_take_what_megatron_sets_and_leave_the_rest(monkeypatch):
+def test_nccl_options_take_what_megatron_sets_and_no_more(monkeypatch):
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("PyTorch has no NCCL")
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")

@@ -30,7 +30,7 @@ def test_segments_of_a_batch_make_up_the_batch():
 
 
 @pytest.mark.parametrize("shape", [(2, 9), (8, 2)], ids=["tokens and labels in one", "sequences in columns"])
-def test_a_batch_that_cannot_be_cut_is_refused_by_the_names_of_its_tensors(shape):
+def test_a_batch_that_cannot_be_cut_names_its_tensors(shape):
     text = torch.zeros(shape, dtype=torch.long)
     batches = SegmentIterator(iter([{"text": text, "noise": torch.zeros(8, 2), "per sequence": torch.tensor([1, 2])}]))
     with pytest.raises(ValueError, match=r"sequences of 8 tokens to cut: \['text'\] \[\d, \d\]; yield") as refusal:
@@ -43,7 +43,7 @@ def test_activations_may_be_laid_out_otherwise():
     assert next(SegmentIterator(iter([whole])).at(segment(0, 0))).shape == (8, 2, 4)
 
 
-def test_batches_are_read_once_and_in_order_whatever_is_asked_first():
+def test_batches_are_read_once_and_in_order():
     reads = []
 
     def reading():
@@ -84,7 +84,7 @@ def test_a_whole_sequence_is_handed_through_untouched():
     assert next(batches.at(Segment(0, 0, 0, 8, 8))) is original
 
 
-def test_the_latest_batch_stays_whole_where_its_reader_cuts_it_in_place():
+def test_the_latest_batch_stays_whole_when_cut_in_place():
     batches = SegmentIterator(iter([batch(0)]))
     handed_out = next(batches.at(Segment(0, 0, 0, 8, 8)))
     handed_out["tokens"] = handed_out["tokens"][:, :4]

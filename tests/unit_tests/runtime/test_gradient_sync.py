@@ -37,7 +37,7 @@ def sync_of(chunks, **hooks) -> GradientSync:
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_hooks_may_reduce_in_the_last_backward_of_their_own_chunk_only(num_chunks):
+def test_hooks_reduce_in_the_last_backward_of_their_chunk(num_chunks):
     chunks = [Chunk() for _ in range(num_chunks)]
     sync = sync_of(chunks, no_sync_func=[chunk.no_sync for chunk in chunks])
     assert not any(chunk.may_reduce for chunk in chunks)

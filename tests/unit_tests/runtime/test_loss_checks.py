@@ -55,7 +55,7 @@ def test_a_micro_batch_is_checked_once(machine, k, expected):
     assert "validate_result" not in vars(machine)
 
 
-def test_a_loss_that_is_not_a_number_ends_the_step_and_names_the_segment(machine):
+def test_a_nan_loss_ends_the_step_and_names_the_segment(machine):
     losses = iter([1.0, 2.0, 3.0, float("nan")])
     with pytest.raises(RuntimeError, match="the loss isnan") as failure:
         run(executor(2), Stage(), num_microbatches=2, step=partial(step, [], losses))

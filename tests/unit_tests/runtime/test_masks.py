@@ -117,7 +117,7 @@ def test_attention_that_is_not_causal_is_refused(given, words):
         attention(tokens, tokens, tokens, None, **given)
 
 
-def test_documents_are_read_from_masks_that_keep_documents_apart_only():
+def test_only_block_masks_give_documents():
     starts = document_starts({"attention_mask": within_documents(3, 5)}, (1, LENGTH), 0)
     assert starts[0].nonzero().flatten().tolist() == [0, 3, 5]
     for name in ("prefix", "window", "bidirectional"):

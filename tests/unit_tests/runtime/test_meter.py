@@ -12,7 +12,7 @@ from megatron.seq1f1b.schedule import parse_action
 MIB = 2**20
 
 
-def test_peak_counts_what_was_freed_again_and_not_what_was_there_before(memory_of_the_process):
+def test_the_peak_counts_what_was_freed_and_not_what_was_before(memory_of_the_process):
     before = torch.ones(64 * MIB // 4)
     memory = PeakMemory(torch.device("cpu"))
     step = torch.ones(128 * MIB // 4)

@@ -39,7 +39,7 @@ def gpu(monkeypatch):
     return gpu
 
 
-def test_on_a_gpu_actions_are_timed_by_events_and_nothing_waits_within_the_step(gpu):
+def test_a_gpu_is_timed_by_events_and_nothing_waits_in_a_step(gpu):
     recorder = Recorder(torch.device("cuda"))
     before = gpu.waits
     for text in ("0F0.0", "0F0.1", "0B0.1"):

@@ -54,7 +54,7 @@ def test_a_trace_that_cannot_be_written_is_a_warning(alone, tmp_path, caplog):
         assert f"{folder}/iteration-1-pipeline-0.json is not written" in caplog.text
 
 
-def test_a_run_that_starts_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
+def test_a_start_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
     iterations = iter((51, 52))
     tracer = Tracer(tmp_path, {3, 7}, lambda: next(iterations))
     executor = traced(tracer)

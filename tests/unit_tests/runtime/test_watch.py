@@ -80,7 +80,7 @@ def nccl(alone, monkeypatch):
     return partial(Communicator, dist.group.WORLD, [BACKWARD], torch.float32, torch.device("cpu"), 3 * SECOND)
 
 
-def test_on_nccl_the_host_does_not_wait_and_the_stage_and_the_action_are_named(nccl, caplog):
+def test_on_nccl_a_late_message_names_its_stage_and_action(nccl, caplog):
     communicator = nccl()
     communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
     communicator.receive(BACKWARD, (2, 5, 1))

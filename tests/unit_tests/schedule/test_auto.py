@@ -100,7 +100,7 @@ def test_of_equally_short_plans_one_whose_ranks_are_done_soonest():
     assert timeline.longest_stretch <= 72
 
 
-def test_unequal_segments_are_planned_to_within_4_percent_of_the_optimum():
+def test_unequal_segments_are_within_4_percent_of_the_optimum():
     """An exhaustive search finds 126 here, and orders by ticks alone 141."""
     shape = Shape(Placement(3, 2, "v"), 2, 3)
     costs = Costs.from_mapping(shape, {"f": [5, 4, 4], "i": [3, 6, 3], "w": [2, 1, 1]})

@@ -37,7 +37,7 @@ def shapes(draw):
 
 @fixed
 @given(st.sampled_from(list(FAMILIES)), shapes())
-def test_no_family_hangs_on_strict_channels_and_messages_for_free_cost_nothing(family, shape):
+def test_no_family_hangs_on_strict_channels(family, shape):
     schedule = build(family, shape)
     assert execute(lower(schedule)) == simulate(schedule)
 
@@ -135,7 +135,7 @@ def test_one_hardware_queue_costs_next_to_nothing_anywhere(family, ranks, chunks
 
 
 @pytest.mark.parametrize("queues", [1, 2, 3, 4, 8])
-def test_streams_that_share_queues_at_random_hang_in_the_free_order_only(queues):
+def test_shared_queues_hang_in_the_free_order_only(queues):
     schedule = build("1f1b", Shape(Placement(2, 2), 4, 4))
     free, safe = lower(schedule), lower(schedule, one_queue=True)
     random, hanging = Random(queues), 0
@@ -166,7 +166,7 @@ def test_no_family_hangs_on_one_hardware_queue(family, shape, buffered, message)
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("one_queue", [False, True])
-def test_loading_kernels_behind_posted_messages_hangs_and_in_turn_does_not(family, one_queue):
+def test_loading_kernels_behind_posted_messages_hangs(family, one_queue):
     """Several chunks; a send waits for its receive."""
     schedule = build(family, Shape(Placement(4, 2), 8, 4))
     with pytest.raises(HangError):

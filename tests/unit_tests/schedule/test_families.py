@@ -70,7 +70,7 @@ def test_warm_up_of_interleaved_1f1b(shape):
 
 @fixed
 @given(shapes(styles=["looped"]))
-def test_backward_order_follows_the_groups_with_segments_reversed(shape):
+def test_backwards_follow_the_groups_with_segments_reversed(shape):
     k, microbatches = shape.num_segments, group_of(shape) // shape.num_segments
     for rank, actions in enumerate(build("1f1b", shape).ranks):
         chunks = shape.placement.stages_of(rank)

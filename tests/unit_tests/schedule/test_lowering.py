@@ -83,7 +83,7 @@ def test_a_rank_alone_is_lowered_as_with_all_others(family, shape):
 
 @fixed
 @given(st.sampled_from(list(FAMILIES)), shapes())
-def test_gather_before_the_first_and_reduce_after_the_last_action_of_a_chunk(family, shape):
+def test_chunks_gather_before_and_reduce_after_their_actions(family, shape):
     for rank, actions in enumerate(lower(build(family, shape)).ranks):
         for stage in shape.placement.stages_of(rank):
             compute = [i for i, a in enumerate(actions) if a.kind in COMPUTE_KINDS and a.stage == stage]
@@ -130,7 +130,7 @@ def test_breadth_first_reduces_a_chunk_while_others_go_backward():
     assert max(gathers[:2]) < firsts[0] < gathers[2] < firsts[1] < firsts[2]
 
 
-def test_a_receive_is_posted_early_where_its_channel_has_to_deliver_another_message_first():
+def test_receives_are_posted_in_the_order_of_their_channel():
     # Rank 1 sends 1F0 before 1F1 and rank 2 uses them the other way round.
     text = """0F0.0 0F1.0 0B1.0 0B0.0
               1F0.0 1F1.0 1B1.0 1B0.0

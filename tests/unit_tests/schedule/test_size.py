@@ -17,7 +17,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
-def test_two_million_actions_are_built_validated_timed_and_lowered_in_little_memory():
+def test_two_million_actions_take_little_memory():
     """Eight seconds of an idle core; the limit here only ends a run that will not."""
     command = [sys.executable, "-c", WHOLE]
     kibibytes = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(120)).stdout)

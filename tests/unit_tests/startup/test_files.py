@@ -220,7 +220,7 @@ def test_each_place_is_looked_at_on_the_ranks_that_write_there():
     assert flags(3, 1) == {"--tensorboard-dir"}
 
 
-def test_a_run_needs_space_for_two_checkpoints_or_for_the_only_one(tmp_path, monkeypatch):
+def test_a_run_needs_space_for_two_checkpoints_or_the_only_one(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 75, 25 * 2**30))
     place = Place("--save", tmp_path)
@@ -230,7 +230,7 @@ def test_a_run_needs_space_for_two_checkpoints_or_for_the_only_one(tmp_path, mon
         check_space(place, 13 * 2**30, num_checkpoints=2)
 
 
-def test_the_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
+def test_a_checkpoint_has_the_size_of_weights_and_optimizer():
     model = ModelShape(32, 4096, 16384, 32, 128, 32768)
     parameters = places.num_parameters(model)
     assert parameters == pytest.approx(6_712_598_528, rel=2e-3)  # the 7b of the authors

@@ -18,7 +18,7 @@ def loop(**args) -> TrainingLoop:
 @pytest.mark.parametrize(
     "log_interval, iteration, prints_besides", [(1, 1, False), (1, 8, False), (10, 1, True), (10, 30, False)]
 )
-def test_the_first_iteration_is_printed_besides_only_within_an_interval(log_interval, iteration, prints_besides):
+def test_the_first_iteration_is_printed_within_an_interval(log_interval, iteration, prints_besides):
     """Megatron keeps what it has printed besides for the next line, which would be the mean of both."""
     seen = []
 
@@ -41,7 +41,7 @@ def failing(error):
     return upstream
 
 
-def test_a_full_disk_is_a_sentence_with_the_last_complete_checkpoint(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_names_the_last_complete_checkpoint(tmp_path, monkeypatch, capsys):
     """torch raises a CheckpointException, which is no Exception and names no disk."""
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 99, 2**20))
@@ -53,13 +53,13 @@ def test_a_full_disk_is_a_sentence_with_the_last_complete_checkpoint(tmp_path, m
     assert error.endswith(" for the checkpoint of iteration 6; the last complete checkpoint is of iteration 4.\n")
 
 
-def test_a_save_that_fails_otherwise_keeps_its_error_and_names_the_last_complete_checkpoint(tmp_path):
+def test_a_failed_save_keeps_its_error_and_names_the_last_one(tmp_path):
     with pytest.raises(RuntimeError) as error:
         loop(save=str(tmp_path)).save(failing(RuntimeError("the file system is gone")), 6)
     assert error.value.__notes__ == ["the checkpoint of iteration 6 was not saved; no checkpoint is complete yet"]
 
 
-def test_errors_of_a_full_disk_are_recognised_wherever_they_are_nested(tmp_path):
+def test_nested_errors_of_a_full_disk_are_recognised(tmp_path):
     try:
         try:
             raise OSError(errno.ENOSPC, "No space left on device")

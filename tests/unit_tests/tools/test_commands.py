@@ -70,7 +70,7 @@ def test_bash_completes_commands_and_flags(capsys):
     assert run.stdout == "--global-batch-size\npreprocess\n", run.stderr
 
 
-def test_a_profile_is_refused_before_anything_is_measured_or_imported():
+def test_a_profile_is_refused_before_anything_is_measured():
     """Its --help imports no torch either, which takes seconds and warns."""
     program = """
 import sys

@@ -15,7 +15,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "shape"), CASES, ids=str)
-def test_every_action_runs_and_never_earlier_than_where_messages_overlap(family, shape):
+def test_no_action_runs_earlier_than_with_overlapped_messages(family, shape):
     schedule = build(family, shape)
     costs = Costs.uniform(shape, message=0.25)
     blocking, free = execute_blocking(schedule, costs), simulate(schedule, costs)
@@ -23,7 +23,7 @@ def test_every_action_runs_and_never_earlier_than_where_messages_overlap(family,
     assert blocking.makespan >= free.makespan - 1e-9
 
 
-def test_without_messages_to_wait_for_it_is_the_time_of_the_schedule():
+def test_without_messages_it_is_the_time_of_the_schedule():
     shape = Shape(Placement(4), 8)
     schedule, costs = build("1f1b", shape), Costs.uniform(shape)
     assert execute_blocking(schedule, costs).makespan == simulate(schedule, costs).makespan
@@ -37,7 +37,7 @@ def test_one_rank_waits_for_the_slow_exchange_of_its_neighbours():
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(4, 2), (4, 4), (8, 2)])
-def test_interleaved_with_as_many_micro_batches_as_ranks_runs_all_forwards_first(ranks, chunks):
+def test_interleaved_with_m_equal_p_runs_all_forwards_first(ranks, chunks):
     """As arXiv 2104.04473 ran it in figures 12 and 18, with batches of 12."""
     shape = Shape(Placement(ranks, chunks), ranks)
     costs = Costs.uniform(shape, message=0.25)
@@ -48,7 +48,7 @@ def test_interleaved_with_as_many_micro_batches_as_ranks_runs_all_forwards_first
     assert simulate(build("breadth-first", shape), costs).makespan <= timeline.makespan
 
 
-def test_a_schedule_that_needs_messages_ahead_is_a_mistake_and_no_hang():
+def test_a_schedule_that_needs_messages_ahead_is_refused():
     shape = Shape(Placement(4, 2), 5)
     with pytest.raises(ValueError, match="ranks that wait for every message cannot run this schedule to its end"):
         execute_blocking(build("1f1b", shape), Costs.uniform(shape))

@@ -50,7 +50,7 @@ def vars_of(setup: TrainingSetup) -> dict:
 @pytest.mark.parametrize(
     "changes", [{}, {"recompute": "selective"}, {"recompute": "full"}, {"family": "zb-h1"}], ids=str
 )
-def test_a_program_without_differences_takes_what_the_package_does(changes):
+def test_a_program_without_differences_is_the_package(changes):
     ours = replace(SHARED, sequence_length=8192, segments=(4096, 2048, 2048), **changes)
     machine, theirs = read_machine("a100-80gb"), paper(ours)
     found, expected = predict(theirs, machine), predict(ours, machine)
@@ -68,7 +68,7 @@ def test_weight_gradients_that_are_added_last_are_the_w():
     assert before == pytest.approx(within + products)
 
 
-def test_softmax_in_three_kernels_moves_sixteen_bytes_a_score_each_way_in_place_of_four_and_six():
+def test_unfused_softmax_moves_sixteen_bytes_a_score_each_way():
     apart = replace(SETUP, fuses_kernels=False)
     fused, unfused = (layer_time(each, MACHINE, 0, LENGTH) for each in (SETUP, apart))
     scores = LENGTH**2 * SETUP.model.num_heads / 8
@@ -77,14 +77,14 @@ def test_softmax_in_three_kernels_moves_sixteen_bytes_a_score_each_way_in_place_
     assert unfused.input.attention - fused.input.attention == pytest.approx(back)
 
 
-def test_one_rank_that_sends_all_of_a_message_has_the_network_to_itself():
+def test_one_sender_of_a_message_has_the_network_to_itself():
     whole = replace(SETUP, scatters_messages=False)
     (scattered,), (alone,) = (step_costs(setup, MACHINE).message_f[1] for setup in (SETUP, whole))
     size, network = 2 * LENGTH * SETUP.model.hidden_size, MACHINE.network
     assert scattered - alone == pytest.approx(size / network.bandwidth - size / network.message_bandwidth)
 
 
-def test_the_activations_of_a_gpt_are_34_bytes_a_token_and_hidden_unit():
+def test_a_gpt_keeps_34_bytes_a_token_and_hidden_unit():
     model = ModelShape(4, 1024, 4096, 16, 64, 32000)
     setup = PaperSetup(model, LENGTH, 1, dropout=True)
     kept = layer_activation(setup, 0, 0, 1) + layer_keys_values(setup, 0, 0, 1)
@@ -92,7 +92,7 @@ def test_the_activations_of_a_gpt_are_34_bytes_a_token_and_hidden_unit():
     assert kept - 4 * model.num_heads == 34 * model.hidden_size
 
 
-def test_unfused_kernels_hold_seven_tensors_of_the_activation_function():
+def test_unfused_activations_hold_seven_tensors():
     unfused = paper(WHOLE, fuses_kernels=False)
     assert backward_working(unfused, 0, 0, 65536) == (2 + 2 + 7 * 8) * UNIT
     assert loss_bytes(unfused, 65536) / loss_bytes(WHOLE, 65536) == 10 / 6

@@ -61,7 +61,7 @@ def test_slicing_gains_what_it_gained(rows):
     assert without.predicted / with_slices.predicted == pytest.approx(gain, rel=0.05)
 
 
-def test_the_summary_has_a_line_for_every_table_and_the_csv_one_for_every_row(rows):
+def test_the_summary_has_every_table_and_the_csv_every_row(rows):
     text = markdown(rows)
     assert len(list(csv.DictReader(as_csv(rows).splitlines()))) == len(rows)
     assert "| vTrain multi-node | 55 |" in text

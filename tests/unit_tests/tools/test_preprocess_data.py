@@ -60,7 +60,7 @@ def dataset(prefix: Path):
     return IndexedDataset(str(prefix))
 
 
-def test_megatron_loads_the_tokenizer_and_reads_back_every_document(corpus):
+def test_megatron_reads_back_tokenizer_and_documents(corpus):
     args = preprocess_data.parse_args(command(corpus, corpus / "a.jsonl", "one"))
     megatron = load_megatron_tokenizer(args)
     written = dataset(corpus / "one")
@@ -81,7 +81,7 @@ def test_the_padding_token_is_not_the_end_token(corpus):
     assert tokenizer.detokenize(tokenizer.tokenize(TEXTS[3])) == TEXTS[3]
 
 
-def test_the_short_cut_to_a_trained_tokenizer_is_taken_only_for_one(corpus, tmp_path):
+def test_only_a_trained_tokenizer_takes_the_short_cut(corpus, tmp_path):
     args = preprocess_data.parse_args(command(corpus, corpus / "a.jsonl", "one"))
     assert load_trained_tokenizer(args).encode(TEXTS[5])
     config = (corpus / "tokenizer" / "tokenizer_config.json").read_text()
@@ -122,7 +122,7 @@ def test_bad_documents_stop_the_run_or_are_skipped_and_counted(corpus, tmp_path,
         assert f"skipped {source}{place}" in error
 
 
-def test_training_a_tokenizer_stops_at_a_bad_document_and_saves_nothing(tmp_path, capsys):
+def test_training_a_tokenizer_stops_at_a_bad_document(tmp_path, capsys):
     (tmp_path / "empty.txt").touch()
     flags = ["--train-tokenizer", "300", "--workers", "1"]
     assert run(tmp_path, tmp_path / "empty.txt", "out", *flags) == 2
@@ -139,7 +139,7 @@ def test_nothing_left_is_an_error_and_writes_nothing(corpus, tmp_path, capsys):
     assert names(corpus) == before
 
 
-def test_an_existing_pair_or_tokenizer_is_replaced_only_on_request(corpus, tmp_path, capsys):
+def test_existing_results_are_replaced_only_on_request(corpus, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("hello")
     assert run(corpus, tmp_path / "a.txt", "again", "--workers", "1") == 0
     before = (corpus / "again.bin").read_bytes()
@@ -290,7 +290,7 @@ def test_a_batch_is_tokenized_as_its_documents_are(corpus):
     assert tokenizer.encode_batch(TEXTS[:50]) == [tokenizer.encode(text) for text in TEXTS[:50]]
 
 
-def test_a_batch_of_any_fast_tokenizer_is_tokenized_as_its_documents_are(corpus):
+def test_any_fast_tokenizer_takes_a_batch_as_its_documents(corpus):
     """Megatron's own calls, text by text, are what upstream's tool makes; end tokens in a text count as such."""
     tokenizer = load_megatron_tokenizer(preprocess_data.parse_args(command(corpus, corpus / "a.jsonl", "one")))
     texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é ", "\n\n", ""]
@@ -298,7 +298,7 @@ def test_a_batch_of_any_fast_tokenizer_is_tokenized_as_its_documents_are(corpus)
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_a_batch_is_neither_cut_nor_padded_and_has_the_special_tokens_that_documents_have(corpus, tmp_path, special):
+def test_a_batch_is_neither_cut_nor_padded(corpus, tmp_path, special):
     from tokenizers import Tokenizer as Rust
     from tokenizers.processors import TemplateProcessing
 

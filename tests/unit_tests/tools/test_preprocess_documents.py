@@ -75,7 +75,7 @@ def test_text_is_kept_to_the_letter_but_for_a_byte_order_mark():
     assert parse(Record("a.txt", 0, b"\xef\xbb\xbf" + text.encode()), "auto", "text") == text
 
 
-def test_lines_are_counted_and_read_only_as_far_as_they_are_asked_for(tmp_path):
+def test_lines_are_read_only_as_far_as_needed(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n' * (3 * BATCH_RECORDS))
     records = read_records([str(path)], "auto")

@@ -57,7 +57,7 @@ def killed(function: str, folder: Path, step: int) -> bool:
     return run.returncode != 0
 
 
-def test_a_kill_at_any_step_of_replacing_a_pair_loses_neither_the_old_nor_its_match(tmp_path):
+def test_a_kill_while_replacing_a_pair_loses_nothing(tmp_path):
     for step in count(1):
         folder = folder_with(tmp_path / str(step), old=True)
         was_killed = killed("replace", folder, step)
@@ -70,7 +70,7 @@ def test_a_kill_at_any_step_of_replacing_a_pair_loses_neither_the_old_nor_its_ma
     assert step > 7 and pair_in(folder) == ("new", "new")
 
 
-def test_a_kill_while_the_old_pair_is_brought_back_loses_nothing_either(tmp_path):
+def test_a_kill_while_bringing_back_a_pair_loses_nothing(tmp_path):
     for step in count(1):
         folder = folder_with(tmp_path / str(step), old=True)
         assert killed("replace", folder, 5), "before the new index is put in place"
@@ -90,7 +90,7 @@ def test_a_first_pair_needs_nothing_aside(tmp_path):
     assert {path.name for path in folder.iterdir()} == {"data.bin", "data.idx", "new"}
 
 
-def test_contents_are_on_the_disk_before_the_name_and_the_name_before_the_next_step(tmp_path, monkeypatch):
+def test_contents_reach_the_disk_before_their_name(tmp_path, monkeypatch):
     steps: list[tuple[str, int]] = []
     replace, fsync = os.replace, os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(("sync", os.fstat(fd).st_ino)), fsync(fd)))

@@ -33,7 +33,7 @@ def test_measured_weight_gradients_are_those_of_the_profile():
     assert costs.w[1] == pytest.approx((weight(1024) + 3e-6 * 1024, weight(2048) + 3e-6 * 2048))
 
 
-def test_auto_plans_for_the_costs_and_other_families_do_not_ask_for_them():
+def test_only_auto_plans_for_the_costs():
     stages = analytic_costs(MODEL, (2, 2), CPU_CORE)
     lengths = balanced(8192, 4, bottleneck_time(stages))
     shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)

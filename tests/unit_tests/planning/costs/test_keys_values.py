@@ -7,7 +7,7 @@ from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import preset
 
 
-def test_context_parallelism_divides_keys_and_values_until_each_rank_has_one_head():
+def test_context_parallelism_divides_keys_and_values_by_heads():
     alone = TrainingSetup(preset("mixtral-8x7b"), sequence_length=8192, num_microbatches=1, tensor_parallel=2)
     heads = alone.model.num_kv_heads // 2
     kept = {

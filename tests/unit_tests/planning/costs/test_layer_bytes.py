@@ -36,7 +36,7 @@ def hybrid(pattern: str, **changes) -> TrainingSetup:
     ],
     ids=str,
 )
-def test_attention_and_mlp_as_layers_of_their_own_keep_what_a_layer_of_a_gpt_does(changes):
+def test_attention_and_mlp_apart_keep_the_bytes_of_one_layer(changes):
     whole, apart = replace(PLAIN, **changes), hybrid("*-", **changes)
     span = LENGTH // 2, LENGTH
     for size in (layer_activation, layer_keys_values):
@@ -44,7 +44,7 @@ def test_attention_and_mlp_as_layers_of_their_own_keep_what_a_layer_of_a_gpt_doe
     assert sum(parameters_of(apart.model, symbol) for symbol in "*-") == parameters_of(GPT, GPT.blocks(0))
 
 
-def test_a_state_is_a_matrix_for_each_head_and_the_columns_before_the_convolution():
+def test_a_state_is_a_matrix_a_head_and_convolution_columns():
     setup = hybrid("G*M-", micro_batch_size=3)
     net = 4 * 16 * 128 * 64 + 2 * 3 * (2 * 8 * 128 + 16 * 64)
     mamba = 4 * 32 * 64 * 128 + 2 * 3 * (32 * 64 + 2 * 8 * 128)
@@ -68,14 +68,14 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     assert states == [(5 + 1) * of_stage, (4 + 1) * of_stage]
 
 
-def test_recurrent_layers_take_less_than_attention_where_segments_are_long():
+def test_recurrent_layers_take_less_than_attention_when_long():
     attention, recurrent = (
         rank_memory(setup, build("1f1b", setup.shape), 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
     )
     assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4
 
 
-def test_keys_and_values_have_one_buffer_a_micro_batch_and_their_gradients_another():
+def test_keys_and_values_and_their_gradients_have_a_buffer_each():
     setup = replace(PLAIN, placement=Placement(2), layers_per_stage=(), num_microbatches=3)
     schedule = build("1f1b", setup.shape)
     of_layer = layer_keys_values(setup, 0, 0, LENGTH // 4)
@@ -87,7 +87,7 @@ def test_keys_and_values_have_one_buffer_a_micro_batch_and_their_gradients_anoth
         assert rank_memory(setup, schedule, rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
 
 
-def test_within_a_window_kept_are_the_units_in_flight_and_gradients_of_a_window():
+def test_a_window_keeps_units_in_flight_and_its_own_gradients():
     window = replace(GPT, window=1024, window_layers=(0, 2))
     setup = replace(PLAIN, model=window)
     sizes = [layer_keys_values_gradients(setup, layer) for layer in range(4)]

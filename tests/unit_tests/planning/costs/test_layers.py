@@ -38,7 +38,7 @@ def test_a_window_is_counted_pair_by_pair():
         assert time(start, end) == sum(min(position, 7) + 1 for position in range(start, end))
 
 
-def test_of_attention_and_mlp_as_layers_of_their_own_a_model_costs_the_same():
+def test_attention_and_mlp_apart_cost_as_much_as_one_layer():
     whole, apart = (
         analytic_costs(model, (model.num_layers,), replace(A100, overhead=0.0))[0].total(1000, 3000)
         for model in (MODEL, hybrid("*-" * 8))
@@ -57,7 +57,7 @@ def test_a_hybrid_is_cut_between_even_and_attention_alone():
     assert spread(even(LENGTH, 4, 1)) < spread(mixed) < spread(attention)
 
 
-def test_predicting_more_tokens_takes_the_last_stage_a_layer_a_projection_and_a_head_each():
+def test_each_prediction_head_costs_the_last_stage():
     plain, more = (
         analytic_costs(replace(MODEL, prediction_depth=depth), (4, 4), replace(A100, overhead=0.0)) for depth in (0, 2)
     )

@@ -64,7 +64,7 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not():
     assert efficiency(130) < efficiency(128)  # a second row of tiles for two rows
 
 
-def test_a_sequence_in_segments_takes_longer_in_attention_than_as_a_whole():
+def test_attention_takes_longer_in_segments_than_in_one_piece():
     device = machine.read_machine("a100-80gb").device
 
     def time(segments: int) -> float:

@@ -15,7 +15,7 @@ from support.partition_profile import LENGTHS, MODEL, PREFIXES, forward, profile
 
 
 @given(st.lists(st.floats(-10, 10), min_size=4, max_size=4))
-def test_least_squares_finds_the_coefficients_of_an_exact_relation(coefficients):
+def test_least_squares_finds_exact_coefficients(coefficients):
     rows = [[1, i, j, i * j] for i in (0.5, 2, 3, 7) for j in (1, 5, 9)]
     values = [sum(c * x for c, x in zip(coefficients, row, strict=True)) for row in rows]
     assert least_squares(rows, values) == pytest.approx(coefficients, abs=1e-6)
@@ -26,7 +26,7 @@ def test_least_squares_refuses_what_is_not_determined():
         least_squares([[1, 2], [2, 4], [3, 6]], [1, 2, 3])
 
 
-def test_exact_times_are_fitted_exactly_between_and_beyond_the_lengths_measured():
+def test_exact_times_are_fitted_exactly_at_other_lengths():
     time = fit([Point(n, p, forward(n, p)) for n in LENGTHS for p in PREFIXES])
     for length, prefix in ((512, 0), (700, 0), (3000, 5000), (4096, 20000), (8192, 0), (6000, 10000)):
         assert time(prefix, prefix + length) == pytest.approx(forward(length, prefix), rel=0.02)

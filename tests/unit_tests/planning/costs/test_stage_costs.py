@@ -22,7 +22,7 @@ GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 COUNT = DeviceThroughput(matmul=1, attention=1, attention_backward=1, memory=1)
 
 
-def test_a_dense_layer_has_24_hidden_squared_flops_a_token_and_4_hidden_a_pair():
+def test_a_dense_layer_has_the_flops_of_the_formula():
     assert layer_flops(GPT_7B, 0) == (24 * 4096**2, 4 * 4096)
 
 
@@ -79,7 +79,7 @@ def test_embedding_is_on_the_first_stage_and_head_on_the_last():
     assert last.forward(0, 10) - middle.forward(0, 10) == pytest.approx(10 * 2 * 4096 * 32768)
 
 
-def test_recomputation_adds_the_forward_of_the_layers_but_not_of_the_head():
+def test_recomputation_repeats_the_layers_but_not_the_head():
     one_layer = replace(GPT_7B, num_layers=1)
     (plain,), (recomputing,) = (analytic_costs(one_layer, [1], COUNT, recompute) for recompute in (False, True))
     attention = 4 * 4096 * 10 * 11 / 2

@@ -19,7 +19,7 @@ IN_SEGMENTS = replace(SHARED, segments=(LENGTH // 4,) * 4)
 UNIT = LENGTH * WHOLE.model.hidden_size  # a byte for each token and hidden unit
 
 
-def test_tensor_parallel_ranks_share_all_but_the_input_of_a_product_and_its_gradient():
+def test_tensor_parallel_ranks_share_all_but_inputs_of_products():
     # The residual stream and the gradient of an input; the gradients before and after the activation function.
     assert backward_working(WHOLE, 0, 0, LENGTH) == (2 + 2 + 16) * UNIT
     # With sequence parallelism the input is gathered, too.

@@ -87,7 +87,7 @@ def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
     assert plan(small(num_devices=7, global_batch_size=7))
 
 
-def test_what_does_not_fit_is_a_sentence_with_the_nearest_that_does():
+def test_what_does_not_fit_names_the_nearest_that_does():
     question = small(memory_gib=0.9)
     assert plan(question) == []
     sentence = Naming.FLAGS.sentence(way_out(question))

@@ -69,7 +69,7 @@ def test_where_nothing_fits_there_is_none():
 
 
 @pytest.mark.parametrize("family, chunks, segments", [("1f1b", 1, 1), ("1f1b", 2, 4), ("breadth-first", 2, 1)])
-def test_a_long_step_is_that_of_two_short_ones_and_more_of_the_same(family, chunks, segments):
+def test_a_long_step_extends_two_short_ones(family, chunks, segments):
     from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
     from megatron.seq1f1b.schedule import Placement
 

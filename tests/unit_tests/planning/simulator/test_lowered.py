@@ -43,7 +43,7 @@ def test_a_message_waits_for_its_receive():
     assert (first.start, second.start) == (3.0, 8.0)
 
 
-def test_parameters_are_waited_for_and_gradients_are_reduced_beside_compute():
+def test_gradients_are_reduced_beside_compute():
     shape = Shape(Placement(2, 2), 2)
     costs = Costs.uniform(shape)
     schedule = lower(build("breadth-first", shape))
