@@ -19,7 +19,7 @@ _IN_16_BIT = ("--fp8-format", "--fp4-format")
 _MOST_ACTIONS = 1_000_000
 
 
-def add_model_flags(parser: argparse.ArgumentParser, **defaults: int) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
     """The sizes of a GPT, for commands that predict or measure one."""
     group = parser.add_argument_group("model, as in Megatron")
     group.add_argument("--num-layers", type=count_up_to(MOST_LAYERS), default=defaults["num_layers"])
@@ -213,18 +213,14 @@ def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-layers", type=count_up_to(MOST_LAYERS))
-    for name in ("hidden-size", "num-attention-heads", "ffn-hidden-size", "kv-channels"):
-        parser.add_argument(f"--{name}", type=count)
-    parser.add_argument("--num-query-groups", type=count)
-    parser.add_argument("--vocab-size", type=count, default=51200)
+    add_model_flags(parser, num_layers=None, hidden_size=None, num_attention_heads=None, vocab_size=51200)
     for name in ("num-experts", "moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "mtp-num-layers"):
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--moe-router-topk", type=count, default=2)
     parser.add_argument("--moe-layer-freq", type=_layer_frequency, default=1)
     for name in ("hybrid-layer-pattern", "window-size"):
         parser.add_argument(f"--{name}")
-    for name in ("group-query-attention", "swiglu", "multi-latent-attention"):
+    for name in ("group-query-attention", "multi-latent-attention"):
         parser.add_argument(f"--{name}", action="store_true")
 
 

@@ -1,5 +1,4 @@
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from megatron.seq1f1b.schedule import (
     simulate,
 )
 
-ROOT = Path(__file__).parents[3]
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
 
 
