@@ -73,8 +73,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     if is_rehearsal:
         rehearsal.prepare(os.environ)
     if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
-        cpu.activate()
         _silence_imports()
+        cpu.activate()
     if _installed() is not None:
         return
     version = megatron_version()

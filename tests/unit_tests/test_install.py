@@ -1,5 +1,7 @@
 """Which versions of Megatron are taken, and what the package is called."""
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from megatron.core import package_info
 import megatron.seq1f1b
 from megatron.seq1f1b.install import TESTED, _names_of, check_version, megatron_version
 from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
+from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +43,14 @@ def test_a_name_that_another_megatron_lacks_is_a_sentence():
         patched(table),
     ):
         pass
+
+
+def test_on_a_cpu_the_imports_of_megatron_are_silent():
+    """What it lacks of packages for GPUs is nothing that the user of a machine without one can act on."""
+    program = "from megatron.seq1f1b import install; install(sequence_splits=2, device='cpu'); import megatron.training"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
+    assert run.returncode == 0
+    assert not [line for line in run.stderr.splitlines() if "Warning" in line or "CUDA_HOME" in line], run.stderr
 
 
 def test_the_package_has_the_version_of_its_project():

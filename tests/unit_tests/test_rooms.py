@@ -64,6 +64,15 @@ def files(room: str) -> list[Path]:
     return [single] if single.is_file() else sorted((ROOT / room).rglob("*.py"))
 
 
+CORE = {"schedule", "partition", "model", "runtime", "v_chunks", "arguments", "executors"}
+AROUND = {"planning", "rehearsal", "report", "cpu", "commands", "preprocessing"}
+
+
+def test_the_core_imports_nothing_of_what_stands_around_it():
+    assert {*MAY_IMPORT} >= CORE | AROUND - {"preprocessing"}
+    assert not [(room, MAY_IMPORT[room] & AROUND) for room in CORE if MAY_IMPORT[room] & AROUND]
+
+
 def test_every_room_is_in_the_table():
     assert {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in ROOT.rglob("*.py")} == {*MAY_IMPORT}
 

@@ -36,6 +36,13 @@ def test_of_experts_the_block_gives_a_ratio(capsys):
     assert "of those of Megatron's 1F1B on the fullest rank" in capsys.readouterr().out
 
 
+def test_the_block_names_what_is_not_predicted(capsys):
+    validate(parsed("--sequence-splits", "4", fp8="hybrid", fp8_recipe="mxfp8", **SIZES))
+    assert "the gains of --fp8-format: predictions are for 16 bits" in capsys.readouterr().out
+    validate(parsed("--sequence-splits", "4", bf16=True, **SIZES))
+    assert "not predicted" not in capsys.readouterr().out
+
+
 def test_nothing_is_said_of_megatrons_own_schedule(capsys):
     validate(parsed())
     assert capsys.readouterr().out == ""
