@@ -60,7 +60,16 @@ def test_the_decision_table_has_figures():
     assert len(FIGURES) >= 6
 
 
-@pytest.mark.parametrize("page, words", [pair for pair in COMMANDS if pair[1][:1] == ["seq1f1b"]], ids=str)
+@pytest.mark.parametrize(
+    "page, words",
+    [
+        # Fifteen seconds of a core; test_train_time.py has the command on fewer GPUs.
+        pytest.param(page, words, marks=[pytest.mark.exhaustive] if "train-time" in words else [])
+        for page, words in COMMANDS
+        if words[0] == "seq1f1b"
+    ],
+    ids=str,
+)
 def test_commands_run(page, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "gpipe-zb" in words:
