@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isclose
 from statistics import fmean
 
 from ...schedule import Costs, Schedule, peak_memory, simulate
 
 # Up to so many units of all stages together, a step is simulated as it is.
 _FEW_UNITS = 5_000
-# Groups of micro-batches after which the steady state is reached.
-_SHORT_STEP = 4
+# Groups of micro-batches after which the steady state is usually reached.
+_SHORT_STEP = 6
+# Relative difference of times that are as good as equal.
+_EQUAL = 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,18 @@ def estimate_step(schedule_of: Callable[[int], Schedule], num_microbatches: int,
 
 
 def from_short_steps(measured: Callable[[int], Sequence[float]], num_microbatches: int, group: int) -> Sequence[float]:
-    """What `measured` gives for a step of so many micro-batches, from two short steps that end alike.
+    """What `measured` gives for a step of so many micro-batches, from short steps that end alike.
 
     In its steady state a schedule repeats itself with every group of micro-batches that occupies all ranks, so that
-    time, and memory where it grows at all, grow by as much with each.
+    time, and memory where it grows at all, grow by as much with each. Two steps give that growth; where it does not
+    lead to a third one, twice as long, that state comes later, and longer steps are taken.
     """
-    short = _SHORT_STEP * group + num_microbatches % group
-    if num_microbatches <= short + group:
-        return measured(num_microbatches)
-    more = (num_microbatches - short) // group
-    return [a + more * (b - a) for a, b in zip(measured(short), measured(short + group), strict=True)]
+    groups, rest = divmod(num_microbatches, group)
+    short = _SHORT_STEP
+    while groups > 2 * short:
+        first, second, third = (measured(count * group + rest) for count in (short, short + 1, 2 * short))
+        growth = [b - a for a, b in zip(first, second, strict=True)]
+        if all(isclose(a + short * each, b, rel_tol=_EQUAL) for a, b, each in zip(first, third, growth, strict=True)):
+            return [value + (groups - 2 * short) * each for value, each in zip(third, growth, strict=True)]
+        short *= 2
+    return measured(num_microbatches)
