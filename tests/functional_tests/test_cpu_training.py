@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support.few import few_of
-from support.launch import PRETRAIN, TINY_GPT, torchrun
+from support.launch import PRETRAIN, ROOT, TINY_GPT, torchrun
 
 MOCK = (*TINY_GPT, "--mock-data")
 
@@ -83,6 +83,15 @@ def test_checkpoint_resumes_exactly(launch, tmp_path, flags):
     assert len(whole) == 5
     # To the last digit that is printed
     assert rest == pytest.approx(whole[3:], abs=3e-6)
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_are_saved_by_a_new_python_as_on_a_gpu(tmp_path):
+    """It imports the training script, too."""
+    script = ROOT / "tests" / "functional_tests" / "scripts" / "spawning_script.py"
+    flags = [*MOCK, "--sequence-splits", 2, "--save", tmp_path, "--save-interval", 2, "--train-iters", 2]
+    torchrun(script, 1, flags, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}).check()
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def test_recompute_repeats_dropout(launch):

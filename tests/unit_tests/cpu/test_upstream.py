@@ -1,0 +1,31 @@
+"""What of Megatron's arguments a CPU cannot have."""
+
+import sys
+from argparse import Namespace
+
+import pytest
+
+from megatron.seq1f1b.cpu import upstream
+
+
+def parse(monkeypatch, *flags: str, **asked) -> Namespace:
+    defaults = {name: value for name, value, _ in upstream.FLAGS} | {"transformer_impl": "transformer_engine"}
+    monkeypatch.setattr(sys, "argv", ["script", *flags])
+    return upstream.with_cpu_defaults(lambda: Namespace(**defaults | {"flash_attention_version": None} | asked))()
+
+
+def test_defaults_for_a_gpu_are_replaced(monkeypatch, caplog):
+    assert parse(monkeypatch).transformer_impl == "local"
+    parse(monkeypatch, "--distributed-backend", "nccl", distributed_backend="nccl")
+    assert "--distributed-backend nccl becomes gloo on the CPU" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "rank, message", [("0", "--transformer-impl transformer_engine: .* use --transformer-impl local"), ("1", "^1$")]
+)
+def test_transformer_engine_is_refused_where_it_is_asked_for(monkeypatch, rank, message):
+    """In a sentence on the first rank. A rehearsal takes it: the cluster has a GPU."""
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match=message):
+        parse(monkeypatch, "--transformer-impl", "transformer_engine")
+    assert parse(monkeypatch, "--transformer-impl=transformer_engine", dry_run=True).transformer_impl == "local"
