@@ -104,7 +104,7 @@ REDIRECTS = PatchTable(
             "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
             upstream.forked,
             "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
-            "training script, too (a functional test saves with it)",
+            "training script, too (a test saves with it)",
             wraps=True,
         ),
         Patch(
