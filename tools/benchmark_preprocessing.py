@@ -6,21 +6,19 @@
 Megatron's tool calls its tokenizer once a document, in a pool of processes, and hands each document's list of tokens
 to its builder. Here that way is put together from Megatron's own tokenizer and builder, and takes turns with ours. Both
 start in a process that has everything imported and the tokenizer loaded, and count what they and their workers take
-until the pair of files is there, less what they take for the first document alone; the pairs have to be equal. Beside
-them, the least that anybody can take with this tokenizer: to parse each document and to call the tokenizer, in batches
-and without positions in the text.
+until the pair of files is there, less what they take for the first document alone; the pairs have to be equal.
 
 The documents are Python's standard library, cut at line ends, and the tokenizer is a byte-level BPE trained on it.
 """
 
 import argparse
-import contextlib
 import filecmp
-import io
 import json
 import multiprocessing
+import os
 import resource
 import statistics
+import sys
 import sysconfig
 import tempfile
 import warnings
@@ -28,18 +26,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron.seq1f1b.commands import preprocess
-from megatron.seq1f1b.preprocessing.documents import batched, parse, read_records
-from megatron.seq1f1b.preprocessing.tokenizer import (
-    Tokenizer,
-    load_megatron_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
-from megatron.seq1f1b.preprocessing.workers import started_workers
 
 DOCUMENTS_A_MESSAGE = 32  # in Megatron's tool
 FORK = multiprocessing.get_context("fork")
@@ -48,15 +39,15 @@ FORK = multiprocessing.get_context("fork")
 class Encoder:
     """One document a call. The tokenizer is the class's, as in Megatron's tool: the object goes with every task."""
 
-    tokenizer: Tokenizer
+    tokenizer: Any
 
     def __call__(self, line: str) -> tuple[list[int], int]:
-        ids = list(self.tokenizer.encode(json.loads(line)["text"]))
+        ids = list(self.tokenizer.tokenize(json.loads(line)["text"]))
         ids.append(self.tokenizer.eod)
         return ids, len(line)
 
 
-def by_megatron(tokenizer: Tokenizer, args: argparse.Namespace) -> None:
+def by_megatron(tokenizer: Any, args: argparse.Namespace) -> None:
     Encoder.tokenizer = tokenizer
     builder = IndexedDatasetBuilder(f"{args.output_prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
     with FORK.Pool(args.workers) as pool, open(args.input[0], encoding="utf-8") as lines:
@@ -65,17 +56,9 @@ def by_megatron(tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     builder.finalize(f"{args.output_prefix}.idx")
 
 
-def by_us(tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    size = Path(args.input[0]).stat().st_size
-    no_bar = contextlib.redirect_stderr(io.StringIO())
-    with no_bar, started_workers(tokenizer, dtype, args) as workers:
-        preprocess.write_pair(args, "text", args.output_prefix, workers, dtype, args.input, size)
-
-
-def tokens_alone(tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    for batch in batched(read_records(args.input, "jsonl")):
-        tokenizer.encode_batch([parse(record, "jsonl", "text") for record in batch])
+def by_us(tokenizer: preprocess.Tokenizer, args: argparse.Namespace) -> None:
+    with open(os.devnull, "w") as sys.stdout, open(os.devnull, "w") as sys.stderr:
+        preprocess.write_pair(args, "text", args.input, tokenizer)
 
 
 def processor_seconds(way: Callable[[], None]) -> float:
@@ -121,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
 
-    print(f"{'MB/s of processor time':26}{'Megatron':>10}{'ours':>10}{'ratio':>8}{'least':>10}", flush=True)
+    print(f"{'MB/s of processor time':26}{'Megatron':>10}{'ours':>10}{'ratio':>8}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder, model = Path(name), Path(name, "tokenizer")
         for length in args.document_bytes:
@@ -134,15 +117,14 @@ def main() -> None:
                 for which in ("ours", "megatrons")
             )
             if not model.exists():
-                train_tokenizer(ours, ours.input)
+                preprocess.train_tokenizer(ours, ours.input)
             compare(length, megatrons, ours, args.repeats)
 
 
 def compare(length: int, megatrons: argparse.Namespace, ours: argparse.Namespace, repeats: int) -> None:
     ways = (
-        partial(by_megatron, load_megatron_tokenizer(megatrons), megatrons),
-        partial(by_us, load_tokenizer(ours), ours),
-        partial(tokens_alone, load_tokenizer(ours), ours),
+        partial(by_megatron, preprocess.megatrons_tokenizer(megatrons), megatrons),
+        partial(by_us, preprocess.load_tokenizer(ours), ours),
     )
     source = Path(ours.input[0])
     everything = source.read_bytes()
@@ -154,11 +136,8 @@ def compare(length: int, megatrons: argparse.Namespace, ours: argparse.Namespace
         if not filecmp.cmp(f"{megatrons.output_prefix}.{suffix}", f"{ours.output_prefix}.{suffix}", shallow=False):
             raise SystemExit(f"The .{suffix} files of documents of {length} bytes differ.")
     speeds = [len(everything) / 1e6 / statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
-    ratio = statistics.median(megatron / own for megatron, own, _ in rounds)
-    print(
-        f"{f'documents of {length} bytes':26}{speeds[0]:10.2f}{speeds[1]:10.2f}{ratio:8.2f}{speeds[2]:10.2f}",
-        flush=True,
-    )
+    ratio = statistics.median(megatron / own for megatron, own in rounds)
+    print(f"{f'documents of {length} bytes':26}{speeds[0]:10.2f}{speeds[1]:10.2f}{ratio:8.2f}", flush=True)
 
 
 if __name__ == "__main__":

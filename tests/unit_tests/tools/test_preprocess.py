@@ -1,0 +1,235 @@
+"""`seq1f1b preprocess` writes what Megatron's own tool writes, and all of it or nothing."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron.seq1f1b.commands import preprocess, run
+from support.patience import patient
+
+# Three batches, so that two workers have to keep their order.
+TEXTS = [f"def f_{i}(x):\n\treturn x + {i}  # größer 🙂\n" for i in range(3000)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A folder with a.jsonl, and a tokenizer and the pair `one` made from it."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    train = ["--train-tokenizer", "400", "--append-eod", "--workers", "2"]
+    assert run("preprocess", command(folder, folder / "a.jsonl", "one", *train)) == 0
+    return folder
+
+
+def command(corpus: Path, source: Path, prefix: str, *flags: str) -> list[str]:
+    named = ["--input", source, "--output-prefix", corpus / prefix, "--tokenizer-model", corpus / "tokenizer"]
+    return list(map(str, [*named, "--workers", "1", *flags]))
+
+
+def made(corpus: Path, source: Path, prefix: str, *flags: str) -> int:
+    return run("preprocess", command(corpus, source, prefix, *flags))
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def pair(prefix: Path) -> list[bytes]:
+    return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
+
+
+def megatrons_tokenizer(folder: Path, *flags: str):
+    return preprocess.megatrons_tokenizer(preprocess.parse_args(command(folder, folder, "x", *flags)))
+
+
+def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    tokenizer = megatrons_tokenizer(corpus)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0) and tokenizer.pad not in (0, None, -1)
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for text in TEXTS:
+        ids = [*tokenizer.tokenize(text), tokenizer.eod]
+        builder.add_document(ids, [len(ids)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    assert pair(corpus / "one") == pair(tmp_path / "theirs")
+    assert made(corpus, corpus / "a.jsonl", "again", "--append-eod", "--partitions", "3", "--log-interval", "9") == 0
+    assert pair(corpus / "again") == pair(corpus / "one")
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_many_texts_at_once_have_the_ids_of_each_alone(corpus, tmp_path, special):
+    """Neither cut nor padded, and with the special tokens that single texts have."""
+    from tokenizers import Tokenizer as Rust
+    from tokenizers.processors import TemplateProcessing
+
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    rust = Rust.from_file(str(corpus / "tokenizer" / "tokenizer.json"))
+    rust.enable_truncation(5)
+    rust.enable_padding(length=8)
+    rust.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    rust.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text((corpus / "tokenizer" / "tokenizer_config.json").read_text())
+    tokenizer = megatrons_tokenizer(tmp_path, *([] if special else ["--tokenizer-hf-no-include-special-tokens"]))
+    texts = [*TEXTS[:50], "a<|endoftext|>b", " leading", "\u0301 é ", "\n\n"]
+    batch = preprocess.encoder_of(tokenizer)(texts)
+    assert batch == [tokenizer.tokenize(text) for text in texts]
+    assert all((ids[0] == 0) == special for ids in batch) and len(batch[0]) > 8
+
+
+def test_a_tokenizer_with_a_way_of_its_own_keeps_it(corpus):
+    from transformers import PreTrainedTokenizerFast
+
+    class Own(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, **kwargs):
+            return super()._encode_plus(text.lower(), **kwargs)
+
+    own = Own(tokenizer_file=str(corpus / "tokenizer" / "tokenizer.json"))
+    library = SimpleNamespace(tokenizer=own, include_special_tokens=True)
+    megatron = SimpleNamespace(_tokenizer=library, tokenize=lambda text: own(text)["input_ids"])
+    assert (
+        preprocess.encoder_of(megatron)(["ABC"]) == [own("abc")["input_ids"]] != [own.backend_tokenizer.encode("ABC")]
+    )
+
+
+def test_ids_outside_the_vocabulary_are_the_documents_fault(corpus):
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"]
+    tokenizer = preprocess.load_tokenizer(preprocess.parse_args(command(corpus, corpus, "null", *flags)))
+    batch = [preprocess.Document(name, raw, False) for name, raw in (("a", b"1 2 99"), ("b", b"100"), ("c", b"x"))]
+    tokens = preprocess.tokenize(batch, tokenizer, np.uint16, "text", True)
+    assert (tokens.lengths, tokens.ids.tolist()) == ([4], [1, 2, 99, 99])
+    assert [place for place, _ in tokens.problems] == ["b", "c"]
+    assert "outside the vocabulary of 100" in tokens.problems[0][1]
+
+
+def test_folders_are_searched_in_order_and_pipes_left_alone(corpus, tmp_path, capsys):
+    for name in ("b/2.py", "a/1.py", "a/skip/3.py", "c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    os.mkfifo(tmp_path / "pipe.py")
+    found = preprocess.find_files([str(tmp_path)], "*.py", ["skip"])
+    assert [os.path.relpath(path, tmp_path) for path in found] == ["a/1.py", "b/2.py"]
+    assert made(corpus, tmp_path, "folder", "--glob", "*.py") == 0
+    assert "3 documents, " in capsys.readouterr().out
+
+
+def test_bad_documents_stop_the_run_or_are_skipped(corpus, tmp_path, capsys):
+    source = tmp_path / "bad.jsonl"
+    lines = b'{"text": "good"}\n{"t": 1}\n\n\xff\n[1]\n{"text": 2}\n{"text": " "}\n{\n'
+    lines += b'{"text": "\\ud800"}\n{"text": "too"}\n'
+    source.write_bytes(lines)
+    before = names(corpus)
+    assert made(corpus, source, "bad") == 2
+    error = capsys.readouterr().err
+    assert f"error: {source}:2: no key 'text'" in error and "--on-error skip" in error
+    assert names(corpus) == before
+    assert made(corpus, source, "bad", "--on-error", "skip") == 0
+    out, error = capsys.readouterr()
+    assert "2 documents, " in out and "Skipped 8: " in out
+    reasons = ("no key", "empty", "not UTF-8", "not a JSON object", "key 'text' is not a string", "empty", "bad JSON")
+    for line, reason in enumerate((*reasons, "the tokenizer refused it"), 2):
+        assert f"skipped {source}:{line}: {reason}" in error
+    (tmp_path / "empty.txt").touch()
+    assert made(corpus, tmp_path / "empty.txt", "none", "--on-error", "skip") == 2
+    assert made(tmp_path, tmp_path / "empty.txt", "none", "--train-tokenizer", "300") == 2
+    assert "none.bin" not in names(corpus) and names(tmp_path) == {"bad.jsonl", "empty.txt"}
+
+
+def test_an_existing_pair_or_tokenizer_is_replaced_on_request(corpus, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello")
+    assert made(corpus, tmp_path / "a.txt", "replaced") == 0
+    before = pair(corpus / "replaced")
+    (tmp_path / "a.txt").write_text("hello, world")
+    assert made(corpus, tmp_path / "a.txt", "replaced") == 2
+    assert "replaced.bin exists" in capsys.readouterr().err
+    assert made(corpus, tmp_path / "a.txt", "new", "--train-tokenizer", "300") == 2
+    assert "tokenizer.json exists" in capsys.readouterr().err
+    assert pair(corpus / "replaced") == before
+    assert made(corpus, tmp_path / "a.txt", "replaced", "--overwrite") == 0
+    assert len(pair(corpus / "replaced")[0]) > len(before[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--train-tokenizer", "257"], "too small"),
+        (["--train-tokenizer", "300", "--tokenizer-type", "TikTokenizer"], "drop --tokenizer-type TikTokenizer"),
+        (["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
+        (["--tokenizer-model", ""], "--tokenizer-model DIR"),
+        (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "a.txt"], "cannot load the SentencePiece"),
+        (["--workers", "0"], "--workers"),
+        (["--input", "nowhere.txt"], "--input nowhere.txt does not exist"),
+        (["--glob", "*.rs"], "matches --glob '*.rs'"),
+        (["--output-prefix", "data/"], "--output-prefix data/ is a folder; add a name, as in data/corpus"),
+        (["--json-keys", "text", "text"], "names a key twice"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_refused_with_one_sentence(tmp_path, capsys, flags, sentence):
+    (tmp_path / "a.txt").write_text("hello")
+    try:
+        assert made(tmp_path, tmp_path, "out", *flags) == 2
+    except SystemExit as refused:
+        assert refused.code == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+    assert names(tmp_path) == {"a.txt"}
+
+
+def test_several_keys_make_a_pair_each_under_upstreams_names(corpus, tmp_path):
+    source = tmp_path / "two.jsonl"
+    source.write_text("".join(json.dumps({"title": f"f {i}", "text": text}) + "\n" for i, text in enumerate(TEXTS[:5])))
+    assert made(corpus, source, "two", "--json-keys", "text", "title") == 0
+    assert made(corpus, corpus / "a.jsonl", "named", "--upstream-names", "--max-documents", "5") == 0
+    assert made(corpus, source, "plain") == 0
+    assert pair(corpus / "two_text_document") == pair(corpus / "named_text_document") == pair(corpus / "plain")
+    assert len(pair(corpus / "two_title_document")[0]) < len(pair(corpus / "plain")[0])
+
+
+def test_a_worker_that_dies_ends_the_run(corpus):
+    def die(texts):
+        os._exit(1)
+
+    batch = [preprocess.Document("a", b"text", False)]
+    how = (preprocess.Tokenizer(die, 10, 0), np.uint16, "text", False)
+    with pytest.raises(ValueError, match="a worker died"):
+        list(preprocess.tokenized([batch] * 9, 2, *how))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
+    """The run waits in the middle of a stream; what it wrote so far goes, unless it is killed."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    flags = ["--output-prefix", str(tmp_path / "out"), "--input-format", "jsonl"]
+    words = command(corpus, tmp_path / "pipe.jsonl", "out", *flags)
+    process = multiprocessing.get_context("fork").Process(target=lambda: (os.setsid(), run("preprocess", words)))
+    process.start()
+    try:
+        with open(tmp_path / "pipe.jsonl", "w") as pipe:
+            pipe.write('{"text": "hello"}\n' * 5000)
+            pipe.flush()
+            until = time.monotonic() + patient(60)
+            while not list(tmp_path.glob(".out-*/out.bin")):
+                assert time.monotonic() < until and process.is_alive()
+                time.sleep(0.05)
+            os.kill(process.pid, number)
+            process.join(timeout=patient(20))
+            while workers_of(process.pid):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        assert process.exitcode not in (None, 0)
+        assert number is signal.SIGKILL or names(tmp_path) == {"pipe.jsonl"}
+    finally:
+        process.kill()
+
+
+def workers_of(session: int) -> str:
+    return subprocess.run(["ps", "-o", "pid=", "-s", str(session)], capture_output=True, text=True).stdout.strip()
