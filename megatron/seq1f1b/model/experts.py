@@ -101,8 +101,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         if ctx.release is not None:
             ctx.release()
-        # A tensor without dimensions, as the gradient is, does not raise the type of the counts.
-        chosen = ctx.tally.chosen().to(torch.promote_types(ctx.dtype, torch.float32))
+        chosen = ctx.tally.chosen()
+        # A tensor without dimensions, as the gradient is, would not raise the type of the counts.
+        chosen = chosen.to(torch.promote_types(ctx.dtype, chosen.dtype))
         return (grad_output * ctx.factor * chosen).to(ctx.dtype), None, None, None, None, None
 
 
