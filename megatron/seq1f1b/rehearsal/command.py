@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..patches import Patch, PatchTable, Scope
 
 if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
-    from .report import RehearsalReport
+    from .report import RehearsalReport, StageReport
 
 
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
@@ -123,15 +123,17 @@ def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:
         from megatron.training import get_args
 
         from .launch import Failure, rehearse
-        from .launch_facts import check, in_words, stood_for
-        from .report import GIB, RehearsalReport
-        from .stage import run_stage
-        from .table import as_text
+        from .report import GIB, RehearsalReport, as_text
+        from .stage import Stage
+        from .stand_ins import check, in_words, stood_for
 
         launch = get_args()
         check(launch)
-        run = partial(run_stage, partial(pretrain, *args, **kwargs), launch, watched)
-        result = rehearse(run, launch, ranks_of_first_pipeline(launch))
+
+        def run_stage(progress: Callable[[float], None]) -> StageReport:
+            return Stage(launch, watched, progress).run(partial(pretrain, *args, **kwargs))
+
+        result = rehearse(run_stage, launch, ranks_of_first_pipeline(launch))
         if isinstance(result, Failure):
             print(result.details[-6000:], file=sys.stderr)
             print(f"error: rank {result.rank}: {result.sentence.rstrip('.')}.", file=sys.stderr)

@@ -7,12 +7,12 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm import tqdm
 
+from .operators import NeedsValues
 from .report import StageReport
-from .without_values import NeedsValues
 
 
 class Failure(NamedTuple):
@@ -32,45 +32,38 @@ def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list
     """
     context = multiprocessing.get_context("fork")
     num_at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting, running, reports = list(ranks), {}, {}
+    waiting, running, done = list(ranks), {}, {}  # done: a share of the stage, then its report
     looks = {"bar_format": "{desc} {bar}| {n:.1f} of {total} [{elapsed}<{remaining}]", "disable": None, "leave": False}
     with tqdm(total=len(ranks), desc="Rehearsing pipeline stages", **looks) as bar:
-        shares: dict[int, float] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < num_at_once:
                     rank = waiting.pop(0)
                     here, there = context.Pipe(duplex=False)
                     # A child that held the ends of its parent would not notice that the parent was killed.
-                    inherited = (here, *running)
-                    process = context.Process(
-                        target=_child, args=(run_stage, args, rank, there, inherited), daemon=True
-                    )
+                    words = run_stage, args, rank, there, (here, *running)
+                    process = context.Process(target=_child, args=words, daemon=True)
                     process.start()
                     there.close()
                     running[here] = rank, process
                 for connection in wait(list(running)):
                     rank, process = running[connection]
                     try:
-                        said = connection.recv()
+                        done[rank] = connection.recv()
                     except EOFError:
                         process.join()
-                        said = Failure(rank, f"its process ended with exit code {process.exitcode}", "", 1)
-                    if isinstance(said, float):
-                        shares[rank] = said
-                    elif isinstance(said, Failure):
-                        return said
-                    else:
-                        shares[rank] = 1.0
-                        reports[rank] = said
+                        return Failure(rank, f"its process ended with exit code {process.exitcode}", "", 1)
+                    if isinstance(done[rank], Failure):
+                        return done[rank]
+                    if isinstance(done[rank], StageReport):
                         del running[connection]
                         process.join()
-                    bar.n = sum(shares.values())
-                    bar.refresh()
+                bar.n = sum(share if isinstance(share, float) else 1.0 for share in done.values())
+                bar.refresh()
         finally:
             for _, process in running.values():
                 process.kill()
-    return [reports[rank] for rank in ranks]
+    return [done[rank] for rank in ranks]
 
 
 def _child(
@@ -90,19 +83,15 @@ def _child(
         parent.send(run_stage(parent.send))
     except SystemExit as error:
         printed = _printed(log)
-        if isinstance(error.code, str):
-            parent.send(Failure(rank, error.code, printed, 1))
-        else:
-            last = printed.strip().splitlines()[-1:] or [f"exit code {error.code}"]
-            parent.send(Failure(rank, last[0], printed, int(error.code or 0)))
-    except NeedsValues as error:
-        details = _printed(log) + "".join(traceback.format_exception(error))
-        sentence = f"what runs here depends on values, which tensors of a rehearsal do not have ({error})"
-        parent.send(Failure(rank, sentence, details, 1))
+        last = printed.strip().splitlines()[-1:] or [f"exit code {error.code}"]
+        is_sentence = isinstance(error.code, str)
+        sentence, code = (error.code, 1) if is_sentence else (last[0], int(error.code or 0))
+        parent.send(Failure(rank, sentence, printed, code))
     except BaseException as error:
         sentence = str(error) or type(error).__name__
-        details = _printed(log) + "".join(traceback.format_exception(error))
-        parent.send(Failure(rank, sentence, details, 1))
+        if isinstance(error, NeedsValues):
+            sentence = f"what runs here depends on values, which tensors of a rehearsal do not have ({error})"
+        parent.send(Failure(rank, sentence, _printed(log) + "".join(traceback.format_exception(error)), 1))
 
 
 def _printed(log: int) -> str:
@@ -117,19 +106,7 @@ def _without_side_effects(args: Namespace) -> None:
     """A rehearsal reads no checkpoint and writes no file; it needs no other process."""
     args.fake_process_group = True
     args.rerun_mode = "disabled"
-    for name, value in _NOT_REHEARSED.items():
-        if hasattr(args, name):
-            setattr(args, name, value)
-
-
-_NOT_REHEARSED: dict[str, Any] = {
-    "load": None,
-    "pretrained_checkpoint": None,
-    "save": None,
-    "log_progress": False,
-    "profile": False,
-    "tp_comm_overlap": False,
-    "log_straggler": False,
-    "run_workload_inspector_server": False,
-    "gpu_sniff_test_interval": None,
-}
+    for name in ("load", "pretrained_checkpoint", "save", "gpu_sniff_test_interval"):
+        setattr(args, name, None)
+    for name in ("log_progress", "profile", "tp_comm_overlap", "log_straggler", "run_workload_inspector_server"):
+        setattr(args, name, False)

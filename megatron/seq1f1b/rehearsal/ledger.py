@@ -1,12 +1,24 @@
-"""What is in memory at every moment of a step, from the births and deaths of storages."""
+"""The bytes in memory at every moment of a step, from the births and deaths of storages."""
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..report.colours import NAMES
 from ..schedule import parse_action
+
+_MESSAGES = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
+_FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
+_ROWS = 128  # flash attention rounds the number of queries up to this
 
 
 class Category(StrEnum):
@@ -131,3 +143,119 @@ class Ledger:
                 elif born_in[number] == moment and categories[number] is Category.ACTIVATIONS:
                     categories[number] = Category.TEMPORARY
         return categories
+
+
+class StorageCounter(TorchDispatchMode):
+    """Enters every storage into `ledger` when it is allocated and when it is freed.
+
+    It counts the bytes of tensors, not the blocks that an allocator rounds them to, and for flash attention what its
+    kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
+    """
+
+    def __init__(self, ledger: Ledger, device: str, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
+        super().__init__()
+        self.ledger = ledger
+        self._run = run or (lambda function, args, kwargs: function(*args, **kwargs))
+        self.num_operators = 0
+        self.on_message: Callable[[Any, tuple], None] | None = None
+        self._groups: set[str] = set()
+        self._with_workspace = device != "cpu"
+        self._alive: dict[int, tuple[int | None, weakref.ref]] = {}  # None: made while paused
+        self._is_paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and checking for that takes time at every operator
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._run(function, args, kwargs or {})
+        self.num_operators += 1
+        if function.namespace == "c10d":
+            self._communicates(function, args)
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, torch.Tensor):
+                self._note(item)
+        if self._with_workspace and (size := workspace_bytes(function, args)):
+            self.ledger.pass_through(size)
+        return result
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside is not counted: tensors of the host, batches above all."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def label(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
+        """Record what the storages of `tensors` hold, from their births on."""
+        for tensor in tensors:
+            number, _ = self._alive.get(tensor.untyped_storage()._cdata, (None, None))
+            if number is not None:
+                self.ledger.label(number, category)
+
+    @property
+    def num_communicators(self) -> int:
+        """Process groups of several ranks in which something was sent, received, reduced or gathered."""
+        return len(self._groups)
+
+    def _communicates(self, operator: Any, args: tuple) -> None:
+        for argument in args:
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                group = dist.ProcessGroup.unbox(argument)
+                if group.size() > 1:
+                    self._groups.add(group.group_name)
+        if operator in _MESSAGES and self.on_message is not None:
+            self.on_message(operator, args)
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        if not size:
+            return
+        number = None if self._is_paused else self.ledger.birth(size)
+        self._alive[key] = number, weakref.ref(storage, partial(self._forget, key))
+
+    def _forget(self, key: int, _: Any) -> None:
+        number, _ = self._alive.pop(key)
+        if number is not None:
+            self.ledger.death(number)
+
+    def resize(self, resize: Callable) -> Callable:
+        """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            number, reference = self._alive.get(storage._cdata, (None, None))
+            if number is not None:
+                self.ledger.death(number)
+                self._alive[storage._cdata] = self.ledger.birth(size), reference
+            return result
+
+        return counted
+
+
+def workspace_bytes(operator: Any, args: Sequence[Any]) -> int:
+    """Bytes of PyTorch's allocator that `operator` holds while it runs, beyond what it returns; 0 where none is known.
+
+    The backward of flash attention 2 sums the gradient of the queries in fp32 before it rounds, at a head size that is
+    a multiple of 32 (64 above 128), keeps one fp32 number a query and head (`dq_accum` and `softmax_d` in mha_bwd of
+    pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), and for grouped KV heads makes gradients
+    of keys and values for every query head.
+    """
+    if operator is not _FLASH_BACKWARD:
+        return 0
+    query, key = args[1], args[2]
+    *_, length, heads, size = query.shape if query.dim() == 4 else (1, *query.shape)
+    sequences = query.shape[0] if query.dim() == 4 else 1
+    rows = -(-length // _ROWS) * _ROWS
+    step = 32 if size <= 128 else 64
+    padded = min(-(-size // step) * step, 256)
+    in_fp32 = 4 * sequences * heads * rows * (padded + 1)
+    kv_heads = key.shape[-2]
+    expanded = 2 * key.numel() // kv_heads * heads * key.element_size() if kv_heads != heads else 0
+    return in_fp32 + expanded

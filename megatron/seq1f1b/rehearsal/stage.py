@@ -14,57 +14,51 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..model import use_segment_attention
 from ..patches import Patch, PatchTable, Scope, patched
-from .batches import fake_batches
-from .counter import StorageCounter
-from .expert_counts import ExpertCounts
-from .fakes import spared
-from .launch_facts import is_fused_on_gpu
-from .ledger import Category, Ledger
+from .ledger import Category, Ledger, StorageCounter
+from .operators import ExpertCounts, WithoutValues
 from .recorder import StepRecorder
 from .report import StageReport
-from .without_values import WithoutValues
+from .stand_ins import fake_batches, is_fused_on_gpu, spared
 
 
 class _Ended(BaseException):
     """Leaves Megatron's `pretrain` after the step that was rehearsed."""
 
 
-def run_stage(
-    pretrain: Callable,
-    args: Namespace,
-    watched: Callable[[Callable, StepRecorder], Callable],
-    progress: Callable[[float], None] = lambda _: None,
-    is_fake: bool = True,
-) -> StageReport:
-    """Run `pretrain()`, Megatron's own with all its arguments, up to the end of its first step.
+class Stage:
+    """One pipeline stage, which goes through Megatron's `pretrain` up to the end of its first step.
 
     `watched(function, recorder)` makes a forward-backward function report its actions to the recorder. With
     `is_fake=False` all tensors are real and the other ranks must run too, so that a real step can be counted.
     """
-    stage = _Stage(args, watched, progress, is_fake)
-    with stage.takes_part():
-        try:
-            pretrain()
-        except _Ended:
-            return stage.report()
-    raise ValueError("the launch ends without a training step")
 
-
-class _Stage:
-    """Stands around the model, the data and the training step of Megatron's `training` module."""
-
-    def __init__(self, args: Namespace, watched: Callable, progress: Callable[[float], None], is_fake: bool) -> None:
+    def __init__(
+        self,
+        args: Namespace,
+        watched: Callable[[Callable, StepRecorder], Callable],
+        progress: Callable[[float], None] = lambda _: None,
+        is_fake: bool = True,
+    ) -> None:
         self._args = args
         self._watched = watched
         self._is_fake = is_fake
-        self._counter = StorageCounter(Ledger(), args.device, *([_without_values(args)] if is_fake else []))
-        self._recorder = StepRecorder(self._counter, progress)
-        self._counter.on_message = self._recorder.message
+        self.counter = StorageCounter(Ledger(), args.device, _without_values(args) if is_fake else None)
+        self._recorder = StepRecorder(self.counter, progress)
+        self.counter.on_message = self._recorder.message
         self._num_parameters = self._num_layers = 0
         self._start = time.perf_counter()
 
+    def run(self, pretrain: Callable[[], None]) -> StageReport:
+        """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
+        with self._takes_part():
+            try:
+                pretrain()
+            except _Ended:
+                return self._report()
+        raise ValueError("the launch ends without a training step")
+
     @contextmanager
-    def takes_part(self) -> Iterator[None]:
+    def _takes_part(self) -> Iterator[None]:
         """Inside, Megatron's `pretrain` calls this object around its model, its data and its step."""
         around = (
             ("setup_model_and_optimizer", self._set_up, "is counted"),
@@ -75,32 +69,32 @@ class _Stage:
             Scope.STEP,
             (
                 *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
-                Patch("torch.UntypedStorage.resize_", self._counter.resize, "is counted", wraps=True),
+                Patch("torch.UntypedStorage.resize_", self.counter.resize, "is counted", wraps=True),
             ),
         )
         with patched(table), patched(spared(self._args.device)) if self._is_fake else nullcontext():
             yield
 
-    def report(self) -> StageReport:
+    def _report(self) -> StageReport:
         return StageReport(
             rank=self._args.rank,
             stages=tuple(sorted(self._recorder.stages)),
             num_layers=self._num_layers,
             num_parameters=self._num_parameters,
-            moments=list(self._counter.ledger.moments()),
+            moments=list(self.counter.ledger.moments()),
             traffic=self._recorder.traffic,
-            num_communicators=self._counter.num_communicators,
-            num_operators=self._counter.num_operators,
+            num_communicators=self.counter.num_communicators,
+            num_operators=self.counter.num_operators,
             seconds=time.perf_counter() - self._start,
             is_on_gpu=self._args.device != "cpu",
         )
 
     def _set_up(self, set_up: Callable) -> Callable:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            ledger = self._counter.ledger
+            ledger = self.counter.ledger
             ledger.begin("build")
             ledger.default = Category.TEMPORARY
-            with self._counter:
+            with self.counter:
                 chunks, optimizer, scheduler = set_up(*args, **kwargs)
             if self._is_fake and is_fused_on_gpu(self._args):
                 use_segment_attention(chunks)  # whole sequences, too, have fused attention on a GPU
@@ -116,7 +110,7 @@ class _Stage:
 
     def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
         """Say what is alive after the model and its optimizer are built."""
-        counter = self._counter
+        counter = self.counter
         main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         counter.label(main, Category.OPTIMIZER)
         for chunk in chunks:
@@ -131,16 +125,16 @@ class _Stage:
         signature = inspect.signature(train_step)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            step, ledger = signature.bind(*args, **kwargs), self._counter.ledger
+            step, ledger = signature.bind(*args, **kwargs), self.counter.ledger
             optimizer = step.arguments["optimizer"]
             run = step.arguments["forward_backward_func"]
             step.arguments["forward_backward_func"] = self._then_optimizer(self._watched(run, self._recorder))
-            with self._counter:
+            with self.counter:
                 # Adam makes its moments in its first step, so a step as all later ones comes after it.
                 ledger.begin("first optimizer step")
                 ledger.default = Category.TEMPORARY
                 optimizer.step()
-                self._counter.label(_states(optimizer), Category.OPTIMIZER)
+                self.counter.label(_states(optimizer), Category.OPTIMIZER)
                 ledger.begin("step begins")
                 ledger.default = Category.ACTIVATIONS
                 train_step(*step.args, **step.kwargs)
@@ -151,8 +145,8 @@ class _Stage:
     def _then_optimizer(self, forward_backward: Callable) -> Callable:
         def counted(**kwargs: Any) -> Any:
             reports = forward_backward(**kwargs)
-            self._counter.ledger.begin("optimizer step")
-            self._counter.ledger.default = Category.TEMPORARY
+            self.counter.ledger.begin("optimizer step")
+            self.counter.ledger.default = Category.TEMPORARY
             return reports
 
         return counted
@@ -161,10 +155,10 @@ class _Stage:
         def uncounted(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
             if self._is_fake:
                 self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
-                return RerunDataIterator(_Uncounted(fake_batches(self._args), self._counter)), None, None
+                return RerunDataIterator(_Uncounted(fake_batches(self._args), self.counter)), None, None
             train, valid, test = build(*args, **kwargs)
             if train is not None:
-                train.iterable = _Uncounted(train.iterable, self._counter)
+                train.iterable = _Uncounted(train.iterable, self.counter)
             return train, valid, test
 
         return uncounted
@@ -179,10 +173,10 @@ def _without_values(args: Namespace) -> Callable[[Any, tuple, dict], Any]:
 class _Uncounted:
     def __init__(self, batches: Iterator[Any], counter: StorageCounter) -> None:
         self._batches = batches
-        self._counter = counter
+        self.counter = counter
 
     def __next__(self) -> Any:
-        with self._counter.paused():
+        with self.counter.paused():
             return next(self._batches)
 
 

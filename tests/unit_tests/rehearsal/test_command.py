@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 
 from megatron.seq1f1b.rehearsal import is_asked_for, prepare
-from megatron.seq1f1b.rehearsal.launch_facts import check, is_fused_on_gpu, stood_for
+from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, stood_for
 
 
 def test_only_the_flag_asks_for_it():

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.rehearsal.counter import StorageCounter
-from megatron.seq1f1b.rehearsal.ledger import Category, Ledger
-from megatron.seq1f1b.rehearsal.operators import workspace_bytes
-from megatron.seq1f1b.rehearsal.without_values import NeedsValues, WithoutValues
+from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, StorageCounter, workspace_bytes
+from megatron.seq1f1b.rehearsal.operators import NeedsValues, WithoutValues
 
 
 def one_moment(counter):

@@ -2,9 +2,8 @@
 
 import torch
 
-from megatron.seq1f1b.rehearsal.counter import StorageCounter
-from megatron.seq1f1b.rehearsal.expert_counts import ExpertCounts
-from megatron.seq1f1b.rehearsal.ledger import Ledger
+from megatron.seq1f1b.rehearsal.ledger import Ledger, StorageCounter
+from megatron.seq1f1b.rehearsal.operators import ExpertCounts
 
 
 def counting(topk, num_experts):

@@ -1,6 +1,6 @@
 """Both ends of a channel agree on the messages, or a sentence names those that differ."""
 
-from megatron.seq1f1b.rehearsal.messages import Message, Traffic, mismatches
+from megatron.seq1f1b.rehearsal.recorder import Message, Traffic, mismatches
 
 
 def message(source=0, destination=1, shape=(4, 1, 8), dtype="bfloat16", moment="0F0.0"):

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.rehearsal.counter import StorageCounter
-from megatron.seq1f1b.rehearsal.ledger import Ledger
-from megatron.seq1f1b.rehearsal.without_values import WithoutValues
+from megatron.seq1f1b.rehearsal.ledger import Ledger, StorageCounter
+from megatron.seq1f1b.rehearsal.operators import WithoutValues
 
 X, Y = (torch.ones(4, 6, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
 RESULTS = {

@@ -7,9 +7,8 @@ import pytest
 
 from megatron.seq1f1b.planning.costs.machine import bytes_outside
 from megatron.seq1f1b.rehearsal.ledger import Category, Moment
-from megatron.seq1f1b.rehearsal.messages import Message, Traffic
-from megatron.seq1f1b.rehearsal.report import GIB, RehearsalReport, StageReport
-from megatron.seq1f1b.rehearsal.table import as_text
+from megatron.seq1f1b.rehearsal.recorder import Message, Traffic
+from megatron.seq1f1b.rehearsal.report import GIB, RehearsalReport, StageReport, as_text
 from megatron.seq1f1b.report import plot_memory
 
 MOMENT = "in the forward of stage 0 for segment 0 of micro-batch 0"

@@ -1,0 +1,268 @@
+"""What stands in for the cluster in a rehearsal: what is bound, the batches and documents, and that in words."""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..model import Documents
+from ..model.kernels import AttentionRule, CudaFlash, KernelChoice
+from ..patches import Patch, PatchTable, Scope
+from .report import MIB
+
+_SHARES = (0.4, 0.3, 0.2)  # of a sequence; one more document has the rest
+
+
+def check(args: Namespace) -> None:
+    """End the program if the launch is one that cannot be rehearsed."""
+    if args.num_experts and args.moe_token_dispatcher_type == "flex":
+        raise SystemExit(
+            "error: --moe-token-dispatcher-type flex sends tokens by kernels that a rehearsal lacks; rehearse with "
+            "--moe-token-dispatcher-type alltoall, which needs a little more memory"
+        )
+    if _is_packed(args) and _runs_megatrons_own_schedule(args):
+        raise SystemExit(
+            "error: Megatron's own schedules with packed documents cannot be rehearsed, since its local layers ignore "
+            "where documents end; rehearse with --sequence-splits"
+        )
+
+
+def is_fused_on_gpu(args: Namespace) -> bool:
+    """Whether Transformer Engine's layers, for which local ones stand here, compute attention on the cluster."""
+    return (
+        args.device != "cpu"
+        and args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
+        and args.attention_backend.name != "local"
+    )
+
+
+def _runs_megatrons_own_schedule(args: Namespace) -> bool:
+    return args.sequence_splits is args.pipeline_schedule is args.pipeline_schedule_file is None
+
+
+def _is_packed(args: Namespace) -> bool:
+    return bool(args.sft or args.reset_attention_mask or args.dataloader_inter_document_masking)
+
+
+def in_words(args: Namespace) -> str:
+    """The launch in one line."""
+    sizes = {
+        "TP": args.tensor_model_parallel_size,
+        "PP": args.pipeline_model_parallel_size,
+        "CP": args.context_parallel_size,
+        "EP": args.expert_model_parallel_size,
+        "DP": args.data_parallel_size,
+    }
+    layout = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name in ("TP", "PP", "DP"))
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    chunks = args.virtual_pipeline_model_parallel_size
+    if args.pipeline_schedule_file is not None:
+        schedule = f"the schedule of {args.pipeline_schedule_file}"
+    elif _runs_megatrons_own_schedule(args):
+        schedule = f"Megatron's own {'interleaved ' if chunks else ''}1F1B"
+    else:
+        segments = f" with {args.sequence_splits} segments" if (args.sequence_splits or 1) > 1 else ""
+        schedule = f"{args.pipeline_schedule or '1f1b'}{segments}"
+    return (
+        f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, {num_microbatches} micro-batches "
+        f"of {args.micro_batch_size}, {schedule}{f' of {chunks} chunks a rank' if chunks else ''}, "
+        f"{args.recompute_granularity or 'no'} recomputation, {_precision(args)}, on {args.world_size} "
+        f"{'GPUs' if args.device != 'cpu' else 'CPU processes'} ({layout})"
+    )
+
+
+def _precision(args: Namespace) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def stood_for(args: Namespace) -> tuple[str, ...]:
+    """Sentences, without their full stops, on what a GPU would run and a rehearsal does not.
+
+    Transformer Engine's layers (transformer_engine/pytorch, 2.20) keep the same for the backward as Megatron's local
+    ones: the input of the norm and its output, the input of every linear layer, the input of the activation function.
+    They differ in two things. Their fused rotary embedding keeps only the angles, which all layers share
+    (attention/rope.py), where the local one keeps a cosine and a sine of its own for queries and for keys. And with
+    gradient_accumulation_fusion their weight gradients are added to main_grad by the matrix product itself.
+    """
+    notes, precision = [], _precision(args)
+    if args.device != "cpu":
+        replaced = args.replaced_on_cpu
+        if replaced["transformer_impl"] == "transformer_engine":
+            notes.append("Transformer Engine's layers by Megatron's local ones, which keep as much for the backward")
+            if args.moe_grouped_gemm:
+                notes.append("grouped products of experts (--moe-grouped-gemm) by one expert after another")
+        if args.position_embedding_type == "rope" and replaced["apply_rope_fusion"]:
+            per_token = 4 * (4 if precision == "fp32" else 2) * int(args.kv_channels * args.rotary_percent)
+            notes.append(
+                "the fused rotary embedding by the local one, whose cosines and sines for queries and keys are counted "
+                f"here: {per_token * args.seq_length / MIB:.1f} MiB a layer and micro-batch that the GPU will not need"
+            )
+        if set(getattr(args, "hybrid_layer_pattern", None) or "") & {"M", "G"}:
+            notes.append("the kernels of recurrent layers by plain PyTorch, which keeps more for the backward")
+        if replaced["gradient_accumulation_fusion"]:
+            notes.append("fused weight gradients by a temporary of the size of the weight, which the GPU will not need")
+    if args.fp8 or args.fp4:
+        notes.append(
+            f"--{'fp8' if args.fp8 else 'fp4'}-format, which is not modelled: everything is computed and counted in "
+            f"{precision}, without copies of weights in fewer bits or their scales"
+        )
+    if args.num_experts:
+        notes.append(
+            f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank whose experts "
+            "get more needs more memory, in proportion"
+        )
+    if _is_packed(args):
+        *lengths, last = map(str, _lengths(args.seq_length))
+        notes.append(f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens")
+    return tuple(notes)
+
+
+def fake_batches(args: Namespace) -> Iterator[dict[str, torch.Tensor]]:
+    """Endless batches, each of `micro_batch_size` sequences of `seq_length` tokens.
+
+    The length is read now: while a segment runs, `args.seq_length` is that of the segment.
+    """
+    shape, masked = (args.micro_batch_size, args.seq_length), args.create_attention_mask_in_dataloader
+    kinds = {"tokens": torch.long, "labels": torch.long, "loss_mask": torch.float, "position_ids": torch.long}
+
+    def batch() -> dict[str, torch.Tensor]:
+        mask = {"attention_mask": torch.empty((shape[0], 1, shape[1], shape[1]), dtype=torch.bool)} if masked else {}
+        return {name: torch.empty(shape, dtype=kind) for name, kind in kinds.items()} | mask
+
+    return iter(batch, None)
+
+
+def _lengths(sequence_length: int) -> list[int]:
+    lengths = [max(1, int(share * sequence_length)) for share in _SHARES]
+    return [*lengths, sequence_length - sum(lengths)]
+
+
+def documents_of_step(batches: Any, shape: tuple[int, int, int], *_: Any) -> list[Documents]:
+    """Those of every micro-batch, as the function of the same name in the runtime finds them in batches.
+
+    `shape` = (micro-batches, sequences, tokens).
+    """
+    num_microbatches, num_sequences, sequence_length = shape
+    starts = tuple(accumulate(_lengths(sequence_length)[:-1], initial=0))
+    return [(starts,) * num_sequences] * num_microbatches
+
+
+def spared(device: str) -> PatchTable:
+    """What is bound while a stage runs on tensors without values; kernels are a GPU's unless `device` is the CPU."""
+    return PatchTable(Scope.STEP, _FOR_FAKES + (() if device == "cpu" else _AS_ON_A_GPU))
+
+
+def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _fake_group(new_group: Callable) -> Callable:
+    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **(kwargs | {"backend": "fake", "pg_options": None}))
+
+    return new_fake_group
+
+
+def _no_norm(*args: Any, **kwargs: Any) -> float:
+    return math.nan
+
+
+def _own_answer(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _type_without_device(type_method: Callable) -> Callable:
+    def name_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_method(tensor, *args, **kwargs)
+        return found.replace(".meta.", ".") if isinstance(found, str) else found
+
+    return name_or_cast
+
+
+def _own_counts_of_all(gather: Callable) -> Callable:
+    def gathered(own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if own.is_meta or group.size() == 1:
+            return gather(own, group, *args, **kwargs)
+        return own.repeat(group.size(), *[1] * (own.dim() - 1))
+
+    return gathered
+
+
+def _without_fp8(init: Callable) -> Callable:
+    def initialize(checkpoint: Any, fp8: Any = None) -> None:
+        init(checkpoint, None)
+
+    return initialize
+
+
+def _moves() -> Callable:
+    return _moved
+
+
+def _moved(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
+    size = recomputed.untyped_storage().nbytes()
+    recomputed.untyped_storage().resize_(0)
+    discarded.untyped_storage().resize_(size)
+
+
+def _always(*args: Any) -> bool:
+    return True
+
+
+def _fused(choice: KernelChoice, rule: AttentionRule, *_: Any) -> CudaFlash:
+    return CudaFlash(rule)
+
+
+_CHOICE = "megatron.seq1f1b.model.kernels.choice.KernelChoice"
+
+_FOR_FAKES = (
+    Patch("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check", wraps=True),
+    Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
+    Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
+    Patch("torch.distributed.broadcast_object_list", _nothing, "reads sizes that others would send"),
+    Patch("torch.distributed.send_object_list", _nothing, "sends sizes that nobody reads"),
+    Patch("torch.distributed.recv_object_list", _nothing, "reads sizes that others would send"),
+    Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", _no_norm, "reads the norm of every gradient"),
+    Patch(
+        "megatron.training.training.logical_and_across_model_parallel_group",
+        _own_answer,
+        "reads what other ranks would send",
+    ),
+    Patch(
+        "megatron.training.training.set_jit_fusion_options",
+        _nothing,
+        "warms kernels up on real tensors as large as those of the step",
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+        _own_counts_of_all,
+        "gathers into a tensor without values how many tokens each expert gets",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
+        _without_fp8,
+        "asks Transformer Engine, which need not be installed here, how it computes in fp8",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.core.tensor_parallel.random._get_share_storage",
+        _moves,
+        "compiles what shares memory of tensors, which here have none",
+    ),
+    Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "asks work that nobody does if it is done"),
+    Patch("megatron.seq1f1b.runtime.executor.documents_of_step", documents_of_step, "looks for documents in tokens"),
+)
+
+_AS_ON_A_GPU = (
+    Patch(f"{_CHOICE}.is_on_gpu", _always, "tensors without values are on no GPU"),
+    Patch(f"{_CHOICE}._fused", _fused, "flash-attn keeps as much, but need not be installed here"),
+)
