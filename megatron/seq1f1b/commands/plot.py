@@ -81,6 +81,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--width",
         type=float,
+        default=8.0,
         metavar="INCHES",
         help="of a figure; default: 8, and 3.3 is one column of a paper",
     )
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
     check_output(output, *PICTURES, ".trace.json", ".json", ".csv")
     check_sources(args)
     family = args.pipeline_schedule or "1f1b"
-    if args.width is not None and not 2 <= args.width <= 100:
+    if not 2 <= args.width <= 100:
         raise ValueError(f"--width {args.width:g} is not from 2 to 100 inches")
     if args.memory_limit is not None and (family != "auto" or not args.memory_limit > 0):
         raise ValueError(f"--memory-limit {args.memory_limit:g} must be above 0, and is for --pipeline-schedule auto")

@@ -6,13 +6,14 @@ from types import MappingProxyType
 from ..schedule import Kind
 
 # Light and dark end of the shades of each kind. Hues that the colour-blind can distinguish (after Okabe and Ito), and
-# lightnesses that do not overlap, for print in grey: forward is the lightest, an input gradient the darkest.
+# lightnesses that do not overlap, for print in grey: forward is the lightest, though
+# darker than white, which is idle, an input gradient the darkest.
 COLOURS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
     {
-        Kind.F: ("#e6f3fd", "#aadcfb"),
-        Kind.B: ("#fbb566", "#e5943c"),
-        Kind.W: ("#53a06f", "#35855a"),
-        Kind.I: ("#8f4a8c", "#65296a"),
+        Kind.F: ("#b4d9f4", "#8bc3f1"),
+        Kind.B: ("#f0a04b", "#d17f26"),
+        Kind.W: ("#47946a", "#2d7d54"),
+        Kind.I: ("#8f4a8c", "#5f2465"),
     }
 )
 NAMES: Mapping[Kind, str] = MappingProxyType(
@@ -21,7 +22,7 @@ NAMES: Mapping[Kind, str] = MappingProxyType(
 
 
 def shade(kind: Kind, segment: int, num_segments: int) -> str:
-    """The colour of a box, such as `#aadcfb`; dark is late."""
+    """The colour of a box, such as `#8bc3f1`; dark is late."""
     share = segment / (num_segments - 1) if num_segments > 1 else 0.5
     light, dark = (bytes.fromhex(colour[1:]) for colour in COLOURS[kind])
     return "#" + bytes(round(a + (b - a) * share) for a, b in zip(light, dark, strict=True)).hex()

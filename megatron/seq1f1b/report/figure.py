@@ -2,7 +2,7 @@
 
 The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
 micro-batch, the bar below it for the model chunk; idle time stays white. Lines above a row are collectives beside
-compute.
+compute: hollow those that gather parameters, filled those that reduce gradients.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,20 @@ from ..schedule import Kind, Span, Timeline, sequences_held, written_whole
 from .colours import COLOURS, NAMES, shade
 
 _WHITE_LABELS = (Kind.I,)
+# Family, whether there are several segments, and several chunks: its name in the papers.
+_PAPERS = {
+    ("gpipe", False, False): "GPipe",
+    ("gpipe", True, False): "TeraPipe",
+    ("1f1b", False, False): "1F1B",
+    ("1f1b", False, True): "interleaved 1F1B",
+    ("1f1b", True, False): "Seq1F1B",
+    ("1f1b", True, True): "Seq1F1B-I",
+    ("zb-h1", False, False): "ZB-H1",
+    ("zb-h1", True, False): "Seq1F1B + ZB-H1",
+}
 _LINES = {Kind.GATHER: ("#5e3c99", "parameter gathering"), Kind.REDUCE: ("#b2182b", "gradient reduction")}
-_ROW, _BOX = 0.28, 0.14  # inches: height of a rank, width of a short action
+_ROW = 0.28  # inches: height of a rank
+_WIDTH = 8.0  # inches: a page, at 200 dots an inch 1,600 pixels
 _NARROW = 5.0  # inches: a figure of one column of a paper, which has no room for the table at the right
 _MAX_LABELS = 6000  # more would be too small to read and slow to draw
 
@@ -23,16 +35,16 @@ def plot_timelines(
     timelines: Sequence[Timeline],
     path: str | Path,
     titles: Sequence[str] | None = None,
-    width: float | None = None,
+    width: float = _WIDTH,
     has_labels: bool = True,
 ) -> None:
     """Writes one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file.
 
-    The right margin of a panel shows, for each rank, the most units in flight and the idle share of
-    the step; a figure of less than 5 inches does without. A title is taken from `meta["schedule"]`
-    and the sizes if it is not given. `width` is that of the figure in inches, by default as wide as
-    the numbers in the boxes need, which drop out where they do not fit, and all with
-    `has_labels=False`. Needs matplotlib; raises ValueError for timelines of different time units.
+    The right margin of a panel shows, for each rank, the most sequences held (see `sequences_held`)
+    and the idle share of the step; a figure of less than 5 inches does without. A title is taken
+    from `meta["schedule"]` and the sizes if it is not given. `width` is that of the figure in inches.
+    Numbers in the boxes drop out where they do not fit, and all with `has_labels=False`. Needs
+    matplotlib; raises ValueError for timelines of different time units.
     """
     from matplotlib.figure import Figure
 
@@ -40,12 +52,9 @@ def plot_timelines(
         raise ValueError("timelines of different time units cannot share an axis")
     titles = titles or [_title(timeline) for timeline in timelines]
     longest = max(timeline.makespan for timeline in timelines)
-    is_narrow = width is not None and width < _NARROW
+    is_narrow = width < _NARROW
     left, right = (0.3, 0.1) if is_narrow else (0.65, 1.45)
-    if width is None:
-        width = min(max(longest / _typical_duration(timelines) * _BOX, 7), 40)
-    else:
-        width -= left + right
+    width -= left + right
     heights = [len(timeline.ranks) * _ROW for timeline in timelines]
     # Inches: between panels, for the legend, for the axis.
     gap, top, bottom = (0.35, 0.75, 0.35) if is_narrow else (0.5, 0.55, 0.4)
@@ -73,32 +82,23 @@ def plot_timelines(
 def _title(timeline: Timeline) -> str:
     shape = timeline.shape
     name = timeline.meta.get("schedule", "schedule")
+    name = _PAPERS.get((name, shape.num_segments > 1, shape.num_chunks > 1), name)
     chunks = f", C = {shape.num_chunks} ({shape.placement.style})" if shape.num_chunks > 1 else ""
     sizes = f"P = {shape.num_ranks}, m = {shape.num_microbatches}, k = {shape.num_segments}{chunks}"
     return f"{name}   {sizes}   bubble ratio {timeline.bubble_ratio:.3f}"
 
 
-def _typical_duration(timelines: Sequence[Timeline]) -> float:
-    """The shortest of the mean durations of the kinds: its boxes have to hold a number."""
-    means = []
-    for timeline in timelines:
-        for kind in COLOURS:
-            durations = [s.end - s.start for spans in timeline.ranks for s in spans if s.action.kind is kind]
-            if durations and sum(durations) > 0:
-                means.append(sum(durations) / len(durations))
-    return min(means, default=1.0)
-
-
 def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: bool) -> None:
     from matplotlib.collections import PolyCollection
 
-    boxes, colours, bars, lines, line_colours = [], [], [], [], []
+    boxes, colours, bars, lines, line_colours, line_faces = [], [], [], [], [], []
     for rank, spans in enumerate(timeline.ranks):
         for action, start, end in spans:
             left, right = start - timeline.start, end - timeline.start
             if action.kind in _LINES:
                 lines.append(_rectangle(left, right, rank - 0.5, rank - 0.42))
                 line_colours.append(_LINES[action.kind][0])
+                line_faces.append("white" if action.kind is Kind.GATHER else _LINES[action.kind][0])
                 continue
             boxes.append(_rectangle(left, right, rank - 0.46, rank + 0.46))
             colours.append(shade(action.kind, action.segment, timeline.shape.num_segments))
@@ -109,7 +109,9 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: 
     outline = 0.15 if is_narrow else 0.3
     axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="#404040", linewidths=outline))
     axes.add_collection(PolyCollection(bars, facecolors="#404040", linewidths=0))
-    axes.add_collection(PolyCollection(lines, facecolors=line_colours or "none", linewidths=0))
+    axes.add_collection(
+        PolyCollection(lines, facecolors=line_faces or "none", edgecolors=line_colours or "none", linewidths=0.5)
+    )
     ranks = range(len(timeline.ranks))
     axes.set_xlim(0, longest * 1.002)  # the last edge shows
     axes.set_ylim(len(timeline.ranks) - 0.5, -0.5)
@@ -163,7 +165,9 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float, colum
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
     entries: dict[str, Any] = {NAMES[kind]: box(shade(kind, 1, 3)) for kind in NAMES if kind in used}
-    entries |= {name: Patch(facecolor=colour) for kind, (colour, name) in _LINES.items() if kind in used}
+    for kind, (colour, name) in _LINES.items():
+        if kind in used:
+            entries[name] = Patch(facecolor="white" if kind is Kind.GATHER else colour, edgecolor=colour)
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):

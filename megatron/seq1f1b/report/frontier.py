@@ -1,6 +1,7 @@
 """Throughput against memory, with the frontier: what nothing else beats in both."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +31,9 @@ def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, 
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for name, points in groups.items():
+    for (name, points), marker in zip(groups.items(), cycle("os^vD")):
         axes.plot(
-            [each.memory for each in points], [each.throughput for each in points], "o", markersize=4, alpha=0.6,
+            [each.memory for each in points], [each.throughput for each in points], marker, markersize=4, alpha=0.6,
             label=name,
         )  # fmt: skip
     best = frontier([point for points in groups.values() for point in points])

@@ -1,6 +1,7 @@
 """Time to train and its cost against the number of devices."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from ..schedule import written_whole
@@ -14,10 +15,10 @@ def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], 
     figure = Figure(figsize=(9, 4), layout="constrained")
     days, hours = figure.subplots(1, 2)
     lines = {name: points for name, points in lines.items() if points}
-    for name, points in lines.items():
+    for (name, points), style in zip(lines.items(), cycle(("o-", "s--", "^:", "v-.", "D-"))):
         devices = [point[0] for point in points]
-        days.loglog(devices, [point[1] for point in points], "o-", markersize=4, label=name)
-        hours.loglog(devices, [point[2] / 1000 for point in points], "o-", markersize=4, label=name)
+        days.loglog(devices, [point[1] for point in points], style, markersize=4, label=name)
+        hours.loglog(devices, [point[2] / 1000 for point in points], style, markersize=4, label=name)
     days.set_ylabel("days")
     hours.set_ylabel("thousands of device hours")
     ticks = sorted({point[0] for points in lines.values() for point in points})

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.seq1f1b.report import plot_timelines
 from megatron.seq1f1b.report.figure import COLOURS
-from megatron.seq1f1b.schedule import Placement, Shape, build, simulate
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, simulate
 
 # Linear RGB as seen without the cones for long, middle and short waves (Machado et al. 2009, severity 1).
 DEFICIENCIES = {
@@ -39,6 +39,11 @@ def test_in_grey_no_shade_of_a_kind_is_one_of_another():
     assert all(higher[0] - lower[1] >= 4 for lower, higher in pairwise(bands)), bands
 
 
+def test_a_forward_of_the_first_segment_is_not_taken_for_idle_time():
+    luminance = times(XYZ, linear(COLOURS[Kind.F][0]))[1]
+    assert 1.05 / (luminance + 0.05) >= 1.4
+
+
 @pytest.mark.parametrize("matrix", DEFICIENCIES.values(), ids=DEFICIENCIES)
 def test_the_colour_blind_tell_any_two_kinds_apart(matrix):
     for first, second in combinations(COLOURS.values(), 2):
@@ -64,8 +69,9 @@ def test_in_one_column_numbers_drop_out_where_they_do_not_fit(tmp_path):
     large = simulate(build("zb-h1", Shape(Placement(8, 2, "v"), 12, 4)))
     inches, shown = texts(large, tmp_path / "a.svg", width=3.3)
     assert inches == pytest.approx(3.3) and "11" not in shown
-    inches, shown = texts(large, tmp_path / "a.svg")
-    assert inches > 10 and shown.count("11") == 3 * 16 * 4
+    inches, shown = texts(large, tmp_path / "a.svg", width=60)
+    assert inches == pytest.approx(60) and shown.count("11") == 3 * 16 * 4
+    assert texts(large, tmp_path / "a.svg")[0] == pytest.approx(8), "a page"
 
 
 @pytest.mark.parametrize("ending", ["svg", "pdf", "png"])

@@ -25,7 +25,7 @@ def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
     titled = Timeline(timeline.shape, timeline.ranks, meta={"schedule": "zb-h1"})
     plot_timelines([titled, titled], tmp_path / "two.svg")
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "two.svg").read_text())
-    titles = [text for text in texts if text.startswith("zb-h1")]
+    titles = [text for text in texts if text.startswith("zb-h1 ")]
     assert len(titles) == 2
     assert f"bubble ratio {timeline.bubble_ratio:.3f}" in titles[0]
     assert "P = 4, m = 3, k = 2, C = 2 (looped)" in titles[0]
