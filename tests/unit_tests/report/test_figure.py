@@ -39,7 +39,7 @@ def test_in_grey_no_shade_of_a_kind_is_one_of_another():
     assert all(higher[0] - lower[1] >= 4 for lower, higher in pairwise(bands)), bands
 
 
-def test_a_forward_of_the_first_segment_is_not_taken_for_idle_time():
+def test_a_forward_of_the_first_segment_differs_from_idle_time():
     luminance = times(XYZ, linear(COLOURS[Kind.F][0]))[1]
     assert 1.05 / (luminance + 0.05) >= 1.4
 
