@@ -11,9 +11,6 @@ _PROGRAM_START = time.time()
 
 from megatron.seq1f1b import (
     add_arguments,
-    end,
-    explained,
-    failures_recorded,
     install,
     pipeline_config,
     use_segment_attention,
@@ -168,13 +165,13 @@ def embedding_ranks(ranks):
 
 
 def check_tokens(batch, args):
-    """End the program at a token beyond the vocabulary: with tensor parallelism, Megatron would train on without a
+    """Raise ValueError for a token beyond the vocabulary: with tensor parallelism, Megatron would train on without a
     word. The batch is still on the host, where this takes no time."""
     if args.dry_run:  # whose batches hold no values
         return
     highest = max(int(batch[name].max()) for name in ("tokens", "labels"))
     if highest >= args.padded_vocab_size:
-        end(
+        raise ValueError(
             f"the data hold the token {highest}, but the vocabulary ends at {args.padded_vocab_size - 1}; give the "
             "tokenizer that made the data"
         )
@@ -298,7 +295,6 @@ def with_our_arguments(parser):
     return add_arguments(parser)
 
 
-@failures_recorded()
 def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]) -> None:
     """Pretrain the model of Megatron's configuration; `unsupported` gives the reason why a flag is not, by name."""
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
@@ -308,11 +304,11 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
     config = validate(args)
     for name, why in (UNSUPPORTED | unsupported).items():
         if getattr(args, name, False):
-            end(f"--{name.replace('_', '-')} {why}")
+            raise ValueError(f"--{name.replace('_', '-')} {why}")
     if not (args.mock_data or args.dry_run) and get_blend_and_blend_per_split(args) == (None, None):
-        end("there are no data; give --data-path, or --mock-data for made-up tokens")
+        raise ValueError("there are no data; give --data-path, or --mock-data for made-up tokens")
     if in_packed_format(args) and args.transformer_impl == "local":
-        end(
+        raise ValueError(
             "Megatron's own local layers do not take packed documents; add --sequence-splits or "
             "--pipeline-schedule, or use --transformer-impl transformer_engine."
         )
@@ -321,8 +317,7 @@ def main(model_config_from_args: Callable[..., Any], unsupported: dict[str, str]
     masks_documents = args.reset_attention_mask and not config.follows_documents
     args.create_attention_mask_in_dataloader &= masks_documents
 
-    with explained("Megatron does not take these flags", None, args):
-        model_config = model_config_from_args(args)
+    model_config = model_config_from_args(args)
     if config.wants_segment_attention:
         model_config.pre_wrap_hooks.append(use_segment_attention)
 

@@ -7,15 +7,17 @@ from importlib.util import find_spec
 
 from megatron.training.argument_utils import hybrid_config_from_args
 
-from megatron.seq1f1b import end, local_hybrid_spec
+from megatron.seq1f1b import local_hybrid_spec
 
 
 def hybrid_config(args):
     """Megatron's configuration of the model; of Megatron's own layers, for which upstream has no specification."""
     if args.hybrid_layer_pattern is None:
-        end("pretrain_hybrid.py needs --hybrid-layer-pattern, for example '*-*-'; --help explains it")
+        raise ValueError("pretrain_hybrid.py needs --hybrid-layer-pattern, for example '*-*-'; --help explains it")
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
-        end("--transformer-impl transformer_engine needs its package; install it, or use --transformer-impl local")
+        raise ValueError(
+            "--transformer-impl transformer_engine needs its package; install it, or use --transformer-impl local"
+        )
     config = hybrid_config_from_args(args)
     if args.transformer_impl == "local":
         config.hybrid_stack_spec = local_hybrid_spec(config.transformer)

@@ -237,7 +237,9 @@ make_flags() {
         flags+=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
     fi
     if [ -n "$CHECKPOINT_PATH" ]; then
-        flags+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$SAVE_INTERVAL")
+        # A run may go on for longer than it was planned for: its learning rates are those of its new length.
+        flags+=(--save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval "$SAVE_INTERVAL" \
+            --override-opt-param-scheduler)
         # Checkpoints of any layout go on in any other.
         flags+=(--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable)
     fi

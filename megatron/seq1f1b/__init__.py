@@ -8,16 +8,12 @@ lists all public names.
 
 from .arguments import PipelineConfig, add_arguments
 from .install import install, local_hybrid_spec, pipeline_config, uninstall, use_segment_attention, validate
-from .startup import end, explained, failures_recorded
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PipelineConfig",
     "add_arguments",
-    "end",
-    "explained",
-    "failures_recorded",
     "install",
     "local_hybrid_spec",
     "pipeline_config",

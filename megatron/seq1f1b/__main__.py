@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from megatron.seq1f1b.install import install
-from megatron.seq1f1b.startup import failures_recorded
 
 
 def main() -> None:
@@ -22,8 +21,7 @@ def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     install(add_flags=True)
-    with failures_recorded():
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

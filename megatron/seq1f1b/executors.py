@@ -8,10 +8,12 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
 from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
+from .model.kernels import AttentionRule, KernelChoice
 from .patches import Patch, PatchTable, Scope, patched
 from .ranks import warn_on_rank_0
 from .runtime import Packing, PipelineExecutor, Segmentation, StepMeter, Tracer, UpstreamSteps, trace_collectives
@@ -31,6 +33,21 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         meter=StepMeter(),
         reports_on_last_rank=True,
         packing=_packing(config, end_of_document) if config.follows_documents else None,
+    )
+
+
+def attention_kernel(config: PipelineConfig) -> str:
+    """What computes the attention of the layers; Megatron's own where no segment needs another."""
+    if config.num_segments == 1:
+        return "as with Megatron's own schedules"
+    settings = config.run.settings
+    dropout = settings.get("attention_dropout") or 0.0
+    backend = getattr(settings.get("attention_backend"), "name", "auto")
+    choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    size = settings.get("kv_channels") or 1
+    return choice.name(
+        AttentionRule(1.0, dropout), not config.is_on_cpu, dtype, size, settings.get("v_head_dim") or size
     )
 
 

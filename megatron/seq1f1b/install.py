@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import cpu, rehearsal, startup
+from . import cpu, rehearsal
 from .arguments import (
     MegatronRun,
     Naming,
@@ -27,18 +27,19 @@ from .arguments import (
     run_of_arguments,
 )
 from .arguments import pipeline_config as make_config
+from .arguments.checks import check
+from .arguments.net import Net
+from .arguments.summary import summary
 from .patches import Patch, PatchTable, Scope, patched, rebound
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
 from .ranks import is_rank_0, warn_on_rank_0
-from .startup.summary import summary
 
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from .model import Segment
     from .runtime import Reading
 
 _log = logging.getLogger(__name__)
@@ -70,24 +71,24 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
     is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
+    if _installed() is not None:
+        return
+    net, patches = Net(), ExitStack()
+    if not is_library:
+        patches.enter_context(patched(PatchTable(Scope.INSTALLED, (net.patch(),))))
+    if not is_library and not is_rehearsal:
+        net.connect()
     if is_rehearsal:
         rehearsal.prepare(os.environ)
     if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
         _silence_imports()
         cpu.activate()
-    if _installed() is not None:
-        return
     version = megatron_version()
-    try:
-        check_version(version)
-    except ImportError as error:
-        if is_library:
-            raise
-        raise SystemExit(f"error: {error}.") from None
+    check_version(version)
     from megatron.core.pipeline_parallel import schedules
 
     upstream = schedules.get_forward_backward_func
-    overlay = Overlay(upstream)
+    overlay = Overlay(upstream, patches)
     if is_library:
         from .executors import ProgramExecutor
 
@@ -95,7 +96,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
             options.pipeline_schedule = "1f1b"
         overlay.executor = ProgramExecutor(partial(_configured, options, naming=Naming.KEYWORDS), keep_documents_apart)
     with _names_of(version):
-        overlay.patches = patched(_patches(overlay, is_library, add_flags))
+        overlay.patches.enter_context(patched(_patches(overlay, net, is_library, add_flags)))
     overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
     if is_rehearsal:
         from .executors import watched
@@ -150,15 +151,16 @@ def uninstall() -> None:
 def validate(args: Namespace) -> PipelineConfig:
     """Check the parsed arguments, Megatron's and ours, and return the configuration that they make.
 
-    What is not supported ends the program: one sentence on rank 0, a non-zero exit on all ranks.
+    Raises ValueError for what is not supported, with which a script ends: one sentence on rank 0, on all ranks an exit
+    code that is not 0.
     """
-    try:
-        config = _configured(args, run_of_arguments(args))
-    except ValueError as error:
-        startup.end(str(error), error)
+    config = _configured(args, run_of_arguments(args))
+    check(args)
     vars(args).update(config.in_force())
     if config.schedule is not None and is_rank_0() and not args.dry_run:
-        print(summary(config), flush=True)
+        from .executors import attention_kernel
+
+        print(summary(config, attention_kernel(config)), flush=True)
     overlay = _installed()
     if overlay is not None:
         overlay.use(config)
@@ -203,10 +205,10 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 class Overlay:
     """Stands between Megatron and its schedules; keeps our configuration and executor from one call to the next."""
 
-    def __init__(self, upstream: Callable) -> None:
+    def __init__(self, upstream: Callable, patches: ExitStack | None = None) -> None:
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
-        self.patches = ExitStack()
+        self.patches = patches or ExitStack()
         self._upstream = upstream
 
     def use(self, config: PipelineConfig) -> None:
@@ -249,10 +251,6 @@ class Overlay:
 
         return get_args()
 
-    def running(self) -> Segment | None:
-        """The segment that our executor runs at this moment."""
-        return getattr(self.executor, "running", None)
-
     def last_step(self) -> Reading | None:
         """What our executor measured on this rank in the last training step."""
         return self.executor.last_step() if hasattr(self.executor, "last_step") else None
@@ -287,11 +285,11 @@ class Overlay:
             config = self.config or validate(parsed)
             if config.schedule is not None:
                 if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:
-                    startup.end(
+                    raise ValueError(
                         "--context-parallel-size above 1 divides attention masks among ranks, which our schedules do "
                         "without; add --no-create-attention-mask-in-dataloader"
                     )
-                if config.wants_segment_attention:
+                if config.wants_segment_attention and cfg_container.model is not None:
                     cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
             return pretrain(cfg_container, *args, **kwargs)
 
@@ -306,7 +304,7 @@ def _installed() -> Overlay | None:
     return overlay if isinstance(overlay, Overlay) else None
 
 
-def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
+def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; a program without megatron.training does not import it for our sake."""
     from . import without_te
     from .model.linear_layers import needs_output_layers_without_apex, without_apex
@@ -334,8 +332,10 @@ def _patches(overlay: Overlay, is_library: bool, add_flags: bool) -> PatchTable:
     if not cpu.is_active():  # which brings them
         rows += without_te.repairs()
     if not is_library:
-        rows += startup.CommandLine().patches()
-        rows += startup.TrainingLoop(overlay.megatron_args, overlay.running, overlay.last_step).patches()
+        rows.append(net.parsing())
+        from .runtime.training_loop import TrainingLoop
+
+        rows += TrainingLoop(overlay.megatron_args, overlay.last_step).patches()
     if add_flags:
         rows.append(
             Patch(

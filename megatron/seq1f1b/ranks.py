@@ -1,12 +1,21 @@
-"""Which rank this process is, and what only one rank of a job reports."""
+"""Which rank this process is, what one rank alone reports, and how the ranks of a job end together."""
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+_POLL, _PATIENCE = 0.5, 20.0  # seconds
 
 
 def rank() -> int:
     """The number of this process in its job; known before torch.distributed starts."""
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def is_rank_0() -> bool:
@@ -18,3 +27,95 @@ def warn_on_rank_0(log: logging.Logger, message: str) -> None:
     """Log a sentence once in a job, as a warning, which Python shows even before logging is set up."""
     if is_rank_0():
         log.warning(message)
+
+
+class Peers:
+    """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
+
+    torchrun keeps that store; without it rank 0 does, and torch.distributed joins it later. Any rank may `report` a
+    failure. Each other rank then calls `on_failure(report)` in a thread, since its main thread may wait for the rank
+    that failed in a collective; that function ends the process.
+    """
+
+    def __init__(self, on_failure: Callable[[str], None]) -> None:
+        self._on_failure = on_failure
+        self._store: Any = None
+        self._num_shared = 0
+        self._connected, self._left = threading.Event(), threading.Event()
+        self._size = int(os.environ["WORLD_SIZE"])
+        self._server: Any = None
+        if is_rank_0() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            with suppress(RuntimeError):  # torch.distributed reports a port that is in use
+                self._server = _store(is_master=True)
+        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+
+    def report(self, failure: str) -> str:
+        """The first failure that a rank reported, `failure` itself if there was none."""
+        self._connected.wait(_PATIENCE)
+        if self._store is not None and not self._left.is_set():
+            with suppress(RuntimeError):  # the store is gone with its process
+                return str(self._store.compare_set("failure", "", failure).decode())
+        return failure
+
+    def share(self, text: str, timeout: timedelta) -> str:
+        """The text of rank 0; to be called equally often on all ranks. Raises RuntimeError after `timeout`."""
+        self._num_shared += 1
+        name = f"shared {self._num_shared}"
+        end = time.monotonic() + timeout.total_seconds()
+        self._connected.wait(timeout.total_seconds())
+        if self._store is None:
+            return text
+        if is_rank_0():
+            self._store.set(name, text)
+        while not self._store.check([name]):
+            if time.monotonic() > end:
+                raise RuntimeError(f"rank 0 has not started within {timeout}")
+            time.sleep(_POLL / 10)
+        return str(self._store.get(name).decode())
+
+    def leave(self, wait: bool = False) -> bool:
+        """Stop watching the peers. With `wait`, let rank 0 leave first; returns whether it has, in some seconds.
+
+        Rank 0 waits for the others to be done with the store: where it is gone, they would log C++ stacks.
+        """
+        if self._left.is_set() or self._store is None:
+            return False
+        self._left.set()
+        end, has_left = time.monotonic() + _PATIENCE, False
+        with suppress(RuntimeError):
+            if is_rank_0():
+                self._store.set("rank 0 has left", "")
+                while self._store.add("done", 0) < self._size - 1 and time.monotonic() < end:
+                    time.sleep(_POLL / 10)
+            else:
+                while wait and not has_left and time.monotonic() < end:
+                    has_left = bool(self._store.check(["rank 0 has left"]))
+                    time.sleep(_POLL / 10)
+                self._store.add("done", 1)
+        return has_left
+
+    def _watch(self) -> None:
+        with suppress(RuntimeError, ValueError):  # torch.distributed fails likewise, in the main thread
+            self._store = _store(is_master=False)
+        self._connected.set()
+        with suppress(RuntimeError):
+            while self._store is not None and not self._left.wait(_POLL):
+                if self._store.check(["failure"]):
+                    # The same mistake may be about to end this rank by itself.
+                    if not self._left.wait(2 * _POLL):
+                        self._on_failure(self._store.get("failure").decode())
+                    return
+
+
+def _store(is_master: bool) -> Any:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    prefix = f"seq1f1b/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]

@@ -2,12 +2,16 @@
 checkpoint has the losses of an undisturbed run. Every run of the chain is the restart after the fault of the last."""
 
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from support.launch import ROOT, TINY_GPT, torchrun
+from support.launch import ENVIRONMENT, ROOT, TINY_GPT, free_port, torchrun
+from support.patience import patient
 
 SCRIPT = Path(__file__).parent / "scripts" / "faulty_script.py"
 FLAGS = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2, "--sequence-splits", 2, "--train-iters", 7]
@@ -55,8 +59,11 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_named_and_costs_one_iteration(launch, undisturbed, small_disk):
     flags = [*FLAGS, "--save", small_disk, "--load", small_disk, "--save-interval", 2]
     job = launch(2, flags, SCRIPT, env={"FAULT": "fill save 4 0"})
-    sentence = f"no space is left on {small_disk} for the checkpoint of iteration 4; the last complete checkpoint is of"
-    assert job.code == 2 and f"{sentence} iteration 2." in job.log, job.log[-6000:]
+    sentence = (
+        f"the checkpoint of iteration 4 was not saved; the last complete checkpoint is of iteration 2; {small_disk}"
+    )
+    assert job.code == 1 and f"{sentence} has 0 MiB free" in job.log, job.log[-6000:]
+    assert job.log.count("Traceback (most recent call last):\n") >= 1
     (small_disk / "filler").unlink()
     job = launch(2, [*flags[:-1], 100], SCRIPT).check()
     assert job.losses() == pytest.approx(undisturbed[2:], abs=3e-6)
@@ -76,6 +83,53 @@ def test_a_loss_that_is_not_a_number_is_placed_and_needs_no_save(launch):
     """A learning rate beyond all bounds makes the second loss one."""
     job = launch(2, [*FLAGS, "--lr", 1e30, "--lr-warmup-init", 1e30])
     assert job.code not in (0, 1), job.log[-4000:]
-    assert "in iteration 2: on the last stage, in micro-batch 0" in job.log
     assert "the loss is NaN in micro-batch 0, of its segments in [" in job.log
     assert "since --save is not given" in job.log and "Traceback" not in job.log
+
+
+@pytest.fixture
+def unwatched(tmp_path):
+    """Starts two ranks that no launcher watches, with a fault; gives their processes and logs."""
+    started = []
+
+    def start(fault, *flags):
+        environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "FAULT": fault}
+        environment["PYTHONPATH"] = str(ROOT)
+        command = [sys.executable, "-u", "-W", "ignore", SCRIPT, *FLAGS, *flags]
+        for rank in range(2):
+            with open(tmp_path / f"{rank}.log", "w") as log:
+                process = subprocess.Popen(
+                    [*map(str, command)],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=tmp_path,
+                    env={**os.environ, **ENVIRONMENT, **environment, "RANK": str(rank)},
+                )
+            started.append(process)
+        return started, [tmp_path / f"{rank}.log" for rank in range(2)]
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def test_a_killed_rank_that_nobody_watches_ends_its_peer(unwatched, tmp_path):
+    """After a save: what writes the checkpoint must not keep the connections open at which the peer waits."""
+    ranks, logs = unwatched("kill forward 3 1", "--save", tmp_path / "saved", "--save-interval", 1)
+    assert ranks[1].wait(patient(120)) == -signal.SIGKILL
+    assert ranks[0].wait(patient(60)) == 1
+    assert "Traceback (most recent call last):" in logs[0].read_text()
+
+
+def test_an_interrupt_is_one_line_and_ends_all_ranks(unwatched):
+    """As Ctrl-C does it, in the middle of a training."""
+    ranks, logs = unwatched("", "--train-iters", 100_000)
+    deadline = time.monotonic() + patient(120)
+    while " iteration        2/" not in logs[1].read_text() and ranks[1].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for rank in ranks:
+        rank.send_signal(signal.SIGINT)
+    assert all(rank.wait(patient(60)) for rank in ranks)
+    printed = [log.read_text() for log in logs]
+    assert "error: interrupted" in printed[0].splitlines()[-1], printed[0][-2000:]
+    assert not any("Traceback" in log for log in printed) and "error: " not in printed[1], printed[1][-2000:]

@@ -4,6 +4,7 @@ Importing Megatron takes every rank of a fresh torchrun about 15 seconds of a co
 line from standard input, as JSON, and answers each with the exit codes of its ranks.
 """
 
+import atexit
 import contextlib
 import ctypes
 import importlib.util
@@ -30,9 +31,18 @@ def run_rank(rank: int, job: dict) -> None:
         os.environ[name] = str(job["ranks"])
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="localhost", MASTER_PORT=str(job["port"]))
     os.environ.update(job["env"])
+    os.chdir(os.path.dirname(job["log"]))
     sys.path[0] = os.path.dirname(job["script"])
     sys.argv = [job["script"], *job["flags"]]
-    runpy.run_path(job["script"], run_name="__main__")
+    try:
+        runpy.run_path(job["script"], run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:  # as the interpreter does; torch's CheckpointException is no Exception
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:  # a fork of multiprocessing does not
+        atexit._run_exitfuncs()
 
 
 def run(job: dict) -> list[int]:

@@ -25,16 +25,15 @@ MAY_IMPORT = {
     "runtime": {"ranks", "patches", "schedule", "model"},
     "v_chunks": {"patches", "schedule", "runtime"},
     "rehearsal": {"errors", "ranks", "patches", "schedule", "planning", "report", "model", "runtime"},
-    "arguments": {"errors", "ranks", "schedule", "partition"},
-    "startup": {"ranks", "patches", "schedule", "planning", "model", "runtime", "arguments"},
-    "executors": {"ranks", "patches", "schedule", "runtime", "arguments", "v_chunks"},
+    "arguments": {"errors", "ranks", "patches", "schedule", "partition"},
+    "executors": {"ranks", "patches", "schedule", "model", "runtime", "arguments", "v_chunks"},
 }
 # These stand on top: the entry points and the console command.
 MAY_IMPORT |= {
     "install": {*MAY_IMPORT},
-    "commands": {*MAY_IMPORT} - {"startup", "executors"},
+    "commands": {*MAY_IMPORT} - {"executors"},
 }
-MAY_IMPORT |= {"__init__": {"arguments", "install", "startup"}, "__main__": {"install", "startup"}}
+MAY_IMPORT |= {"__init__": {"arguments", "install"}, "__main__": {"install"}}
 PURE = {
     "errors": set(),
     "schedule": set(),

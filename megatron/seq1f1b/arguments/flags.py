@@ -1,12 +1,14 @@
 """Our command-line flags."""
 
 import argparse
+import difflib
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from ..partition import STRATEGIES
 from ..ranks import warn_on_rank_0
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_run_arguments(group)
     _add_rehearsal_arguments(group)
     _mend_help(parser)
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     return parser
 
 
@@ -260,6 +263,13 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
         name = unknown[0].removeprefix("--").replace("-", "_")
         raise ValueError(f"{name} is not a keyword of megatron.seq1f1b.install; there are {', '.join(vars(parsed))}")
     return parsed
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """In place of `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
+    unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+    known = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
+    raise ValueError(f"{message} (did you mean {known[0]}?)" if known else f"{message}; --help lists the flags")
 
 
 def has_our_flags(parser: argparse.ArgumentParser) -> bool:

@@ -5,13 +5,14 @@ A command is a module here with `main(argv) -> int | None`, and a line in COMMAN
 
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from types import MappingProxyType
 
-from ..arguments import Naming
+from ..arguments.net import say, sentence_of
 
 # Name -> (module, what it does).
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -56,15 +57,10 @@ def run(name: str, argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the pipe has closed it, as in `seq1f1b plan-split | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ModuleNotFoundError as error:
-        extra = "[report]" if error.name == "matplotlib" else ""
-        sentence = f"the package {error.name} is missing; pip install 'megatron-seq1f1b{extra}' brings it"
-    except OSError as error:
-        sentence = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
-    except ValueError as error:
-        sentence = Naming.FLAGS.sentence(error)
-    print(f"error: {sentence}{'' if sentence.endswith(('.', '?')) else '.'}", file=sys.stderr)
-    return 2
+    except (Exception, KeyboardInterrupt) as error:
+        is_plain = isinstance(error, (OSError, ValueError, ModuleNotFoundError, KeyboardInterrupt))
+        say(sentence_of(error), None if is_plain else "".join(traceback.format_exception(error)))
+        return 130 if isinstance(error, KeyboardInterrupt) else 2
 
 
 def usage() -> str:

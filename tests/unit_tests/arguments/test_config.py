@@ -117,23 +117,23 @@ def test_flags_that_megatron_has_removed_are_taken_with_a_note(caplog):
     assert not hasattr(args, "data_impl")
 
 
-def test_flags_of_pull_request_3116_mean_the_same_or_name_ours(capsys, caplog):
+def test_flags_of_pull_request_3116_mean_the_same_or_name_ours(caplog):
     theirs = parsed(
         *("--chunked-pipeline-model-parallel-splits", "4"),
         *("--moe-load-balancing-loss-mode-for-chunked-sequence", "all_gather"),
     )
     assert pipeline_config(theirs).lengths == (4096,) * 4
     assert caplog.text.count("has no effect and can be dropped") == 1
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError) as error:
         parsed("--chunked-pipeline-model-parallel-split-lengths", "8192", "4096", "4096")
-    assert "--sequence-split-file" in capsys.readouterr().err.splitlines()[-1]
+    assert "--sequence-split-file" in str(error.value)
 
 
 A100 = read_machine("a100-80gb")
 AUTO = ("--sequence-splits", "auto", "--device", "cuda", "--dry-run")
 
 
-def test_auto_takes_the_segments_of_the_shortest_step_that_fits(capsys):
+def test_auto_takes_the_segments_of_the_shortest_step_that_fits():
     def number(*flags, **megatron):
         args = parsed(
             *AUTO, *flags, **{"pipeline_model_parallel_size": 8, "bf16": True, "replaced_on_cpu": {}, **megatron}
@@ -150,7 +150,7 @@ def test_auto_takes_the_segments_of_the_shortest_step_that_fits(capsys):
         *ample, seq_length=65536, global_batch_size=4096
     )
     assert number(*ample, seq_length=256) == 1
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError):
         validate(parsed("--sequence-splits", "some"))
 
 
@@ -199,12 +199,10 @@ def test_sequence_parallel_segments_are_multiples_of_tp():
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_honoured_ends_with_one_sentence(capsys, flags, megatron, sentence):
-    with pytest.raises(SystemExit) as exit:
+def test_what_cannot_be_honoured_ends_with_one_sentence(flags, megatron, sentence):
+    with pytest.raises(ValueError) as error:
         validate(parsed(*flags, **megatron))
-    assert exit.value.code not in (0, None)
-    output = capsys.readouterr().err
-    assert sentence in output and output.startswith("error: ") and output.count("\n") == 1
+    assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
 GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "add_bias_linear": True}
@@ -216,7 +214,7 @@ def test_te_grouped_linear_splits_its_backward_without_biases():
     for family in {*FAMILIES} - {*splitting_families()}:
         validate(parsed("--pipeline-schedule", family, **GROUPED))
     for family in {*FAMILIES} & {*splitting_families()}:
-        with pytest.raises(SystemExit):
+        with pytest.raises(ValueError):
             validate(parsed("--pipeline-schedule", family, **GROUPED))
 
 
@@ -264,21 +262,21 @@ def test_a_file_takes_the_place_of_a_family(file):
     ],
     ids=str,
 )
-def test_a_file_whose_sizes_contradict_the_flags_is_refused(capsys, file, megatron):
+def test_a_file_whose_sizes_contradict_the_flags_is_refused(file, megatron):
     args = parsed("--pipeline-schedule-file", str(file), "--sequence-splits", "2")
     vars(args).update(megatron)
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError) as error:
         validate(args)
-    assert capsys.readouterr().err.count("\n") == 1
+    assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_cannot_run_says_so(capsys, tmp_path):
+def test_a_file_that_is_not_there_or_cannot_run_says_so(tmp_path):
     for path, text, message in (("no.csv", None, "no.csv"), ("bad.csv", "0F0,0B0,0F0\n", "is repeated")):
         if text:
             (tmp_path / path).write_text(text)
-        with pytest.raises(SystemExit):
+        with pytest.raises(ValueError) as error:
             validate(parsed("--pipeline-schedule-file", str(tmp_path / path)))
-        assert message in capsys.readouterr().err
+        assert message in str(error.value)
 
 
 def test_limits_of_segments_do_not_limit_whole_sequences():
@@ -318,7 +316,7 @@ def test_auto_is_given_the_costs_of_the_stages():
     assert forwards == sorted(forwards) and forwards[0] < forwards[-1]
 
 
-def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path, capsys):
+def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     validate(args)
     config = pipeline_config(args)
@@ -330,15 +328,15 @@ def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path, capsys):
     args = parsed("--sequence-split-file", str(path))
     validate(args)
     assert (pipeline_config(args).schedule, pipeline_config(args).cut(16384)) == (Named("1f1b"), (8192, 4096, 4096))
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError) as error:
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
-    assert "holds 3 segments, not --sequence-splits 4" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    assert "holds 3 segments, not --sequence-splits 4" in str(error.value)
+    with pytest.raises(ValueError) as error:
         validate(parsed("--sequence-split-file", str(path), qk_clip=True))
-    assert "--qk-clip" in capsys.readouterr().err, "a file means segments, so what segments refuse is refused"
+    assert "--qk-clip" in str(error.value), "a file means segments, so what segments refuse is refused"
 
 
-def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path, capsys):
+def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path):
     config = pipeline_config(parsed("--sequence-splits", "4"))
     costs = config.action_costs((4096,) * 4)
     step = simulate(build("1f1b", Shape(Placement(2), 3, 4)), costs)
@@ -351,18 +349,18 @@ def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path, capsys)
     first, second, third = pipeline_config(args).cut(16384)
     assert first > second > third
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError) as error:
         validate(parsed("--sequence-splits", "3", *flags, pipeline_model_parallel_size=4))
-    assert "it has 2 stages, the model 4" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    assert "it has 2 stages, the model 4" in str(error.value)
+    with pytest.raises(ValueError) as error:
         validate(parsed("--sequence-split-strategy", "terapipe", *flags[2:]))
-    assert "give --sequence-splits" in capsys.readouterr().err
+    assert "give --sequence-splits" in str(error.value)
 
 
-def test_the_profile_strategy_needs_a_profile(capsys):
-    with pytest.raises(SystemExit):
+def test_the_profile_strategy_needs_a_profile():
+    with pytest.raises(ValueError) as error:
         validate(parsed("--sequence-splits", "4", "--sequence-split-strategy", "profile"))
-    assert "`seq1f1b profile`" in capsys.readouterr().err
+    assert "`seq1f1b profile`" in str(error.value)
 
 
 @pytest.mark.parametrize("device, rank, warned", [("cpu", "0", True), ("cpu", "1", False), ("cuda", "0", False)])

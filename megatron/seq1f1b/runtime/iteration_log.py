@@ -3,12 +3,13 @@
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
 from ..patches import Patch
-
-if TYPE_CHECKING:  # it imports Megatron, which has to wait until the CPU redirects are in place
-    from ..runtime import Reading
+from .meter import Reading
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
 _BATCH = re.compile(r" global batch size: +(\d+) \|")
@@ -21,7 +22,7 @@ _FEW = 8
 class IterationLog:
     """`args` gives Megatron's arguments, `last_step` what this rank measured; None where our schedules do not run."""
 
-    def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], "Reading | None"]) -> None:
+    def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], Reading | None]) -> None:
         self._args = args
         self._last_step = last_step
 
@@ -61,19 +62,11 @@ class IterationLog:
 
 
 def _is_on_gpu() -> bool:
-    import torch
-
     return torch.device(torch.cuda.current_device()).type == "cuda"
 
 
-def _of_all_stages(reading: "Reading | None") -> "list[Reading]":
+def _of_all_stages(reading: Reading | None) -> list[Reading]:
     """The readings of this rank's pipeline, by one small collective. Megatron has waited for the device before."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    from ..runtime import Reading
-
     if reading is None or dist.get_backend() == "fake":
         return []
     group = parallel_state.get_pipeline_model_parallel_group()

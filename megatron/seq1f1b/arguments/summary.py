@@ -1,18 +1,15 @@
 """What runs, in one block at the start, beside what Megatron's own schedule would give."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from ..arguments import Forecast, PipelineConfig
 from ..schedule import Named
-from .places import words
+from .config import PipelineConfig
+from .predictions import Forecast
 
 # Of so many segments all lengths are printed.
 _FEW = 8
 
 
-def summary(config: PipelineConfig) -> str:
-    """The block, several lines, for a configuration with one of our schedules."""
+def summary(config: PipelineConfig, attention: str) -> str:
+    """The block, several lines, for a configuration with one of our schedules; `attention` names its kernel."""
     run, schedule = config.run, config.schedule
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
@@ -20,7 +17,7 @@ def summary(config: PipelineConfig) -> str:
         ("schedule", schedule.name + (" with segments" if config.num_segments > 1 else "")),
         ("pipeline", f"{run.pipeline_parallel_size} ranks{chunks}, {run.num_microbatches} micro-batches"),
         ("segments", _segments(config)),
-        ("attention", _kernel(config)),
+        ("attention", attention),
     ]
     rows += _predictions(config)
     if run.settings.get("fp8"):
@@ -44,42 +41,18 @@ def _segments(config: PipelineConfig) -> str:
     return f"{config.num_segments}, {how}: {' '.join(lengths)} tokens{documents}"
 
 
-def _kernel(config: PipelineConfig) -> str:
-    """What computes the attention of the layers; Megatron's own where no segment needs another."""
-    if config.num_segments == 1:
-        return "as with Megatron's own schedules"
-    import torch
-
-    from ..model.kernels import AttentionRule, KernelChoice
-
-    settings = config.run.settings
-    dropout = settings.get("attention_dropout") or 0.0
-    backend = getattr(settings.get("attention_backend"), "name", "auto")
-    choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
-    dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
-    size = settings.get("kv_channels") or 1
-    return choice.name(
-        AttentionRule(1.0, dropout), _is_on_gpu(settings), dtype, size, settings.get("v_head_dim") or size
-    )
-
-
-def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
-    import torch
-
-    return settings.get("device") != "cpu" and torch.cuda.is_available()
-
-
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
     """Predictions of the cost model that also balances segments; none for a model of unknown sizes."""
-    if not config.run.has_sizes:
+    schedule = config.schedule
+    if not config.run.has_sizes or schedule is None:
         return []
     try:
-        ours = config.partition.costs.forecast(config.schedule, config.lengths)
+        ours = config.partition.costs.forecast(schedule, config.lengths)
         own = config.partition.costs.forecast(Named("1f1b"), (config.run.sequence_length,))
     except ValueError:
         return []
     of = "Megatron's 1F1B"
-    bound = "at most " if config.schedule.name == "auto" else ""
+    bound = "at most " if schedule.name == "auto" else ""
     return [
         ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
@@ -89,5 +62,13 @@ def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
 
 def _activations(ours: Forecast, own: Forecast, of: str) -> str:
     if ours.has_bytes and own.has_bytes:
-        return f"{words(int(ours.activations))} on the fullest rank, of {of} {words(int(own.activations))}"
+        return f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}"
     return f"{ours.activations / own.activations:.2f} of those of {of} on the fullest rank"
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -5,9 +5,8 @@ import argparse
 import pytest
 
 from megatron.seq1f1b import validate
-from megatron.seq1f1b.runtime import Reading
-from megatron.seq1f1b.startup import iteration_log
-from megatron.seq1f1b.startup.iteration_log import IterationLog
+from megatron.seq1f1b.runtime import Reading, iteration_log
+from megatron.seq1f1b.runtime.iteration_log import IterationLog
 from unit_tests.arguments.parsed import parsed
 
 SIZES = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 32768}

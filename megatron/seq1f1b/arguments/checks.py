@@ -1,0 +1,64 @@
+"""What neither Megatron nor a library notices before it costs work."""
+
+import math
+import os
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+
+def check(args: Namespace) -> None:
+    """Raise ValueError for flags whose mistake would show late, or never."""
+    for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):  # trains on losses that are no numbers
+            raise ValueError(f"--{name.replace('_', '-')} nan must be a number")
+    given = vars(args).get
+    if given("ckpt_step") is not None and not given("load") and not given("pretrained_checkpoint"):
+        raise ValueError(f"--ckpt-step {given('ckpt_step')} needs --load")  # trains from the first iteration on
+    if os.path.isfile(given("load") or ""):  # trains from random weights
+        raise ValueError(f"--load {given('load')} is a file; give the folder that --save named")
+    if given("position_embedding_type") == "rope" and given("rotary_percent") == 0:  # trains without positions
+        raise ValueError("--rotary-percent 0.0 must be above 0")
+    for end in ("first", "last"):  # trains a model of other depth
+        layers = given(f"decoder_{end}_pipeline_num_layers")
+        if layers and layers > args.num_layers:
+            raise ValueError(
+                f"--decoder-{end}-pipeline-num-layers {layers} must be at most --num-layers {args.num_layers}"
+            )
+    _check_traced_iterations(args)
+    if args.dry_run_output is not None:
+        if not args.dry_run:
+            raise ValueError("--dry-run-output needs --dry-run")
+        _check_writable("--dry-run-output", args.dry_run_output)
+    if not args.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
+        # Megatron notices at the first save, a trace is written after the third step.
+        for flag, path in (("--save", given("save")), ("--pipeline-trace", args.pipeline_trace)):
+            if path is not None and "://" not in str(path):
+                _check_writable(flag, Path(path))
+
+
+def _check_traced_iterations(args: Namespace) -> None:
+    iterations = args.pipeline_trace_iterations
+    if args.pipeline_trace is None:
+        return
+    if min(iterations) < 1:
+        raise ValueError(f"--pipeline-trace-iterations {min(iterations)}: iterations are counted from 1")
+    ends = {"--train-iters": args.train_iters}
+    if not args.load:  # where a run starts that goes on from a checkpoint is not known yet
+        ends["--exit-interval"] = args.exit_interval
+    for flag, last in ends.items():
+        if last and min(iterations) > last:
+            raise ValueError(
+                f"--pipeline-trace-iterations {min(iterations)} is beyond {flag} {last}; choose earlier ones"
+            )
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Make the folder and a file in it; raises ValueError where that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written ({error.strerror}); give another folder") from None

@@ -1,0 +1,263 @@
+"""The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
+
+Until the end of the first step the sentence has what was being done, the words of the exception, and the file that
+holds its traceback; a mistake that this package finds needs none. Later exceptions keep their traceback, printed by the
+rank that failed first. A rank that ends because of another prints nothing.
+"""
+
+import atexit
+import json
+import linecache
+import os
+import re
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from types import FrameType, MappingProxyType, TracebackType
+from typing import Any, TextIO
+
+from ..patches import Patch
+from ..ranks import Peers, is_rank_0, rank
+from .config import refuse_unsupported
+from .naming import Naming
+
+# What functions do whose traceback does not name the flag, with values of their `args`.
+_ACTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "validate_args": "checking the flags",
+        "build_tokenizer": "loading the tokenizer of --tokenizer-type {tokenizer_type}",
+        "_initialize_distributed": "connecting the ranks",
+        "setup_model_and_optimizer": "building the model",
+        "load_checkpoint": "loading the checkpoint in {load}",
+        "build_train_valid_test_data_loaders": "reading the data",
+        "train_step": "running a step",
+        "evaluate": "evaluating",
+        "save_checkpoint": "saving a checkpoint to {save}",
+    }
+)
+_LONGEST = 400  # characters of an exception's words: some hold whole state dictionaries
+_VALUES = (bool, int, float, str, list, tuple, Enum, type(None))
+_SCRIPTS = ("__main__", "pretrain_gpt", "pretrain_hybrid")
+
+
+class Net:
+    """Ends the ranks of a job together. Its `patch` puts it into `sys.excepthook`; `connect` joins the other ranks."""
+
+    def __init__(self) -> None:
+        self._peers: Peers | None = None
+        self._printing = threading.Lock()
+
+    def patch(self) -> Patch:
+        """What spans the net."""
+        return Patch("sys.excepthook", self.caught, "prints a traceback on every rank that fails")
+
+    def connect(self) -> None:
+        """Join the other ranks that the environment names; to be called as early as possible."""
+        if any("multiprocessing" in word for word in sys.orig_argv):  # a worker, which imports the script of its rank
+            return
+        text = os.environ.get("WORLD_SIZE", "1")
+        size = int(text) if text.isdecimal() else 1
+        if rank() >= size:  # torch would wait for the missing ranks
+            raise ValueError(f"RANK={rank()} in the environment must be below WORLD_SIZE={size}")
+        if size > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            peers = Peers(lambda report: self._end_with(peers, report))
+            atexit.register(peers.leave)
+            self._peers = peers
+
+    def parsing(self) -> Patch:
+        """What looks at the parsed flags before Megatron does."""
+        return Patch(
+            "megatron.training.arguments.parse_args",
+            lambda upstream: lambda *args, **options: self.parsed(upstream(*args, **options)),
+            "checks neither what is unsupported with our flags nor whether all ranks have the same ones",
+            wraps=True,
+        )
+
+    def parsed(self, args: Namespace) -> Namespace:
+        """The parsed `args`; raises ValueError if they are not those of rank 0, or unsupported."""
+        if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
+            refuse_unsupported(args, vars(args))
+        if self._peers is not None:
+            facts = _facts(args)
+            timeout = timedelta(minutes=args.distributed_timeout_minutes)
+            usual = json.loads(self._peers.share(json.dumps(facts), timeout))
+            for name, here in facts.items():
+                if usual.get(name) != here:
+                    raise ValueError(
+                        f"the ranks disagree: {name} is {here} on rank {rank()}, but {usual.get(name)} on rank 0; "
+                        "start all ranks with the same flags and environment"
+                    )
+        return args
+
+    def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What `sys.excepthook` does: end this rank, and with it all others."""
+        is_late = _first_step_is_over() and not isinstance(error, KeyboardInterrupt) and not is_mistake(error)
+        own = {
+            "rank": rank(),
+            "host": socket.gethostname(),
+            "sentence": sentence_of(error),
+            "traceback": None if is_mistake(error) else "".join(traceback.format_exception(error)),
+            "is_late": is_late,
+        }
+        sys.unraisablehook = lambda unraisable: None  # what is half built fails once more when it is deleted
+        first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
+        if first == own:
+            _record_for_torchrun(error)
+        if first == own and is_late:
+            sys.__excepthook__(kind, error, trace)
+        elif is_rank_0():
+            self._print(first if first["sentence"] != own["sentence"] else own)
+        waits = first == own and not is_late and not is_rank_0()
+        if (self._peers is None or not self._peers.leave(waits)) and waits:
+            self._print(own)  # rank 0 has not
+        if not is_late and not isinstance(error, KeyboardInterrupt):  # by which Python itself ends with that signal
+            sys.exit(2)
+
+    def _end_with(self, peers: Peers, report: str) -> None:
+        """The main thread may wait for the rank that failed for ever."""
+        first = json.loads(report)
+        if is_rank_0():
+            self._print(first)
+        peers.leave()
+        os._exit(1 if first["is_late"] else 2)
+
+    def _print(self, failure: Mapping[str, Any]) -> None:
+        """Print the sentence of a failure, once in a process."""
+        if failure["is_late"] or not self._printing.acquire(blocking=False):
+            return
+        where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"
+        # torch.distributed keeps what its own hook around this one prints until it returns.
+        say(failure["sentence"] + where, failure["traceback"], sys.__stderr__)
+
+
+def _facts(args: Namespace) -> dict[str, str]:
+    """What all ranks must share. Nodes may have folders of their own, and ranks have their numbers."""
+    facts = {
+        f"--{name.replace('_', '-')}": str(value)
+        for name, value in vars(args).items()
+        if name not in ("rank", "local_rank") and isinstance(value, _VALUES) and os.sep not in str(value)
+    }
+    return facts | {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset")}
+
+
+def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -> None:
+    """Print one sentence, given without its full stop, and the file into which `trace` is written."""
+    ending = "" if trace is None else f"; the traceback is in {_written(trace)}"
+    sentence = sentence.strip().rstrip(".") + ending
+    sys.stdout.flush()  # or what is printed there would come last
+    print(f"error: {sentence}{'' if sentence.endswith('?') else '.'}", file=stream or sys.stderr, flush=True)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether the error is a sentence as it is: raised by this package or by the script itself."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    frames = _frames(error)
+    module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    is_ours = module in _SCRIPTS or module.startswith("megatron.seq1f1b.")
+    return is_ours and isinstance(error, (ValueError, ImportError))
+
+
+def sentence_of(error: BaseException) -> str:
+    """What was being done, and the words of the error, without a full stop."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        extra = "[report]" if error.name == "matplotlib" else ""
+        return f"the package {error.name} is missing; pip install 'megatron-seq1f1b{extra}' brings it"
+    words = _words(error)
+    if is_mistake(error):
+        return words
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    if root is not error:
+        words = f"{words} ({_words(root)})"
+    action = _action(error)
+    return f"{action} failed: {words}" if action else words
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    text = Naming.FLAGS.sentence(error) if isinstance(error, ValueError) else str(error)
+    if "Traceback (most recent call last)" in text:  # of another process; its last line has the words
+        text = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
+        text = re.sub(r"^[\w.]+\.(\w+: )", r"\1", text)
+    text = " ".join(text.split())
+    if isinstance(error, AssertionError) and not text:
+        text = f"{_failed_statement(error)} does not hold"
+    if isinstance(error, ZeroDivisionError):
+        text = f"{text} in {_failed_statement(error)}"
+    if " " not in text:  # such as that of a KeyError
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _failed_statement(error: BaseException) -> str:
+    """The source of the statement that failed, and the values of the flags in it."""
+    if error.__traceback__ is None:
+        return "a check"
+    summary = traceback.extract_tb(error.__traceback__)[-1]
+    last = (summary.end_lineno or summary.lineno or 0) + 1
+    source = " ".join("".join(linecache.getline(summary.filename, n) for n in range(summary.lineno or 0, last)).split())
+    args = _frames(error)[-1][0].f_locals.get("args")
+    names = dict.fromkeys(name for name in re.findall(r"\bargs\.(\w+)", source) if hasattr(args, name))
+    values = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
+    return source.replace("args.", "") + (f" ({values})" if values else "")
+
+
+def _action(error: BaseException) -> str | None:
+    """What the innermost function did that is in the table."""
+    for frame, _ in reversed(_frames(error)):
+        action = _ACTIONS.get(frame.f_code.co_name)
+        if action is not None:
+            args = frame.f_locals.get("args")
+            names = re.findall(r"\{(\w+)\}", action)
+            return action.format_map({name: getattr(args, name, "") for name in names})
+    return None
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(error.__traceback__))
+
+
+def _first_step_is_over() -> bool:
+    """By the arguments of Megatron's training loop, if there is one."""
+    module = sys.modules.get("megatron.training.global_vars")
+    args = getattr(module, "_GLOBAL_ARGS", None)
+    return args is not None and getattr(args, "curr_iteration", 0) > getattr(args, "iteration", 0)
+
+
+def _written(trace: str) -> str:
+    for folder in _folders():
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=folder, prefix="seq1f1b-traceback-", suffix=".txt", delete=False
+            ) as file:
+                file.write(trace)
+            return file.name
+        except OSError:
+            continue
+    return "no file, since none can be written"
+
+
+def _folders() -> Iterator[Path]:
+    """The log of a job lies where it was started; a tool may be started anywhere."""
+    yield Path.cwd()
+    yield Path(tempfile.gettempdir())
+
+
+def _record_for_torchrun(error: BaseException) -> None:
+    """Leave the error where torchrun's report looks for it."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

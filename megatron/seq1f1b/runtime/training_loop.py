@@ -1,0 +1,141 @@
+"""What is put around functions of Megatron's training loop."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import logging
+import multiprocessing
+import shutil
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial, wraps
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from ..patches import Patch
+from ..ranks import warn_on_rank_0
+from . import corpora
+from .iteration_log import IterationLog
+from .meter import Reading
+
+_log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class TrainingLoop:
+    """Around functions of Megatron's training loop.
+
+    `args` gives its arguments, `last_step` what this rank measured.
+    """
+
+    def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], Reading | None]) -> None:
+        self._args = args
+        self._log = IterationLog(args, last_step)
+
+    def patches(self) -> tuple[Patch, ...]:
+        """What puts the functions below in their places."""
+        training = "megatron.training.training"
+        rows = (
+            (f"{training}.training_log", self.training_log, "prints as the second loss of every start the mean of two"),
+            (f"{training}.save_checkpoint_and_time", self.save, "does not name what is left after a save that failed"),
+            (f"{training}.load_checkpoint", self.load, "ends with exit code 0 at a checkpoint that it cannot load"),
+            (
+                f"{training}.report_theoretical_memory",
+                self.report_theoretical_memory,
+                "counts whole micro-batches in flight, where our schedules hold segments",
+            ),
+            (
+                "megatron.core.utils.StragglerDetector.__exit__",
+                lambda upstream, detector, *_: upstream(detector, None, None, None),
+                "logs every exception in a step besides, with its traceback, on every rank",
+            ),
+            (
+                "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+                _queue_that_ends_with_its_rank,
+                "starts a process that outlives a killed rank and, forked, keeps the connections of its peers open",
+            ),
+        )
+        wrapping = tuple(Patch(target, partial(_around, new), why, wraps=True) for target, new, why in rows)
+        return (*wrapping, *corpora.patches(self._args), self._log.patch())
+
+    def training_log(
+        self,
+        upstream: Callable,
+        losses: dict,
+        total_losses: dict,
+        learning_rate: float | None,
+        iteration: int,
+        *rest: Any,
+        is_first_iteration: bool = False,
+        **more: Any,
+    ) -> Any:
+        """Megatron prints the first iteration besides, and goes on adding up; where it ends an interval, it is one."""
+        is_besides = is_first_iteration and iteration % self._args().log_interval != 0
+        return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_besides, **more)
+
+    def report_theoretical_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
+        """Megatron's estimate is of its own schedules; the block at the start has that of ours."""
+        if getattr(args, "pipeline_schedule", None) is None and not getattr(args, "pipeline_schedule_file", None):
+            upstream(args, *rest, **more)
+
+    def save(self, upstream: Callable, iteration: int, *rest: Any, **more: Any) -> None:
+        """Megatron's loop saves after a loss that is not a number, --save or not."""
+        folder = self._args().save
+        if folder is None:
+            warn_on_rank_0(_log, f"nothing is saved of iteration {iteration}, since --save is not given")
+            return
+        try:
+            upstream(iteration, *rest, **more)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            free = shutil.disk_usage(folder).free / 2**20
+            error.add_note(
+                f"the checkpoint of iteration {iteration} was not saved; {_last_complete(Path(folder))}; {folder} has "
+                f"{free:.0f} MiB free"
+            )
+            raise
+
+    def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
+        """Megatron prints what is wrong with some checkpoints, and exits as if all were well."""
+        try:
+            return upstream(*rest, **more)
+        except SystemExit as error:
+            args = self._args()
+            folder = args.load or args.pretrained_checkpoint
+            raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
+
+
+def _around(function: Callable, upstream: Callable) -> Callable:
+    @wraps(upstream)
+    def around(*args: Any, **options: Any) -> Any:
+        return function(upstream, *args, **options)
+
+    return around
+
+
+def _queue_that_ends_with_its_rank(upstream: Callable, mp_mode: str | None = None) -> Any:
+    if filesystem_async._results_queue is None:
+        mode = mp_mode or inspect.signature(upstream).parameters["mp_mode"].default
+        manager = SyncManager(ctx=multiprocessing.get_context(mode))
+        manager.start(_end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
+    return filesystem_async._results_queue
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _last_complete(folder: Path) -> str:
+    try:
+        iteration = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
+    except OSError:
+        return "no checkpoint is complete yet"
+    return f"the last complete checkpoint is of iteration {iteration}"

@@ -1,0 +1,155 @@
+"""What ends a program is one sentence, with the traceback of what is not a plain mistake in a file."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.seq1f1b.arguments import net
+from megatron.seq1f1b.arguments.net import Net, sentence_of
+from megatron.seq1f1b.errors import ParameterError
+from support.launch import free_port
+
+
+def raised(function, *arguments):
+    try:
+        function(*arguments)
+    except BaseException as error:
+        return error
+
+
+MEGATRON = """
+def validate_args(args):
+    assert args.hidden_size % args.num_attention_heads == 0
+"""
+
+
+def load_checkpoint(args, error):
+    raise error
+
+
+ARGS = Namespace(hidden_size=65, num_attention_heads=4, load="/saved")
+REMOTE = RuntimeError(
+    "ranks: [0]\nTraceback (most recent call last): (RANK 0)\n  File 1\nKeyError: 'optimizer is gone'\n"
+)
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (raised(load_checkpoint, ARGS, KeyError("args")), "loading the checkpoint in /saved failed: KeyError: 'args'"),
+        (
+            raised(load_checkpoint, ARGS, REMOTE),
+            "loading the checkpoint in /saved failed: KeyError: 'optimizer is gone'",
+        ),
+        (raised(open, "/no/file"), "/no/file: No such file or directory"),
+        (raised(int, "many\n  lines"), "invalid literal for int() with base 10: 'many\\n lines'"),
+        (
+            ParameterError("{num_segments} must be at least {0}", 1, num_segments=0),
+            "--sequence-splits 0 must be at least 1",
+        ),
+        (RuntimeError(), "RuntimeError"),
+        (RuntimeError("x " * 999), f"{'x ' * 200} ..."),
+        (ModuleNotFoundError("no", name="datasets"), "the package datasets is missing; pip install"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_error_is_one_sentence(error, sentence):
+    assert sentence_of(error).startswith(sentence) and "\n" not in sentence_of(error)
+
+
+def test_a_failed_check_without_words_is_shown_with_its_flags(tmp_path):
+    (tmp_path / "checks.py").write_text(MEGATRON)
+    error = raised(runpy.run_path(tmp_path / "checks.py")["validate_args"], ARGS)
+    assert sentence_of(error) == (
+        "checking the flags failed: assert hidden_size % num_attention_heads == 0 "
+        "(--hidden-size 65, --num-attention-heads 4) does not hold"
+    )
+
+
+def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    error = raised(load_checkpoint, ARGS, KeyError("args"))
+    with pytest.raises(SystemExit) as end:
+        Net().caught(type(error), error, error.__traceback__)
+    printed = capfd.readouterr().err
+    file = re.fullmatch(r"error: .* failed: KeyError: 'args'; the traceback is in (\S+)\.\n", printed)[1]
+    assert end.value.code == 2 and "line" in Path(file).read_text() and Path(file).parent == tmp_path
+
+
+def test_a_mistake_that_we_find_has_no_traceback(tmp_path, monkeypatch, capfd):
+    from megatron.seq1f1b.arguments import parse_options
+
+    monkeypatch.chdir(tmp_path)
+    error = raised(parse_options, {"sequence_splitz": 4})
+    with pytest.raises(SystemExit):
+        Net().caught(type(error), error, error.__traceback__)
+    assert capfd.readouterr().err.count("\n") == 1 and not [*tmp_path.iterdir()]
+
+
+def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
+    monkeypatch.setattr(net, "_first_step_is_over", lambda: True)
+    error = raised(load_checkpoint, ARGS, KeyError("args"))
+    Net().caught(type(error), error, error.__traceback__)
+    assert capfd.readouterr().err.startswith("Traceback (most recent call last)")
+
+
+def test_torchrun_is_given_the_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        Net().caught(ValueError, ValueError("no data"), None)
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: no data"
+
+
+PROGRAM = """
+import os, sys, time
+from argparse import Namespace
+from megatron.seq1f1b.arguments.net import Net
+net = Net()
+sys.excepthook = net.caught
+net.connect()
+rank = int(os.environ["RANK"])
+{}
+"""
+PROGRAMS = {
+    # Every rank makes the same mistake, one fails alone while another waits, one is interrupted.
+    "all": ("raise ValueError('no data')", "error: no data."),
+    "the last alone": (
+        "if rank == 1: raise ValueError('no data')\ntime.sleep(60)",
+        "error: no data (rank 1 on ",
+    ),
+    "the first alone": (
+        "if rank == 0: raise KeyError('x')\ntime.sleep(60)",
+        "error: KeyError: 'x'; the traceback is in",
+    ),
+    "interrupted": ("if rank == 1: raise KeyboardInterrupt\ntime.sleep(60)", "error: interrupted (rank 1 on "),
+    "other flags": (
+        "net.parsed(Namespace(distributed_timeout_minutes=1, rank=rank, folder=f'/node/{rank}', num_layers=rank + 1))\n"
+        "time.sleep(60)",
+        "error: the ranks disagree: --num-layers is 2 on rank 1, but 1 on rank 0; start all ranks with",
+    ),
+}
+
+
+@pytest.mark.parametrize("body, sentence", PROGRAMS.values(), ids=PROGRAMS)
+def test_all_ranks_end_with_one_sentence_on_rank_0(tmp_path, body, sentence):
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM.format(body)],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**environment, "RANK": str(rank), "PATH": "", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    printed = [rank.communicate()[1] for rank in ranks]
+    assert printed[0].startswith(sentence) and printed[0].count("\n") == 1, printed
+    assert printed[1] == "" and all(rank.returncode for rank in ranks), printed

@@ -1,0 +1,57 @@
+"""What is put around Megatron's training loop."""
+
+from argparse import Namespace
+
+import pytest
+from torch.distributed.checkpoint import CheckpointException
+
+from megatron.seq1f1b.runtime.training_loop import TrainingLoop
+
+
+def loop(**args) -> TrainingLoop:
+    return TrainingLoop(lambda: Namespace(**args), lambda: None)
+
+
+@pytest.mark.parametrize(
+    "log_interval, iteration, prints_besides", [(1, 1, False), (1, 8, False), (10, 1, True), (10, 30, False)]
+)
+def test_the_first_iteration_is_printed_within_an_interval(log_interval, iteration, prints_besides):
+    """Megatron keeps what it has printed besides for the next line, which would be the mean of both."""
+    seen = []
+
+    def upstream(*_, is_first_iteration):
+        seen.append(is_first_iteration)
+
+    loop(log_interval=log_interval).training_log(upstream, {}, {}, 0.1, iteration, is_first_iteration=True)
+    assert seen == [prints_besides]
+
+
+def test_without_a_folder_nothing_is_saved(caplog):
+    loop(save=None).save(pytest.fail, 7)
+    assert caplog.messages == ["nothing is saved of iteration 7, since --save is not given"]
+
+
+def failing(error):
+    def upstream(*_, **__):
+        raise error
+
+    return upstream
+
+
+def test_a_failed_save_names_the_last_one_and_the_space(tmp_path):
+    """torch raises a CheckpointException, which is no Exception and names no disk."""
+    flags = {"save": str(tmp_path)}
+    with pytest.raises(CheckpointException) as error:
+        loop(**flags).save(failing(CheckpointException("write", {})), 6)
+    assert error.value.__notes__[0].startswith(
+        f"the checkpoint of iteration 6 was not saved; no checkpoint is complete yet; {tmp_path} has "
+    )
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(CheckpointException) as error:
+        loop(**flags).save(failing(CheckpointException("write", {})), 6)
+    assert "the last complete checkpoint is of iteration 4; " in error.value.__notes__[0]
+
+
+def test_a_checkpoint_at_which_megatron_exits_is_an_error():
+    with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
+        loop(load="/saved").load(failing(SystemExit()))
