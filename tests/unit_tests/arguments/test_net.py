@@ -16,6 +16,12 @@ from megatron.seq1f1b.errors import ParameterError
 from support.launch import free_port
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    """Where tracebacks are written."""
+    monkeypatch.chdir(tmp_path)
+
+
 def raised(function, *arguments):
     try:
         function(*arguments)
@@ -73,8 +79,7 @@ def test_a_failed_check_without_words_is_shown_with_its_flags(tmp_path):
     )
 
 
-def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
+def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, capfd):
     error = raised(load_checkpoint, ARGS, KeyError("args"))
     with pytest.raises(SystemExit) as end:
         Net().caught(type(error), error, error.__traceback__)
@@ -83,10 +88,9 @@ def test_the_traceback_is_in_the_file_that_the_sentence_names(tmp_path, monkeypa
     assert end.value.code == 2 and "line" in Path(file).read_text() and Path(file).parent == tmp_path
 
 
-def test_a_mistake_that_we_find_has_no_traceback(tmp_path, monkeypatch, capfd):
+def test_a_mistake_that_we_find_has_no_traceback(tmp_path, capfd):
     from megatron.seq1f1b.arguments import parse_options
 
-    monkeypatch.chdir(tmp_path)
     error = raised(parse_options, {"sequence_splitz": 4})
     with pytest.raises(SystemExit):
         Net().caught(type(error), error, error.__traceback__)
