@@ -46,9 +46,8 @@ def attention_kernel(config: PipelineConfig) -> str:
     choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     size = settings.get("kv_channels") or 1
-    return choice.name(
-        AttentionRule(1.0, dropout), not config.is_on_cpu, dtype, size, settings.get("v_head_dim") or size
-    )
+    is_on_gpu = not config.is_on_cpu and torch.cuda.is_available()
+    return choice.name(AttentionRule(1.0, dropout), is_on_gpu, dtype, size, settings.get("v_head_dim") or size)
 
 
 class ProgramExecutor:
