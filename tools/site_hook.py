@@ -10,7 +10,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron" / "seq1f1b"
 # What the page runs. Without the `__init__.py` above them, whose imports need torch.
-SOURCES = ("errors.py", "schedule/**/*.py", "report/colours.py", "report/playground.py")
+SOURCES = ("errors.py", "schedule/**/*.py", "report/colours.py")
 PYODIDE = ROOT / "build" / "pyodide"  # scripts/site.sh puts it there
 RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "pyodide-lock.json", "python_stdlib.zip")
 
@@ -26,6 +26,7 @@ def on_post_build(config, **_) -> None:
     with zipfile.ZipFile(folder / "schedule.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for path in sorted(path for pattern in SOURCES for path in PACKAGE.glob(pattern)):
             archive.write(path, path.relative_to(ROOT))
+        archive.write(ROOT / "docs" / "playground" / "playground.py", "playground.py")
     if PYODIDE.is_dir():
         (folder / "pyodide").mkdir(exist_ok=True)
         for name in RUNTIME:

@@ -6,7 +6,7 @@ const root = document.getElementById("panels");
 const ROW = 22, LEFT = 18, RIGHT = 90; // pixels: a rank, its number, its figures
 
 const worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-worker.onerror = () => show({ error: "This site was built without Pyodide: bash scripts/site.sh brings it in." });
+worker.onerror = (event) => show({ error: `Python could not be started: ${event.message ?? "worker.js is missing"}.` });
 worker.onmessage = ({ data }) => {
   const asked = pending.shift();
   if (pending.length) ask(); // the sliders have moved on
@@ -27,7 +27,15 @@ function settings() {
     .map((input) => [input.name, isNumber(input) ? Number(input.value) : input.value]));
 }
 
+// Controls that change nothing with the present values of the others.
+const WITHOUT_EFFECT = {
+  placement: ({ chunks }) => chunks === 1,
+  cut: ({ segments }) => segments === 1,
+  memory: ({ family }) => family !== "auto",
+};
+
 function update() {
+  for (const [name, isIdle] of Object.entries(WITHOUT_EFFECT)) form.elements[name].disabled = isIdle(settings());
   for (const input of form.querySelectorAll("input")) input.nextElementSibling.value = input.value;
   history.replaceState(null, "", "#" + new URLSearchParams(settings()));
   const isIdle = pending.length === 0;
@@ -38,7 +46,10 @@ function update() {
 function show(answer) {
   status.className = answer.error ? "error" : "";
   status.textContent = answer.error ?? compared(answer.panels);
-  if (answer.error) return;
+  if (answer.error) {
+    root.replaceChildren();
+    return;
+  }
   const longest = Math.max(...answer.panels.map((panel) => panel.time));
   root.replaceChildren(...answer.panels.map((panel) => figure(panel, answer.names)));
   answer.panels.forEach((panel, i) => draw(root.children[i].querySelector("canvas"), panel, longest, answer.names));
@@ -68,7 +79,10 @@ function figure(panel, names) {
     mark.style.color = panel.colours[kind].at(-1);
     legend.append(mark, names[kind]);
   }
-  element.append(caption, legend, document.createElement("canvas"));
+  const canvas = document.createElement("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", `Timeline: a row for each of ${panel.ranks.length} ranks. ${caption.textContent}.`);
+  element.append(caption, legend, canvas);
   return element;
 }
 
@@ -86,7 +100,7 @@ function draw(canvas, panel, longest, names) {
   const scale = (width - LEFT - RIGHT) / longest;
   panel.ranks.forEach((boxes, rank) => {
     const top = ROW * rank, middle = top + ROW / 2;
-    pen.fillStyle = "black";
+    pen.fillStyle = getComputedStyle(root).color;
     pen.textAlign = "left";
     pen.fillText(rank, 0, middle);
     const busy = boxes.reduce((sum, box) => sum + box[5] - box[4], 0);
@@ -109,8 +123,8 @@ function draw(canvas, panel, longest, names) {
       }
     }
   });
-  canvas.onmouseleave = () => (hint.hidden = true);
-  canvas.onmousemove = (event) => {
+  canvas.onpointerleave = () => (hint.hidden = true);
+  canvas.onpointerdown = canvas.onpointermove = (event) => {
     const time = (event.offsetX - LEFT) / scale;
     const box = panel.ranks[Math.floor(event.offsetY / ROW)]?.find((each) => each[4] <= time && time < each[5]);
     hint.hidden = !box;
@@ -118,13 +132,21 @@ function draw(canvas, panel, longest, names) {
     const chunk = panel.chunks > 1 ? `, chunk ${box[1]}` : "";
     hint.textContent = `${names[box[0]]} of micro-batch ${box[2]}, segment ${box[3]}${chunk}: ` +
       `${box[4].toFixed(2)} to ${box[5].toFixed(2)}`;
-    hint.style.left = event.clientX + 12 + "px";
+    hint.style.left = Math.max(0, Math.min(event.clientX + 12, window.innerWidth - hint.offsetWidth - 4)) + "px";
     hint.style.top = event.clientY + 12 + "px";
   };
 }
 
-for (const [name, value] of new URLSearchParams(location.hash.slice(1)))
-  if (form.elements[name]) form.elements[name].value = value;
+// The address sets the controls; a value that a list does not have leaves it as it is.
+function follow() {
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    const input = form.elements[name];
+    if (input && (!input.options || [...input.options].some((option) => option.value === value))) input.value = value;
+  }
+  update();
+}
+
 form.addEventListener("input", update);
 window.addEventListener("resize", update);
-update();
+window.addEventListener("hashchange", follow);
+follow();

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from playground import answer
 
-from megatron.seq1f1b.report.playground import answer
 from support.browser import PATIENCE, browser, served
 from support.launch import ROOT
 
@@ -25,6 +25,7 @@ SHOWN = """({
         return [...found];
     }),
 })"""
+IDLE = "[...document.querySelectorAll('label > :disabled')].map((input) => input.name)"
 SET = """(([name, value]) => {
     const input = document.querySelector(`[name=${name}]`);
     input.value = value;
@@ -67,6 +68,10 @@ def test_sliders_draw_what_the_package_makes(site, tmp_path):
         page.open(f"{address}/playground/#segments=2&attention=0")
         page.wait_for(READY)
         check(page, segments=2, attention=0)
+        assert page.evaluate(IDLE) == ["placement", "memory"]
+        assert page.evaluate("document.querySelector('canvas').ariaLabel").startswith(
+            "Timeline: a row for each of 4 ranks."
+        )
         page.evaluate(f"{SET}(['family', 'zb-h1'])")
         check(page, segments=2, attention=0, family="zb-h1")
         for name, value in (("chunks", "2"), ("placement", "v"), ("cut", "even"), ("family", "auto")):
@@ -79,4 +84,31 @@ def test_sliders_draw_what_the_package_makes(site, tmp_path):
         page.evaluate(f"{SET}(['segments', '16'])")
         page.wait_for("document.getElementById('status').className === 'error'")
         assert "too many" in page.evaluate("document.getElementById('status').textContent")
+        assert page.evaluate("document.querySelector('figure')") is None and page.evaluate(IDLE) == []
+        page.evaluate("location.hash = '#family=bogus&segments=1&ranks=4&microbatches=4'")
+        page.wait_for(f"{CAPTION}.startsWith('auto, whole sequences')")
         assert page.problems == []
+
+
+@pytest.mark.timeout(3 * PATIENCE)
+def test_on_a_phone_the_picture_stays_with_its_controls(site, tmp_path):
+    with browser(tmp_path) as page, served(site) as address:
+        page.resize(390, 844)
+        page.open(f"{address}/playground/")
+        page.wait_for("document.querySelector('canvas') !== null")
+        page.evaluate("document.getElementsByName('memory')[0].scrollIntoView({ block: 'center' })")
+        in_the_middle = "Math.abs(document.getElementsByName('memory')[0].getBoundingClientRect().top - 422) < 60"
+        page.wait_for(in_the_middle)  # scrolling is smooth
+        assert 0 < page.evaluate("document.querySelector('canvas').getBoundingClientRect().top") < 422
+
+
+@pytest.mark.timeout(3 * PATIENCE)
+def test_a_load_that_fails_is_reported(site, tmp_path):
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "playground" / "schedule.zip").unlink()
+    with browser(tmp_path) as page, served(broken) as address:
+        page.open(f"{address}/playground/")
+        page.wait_for("document.getElementById('status').className === 'error'")
+        status = page.evaluate("document.getElementById('status').textContent")
+        assert status == "Python did not load or stopped: schedule.zip: 404. Reload the page to try again."

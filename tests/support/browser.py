@@ -54,6 +54,10 @@ class Page:
         for domain in ("Page", "Runtime", "Log"):
             self._ask(f"{domain}.enable")
 
+    def resize(self, width: int, height: int) -> None:
+        """As the screen of a phone."""
+        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=True)
+
     def open(self, address: str) -> None:
         answer = self._ask("Page.navigate", url=address)
         assert "errorText" not in answer, answer

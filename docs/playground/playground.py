@@ -1,4 +1,4 @@
-"""The schedule that a page of sliders shows: the docs run this file in the browser, with the schedules of the package.
+"""What the playground shows: this file runs in the browser, with the schedules of the package.
 
 Times are in forwards of a whole sequence through the layers of one rank, memory in whole sequences on one rank.
 """
@@ -10,8 +10,8 @@ from itertools import pairwise
 from math import sqrt
 from typing import Any
 
-from ..schedule import Costs, Kind, Placement, Schedule, Shape, build, peak_memory, simulate
-from .colours import NAMES, shade
+from megatron.seq1f1b.report.colours import NAMES, shade
+from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, Shape, build, peak_memory, simulate
 
 CUTS = ("balanced", "even")
 MOST_ACTIONS = 12_000  # a browser plans and draws this many in seconds
@@ -43,7 +43,10 @@ class Settings:
             raise ValueError("the attention's share is below 1, a message takes no negative time, memory is 1 or more")
         actions = 3 * self.ranks * self.chunks * self.microbatches * self.segments
         if actions > MOST_ACTIONS:
-            raise ValueError(f"{actions} actions are too many for a page; {MOST_ACTIONS} can be drawn")
+            raise ValueError(
+                f"{actions:,} actions are too many for a page, which draws {MOST_ACTIONS:,}: take fewer segments, "
+                "ranks, micro-batches or model chunks"
+            )
 
     @property
     def shape(self) -> Shape:
