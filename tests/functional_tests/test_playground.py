@@ -13,7 +13,7 @@ from support.browser import PATIENCE, browser, served
 from support.launch import ROOT
 
 READY = "document.getElementById('status').textContent !== 'Loading Python ...'"
-CAPTION = "document.querySelector('figcaption').textContent"
+CAPTION = "(document.querySelector('figcaption')?.textContent ?? '')"
 SHOWN = """({
     captions: [...document.querySelectorAll('figcaption')].map((each) => each.textContent),
     status: document.getElementById('status').textContent,
