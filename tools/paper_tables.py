@@ -139,7 +139,7 @@ def wrong_orders(rows: Iterable[Row]) -> list[str]:
 def markdown(rows: Sequence[Row]) -> str:
     """The errors of each table, and what is known of the large ones."""
     lines = [
-        "# Published tables, predicted",
+        "# Published tables",
         "",
         "Written by `python tools/paper_tables.py --held-out --output docs/paper_tables.md`, with",
         "[all rows as CSV](paper_tables.csv). Machine files in `megatron/seq1f1b/planning/costs/machines/` hold every",

@@ -161,7 +161,10 @@ def put_together(node: ast.JoinedStr, words: list[str]) -> Iterator[str]:
         [part.value] if isinstance(part, ast.Constant) else last if at else modules
         for at, part in enumerate(node.values)
     ]
-    if not isinstance(node.values[0], ast.Constant) or node.values[0].value.startswith("megatron."):
+    constants = [part.value for part in node.values if isinstance(part, ast.Constant)]
+    # Sentences are no names, and names have few placeholders: the words of a long file would fill more for hours.
+    is_name = all(re.fullmatch(r"[\w.]*", text) for text in constants) and len(parts) - len(constants) <= 2
+    if is_name and (parts[0] is modules or parts[0][0].startswith("megatron.")):
         yield from filter(UPSTREAM.fullmatch, map("".join, itertools.product(*parts)))
 
 

@@ -20,7 +20,7 @@ ELSEWHERE = {
     r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
     r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
     r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
-    r"bash scripts/gpu_test\.sh": "functional_tests/test_gpu_suite.py",
+    r"bash scripts/gpu_test\.sh.*": "functional_tests/test_gpu_suite.py",
     r"bash scripts/site\.sh": "functional_tests/test_playground.py",
     r"bash scripts/test\.sh.*": "unit_tests/test_contributing.py",  # and CI, which starts with it
     r"sbatch .* scripts/slurm/pretrain_gpt\.sbatch": "functional_tests/test_slurm.py",
@@ -32,7 +32,7 @@ ELSEWHERE = {
 }
 BENCHMARK = re.compile(r"torchrun --nproc-per-node (\d+) tools/benchmark\.py (.*)")
 # Of other projects, or with parts for the reader to fill in.
-NOT_OURS = (r"pip install .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
+NOT_OURS = (r"pip install .*", r"mkdir .*", r"pre-commit install", r"torchrun \.\.\. .*", r".* \.\.\.")
 # At these sizes a documented benchmark takes seconds.
 SHRUNK = ("--seq-length", "64", "--hidden-size", "32", "--repeats", "1")
 

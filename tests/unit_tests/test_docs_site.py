@@ -33,6 +33,13 @@ def test_the_site_has_every_page_once():
     assert sorted(named) == sorted(["contributing.md", *(page.name for page in PAGES)])
 
 
+def test_pages_have_the_titles_of_the_navigation():
+    named = dict(re.findall(r"- (.+): (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    for title, name in named.items():
+        if name not in ("index.md", "contributing.md"):
+            assert (ROOT / "docs" / name).read_text().startswith(f"# {title}\n"), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_stay_in_the_site_and_lead_somewhere(page):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text(encoding="utf-8")):

@@ -258,7 +258,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported(
             "--fp8-recipe delayed",
             _in_8_bits_by("delayed"),
-            "scales by the largest values of earlier micro-batches, of which segments leave those of their parts",
+            "scales by the maxima of earlier micro-batches; segments would record the maxima of parts",
             _BY_BLOCKS,
         ),
         Unsupported(
