@@ -250,7 +250,9 @@ class PipelineExecutor:
         plan = (
             f"{self._programs.name}, {'evaluation' if call.forward_only else 'training'} on {shape.num_ranks} ranks "
             f"with {shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches "
-            f"of {call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}"
+            f"of {call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}, of a model with "
+            f"{getattr(call.config, 'num_layers', 'its own')} layers and messages of {call.config.hidden_size} "
+            f"{call.config.pipeline_dtype}"
         )
         if plan not in self._agreed:
             check_agreement(plan)
