@@ -25,7 +25,7 @@ STAND_INS = {
     "uv": """
         if [ "$1" = venv ]; then
             [ ! -e .venv ] || exit 2
-            mkdir -p .venv/bin; cp "$(type -P python3)" .venv/bin/python
+            mkdir -p .venv/bin; for name in python seq1f1b; do cp "$(type -P python3)" .venv/bin/$name; done
         fi""",
     "npm": """
         mkdir package && echo '{"version": "314.0.7"}' > package/package.json
