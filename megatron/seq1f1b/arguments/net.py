@@ -109,7 +109,7 @@ class Net:
         sys.unraisablehook = lambda unraisable: None  # what is half built fails once more when it is deleted
         first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
         if first == own:
-            _record_for_torchrun(error)
+            _record_for_torchrun(own["sentence"])
         if first == own and is_late:
             sys.__excepthook__(kind, error, trace)
         elif is_rank_0():
@@ -255,9 +255,12 @@ def _folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir())
 
 
-def _record_for_torchrun(error: BaseException) -> None:
-    """Leave the error where torchrun's report looks for it."""
+def _record_for_torchrun(sentence: str) -> None:
+    """Leave the sentence where torchrun's report looks for it."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        try:
+            raise RuntimeError(sentence)
+        except RuntimeError as error:  # the report has the traceback of what is being handled
+            get_error_handler().record_exception(error)
