@@ -109,7 +109,7 @@ class Net:
         sys.unraisablehook = lambda unraisable: None  # what is half built fails once more when it is deleted
         first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
         if first == own:
-            _record_for_torchrun(own["sentence"])
+            _record_for_torchrun(sentence_of(error))
         if first == own and is_late:
             sys.__excepthook__(kind, error, trace)
         elif is_rank_0():

@@ -108,7 +108,9 @@ def test_torchrun_is_given_the_error(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit):
         Net().caught(ValueError, ValueError("no data"), None)
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: no data"
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "RuntimeError: no data"
+    assert message["extraInfo"]["py_callstack"].endswith("RuntimeError: no data\n")
 
 
 PROGRAM = """
