@@ -251,7 +251,7 @@ BAD = {
             MOCK + "--load {}/without_optimizer",
             "loading the checkpoint in {}/without_optimizer failed: KeyError: 'optimizer'",
         ),
-        (MOCK + "--load {}/zeroed", "loading the checkpoint in {}/zeroed failed: _pickle.UnpicklingError: invalid"),
+        (MOCK + "--load {}/zeroed", "loading the checkpoint in {}/zeroed failed: UnpicklingError: invalid"),
         ("--data-path {}", "reading the data failed: One or both of the .idx and .bin files cannot be"),
         (
             "hybrid " + MOCK + "--hybrid-layer-pattern M*M*",
