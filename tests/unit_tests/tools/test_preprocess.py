@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,7 +211,7 @@ def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
     os.mkfifo(tmp_path / "pipe.jsonl")
     flags = ["--output-prefix", str(tmp_path / "out"), "--input-format", "jsonl"]
     words = command(corpus, tmp_path / "pipe.jsonl", "out", *flags)
-    process = multiprocessing.get_context("fork").Process(target=lambda: (os.setsid(), run("preprocess", words)))
+    process = multiprocessing.get_context("fork").Process(target=in_own_session, args=(words,))
     process.start()
     try:
         with open(tmp_path / "pipe.jsonl", "w") as pipe:
@@ -229,6 +230,11 @@ def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
         assert number is signal.SIGKILL or names(tmp_path) == {"pipe.jsonl"}
     finally:
         process.kill()
+
+
+def in_own_session(words: list) -> None:
+    os.setsid()
+    sys.exit(run("preprocess", words))
 
 
 def workers_of(session: int) -> str:
