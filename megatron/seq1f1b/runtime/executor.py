@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map
 
 from ..model import (
     Documents,
-    Segment,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -87,11 +86,6 @@ class PipelineExecutor:
     def last_step(self) -> Reading | None:
         """What the meter measured in the last training step, if there is one."""
         return None if self._meter is None else self._meter.reading()
-
-    @property
-    def running(self) -> Segment | None:
-        """The segment whose forward or backward runs at this moment."""
-        return self._context.segment
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.

@@ -31,6 +31,7 @@ before its use by the same argument.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from .action import Action
@@ -61,6 +62,7 @@ class Transfer(NamedTuple):
     posted: int
 
 
+@lru_cache(maxsize=1)  # a rank lowers a schedule once for its first step, and once for all later ones
 def nominal_times(schedule: Schedule) -> NominalTimes:
     """When the compute actions of each rank start if all take equally long, and messages a tenth of that.
 
