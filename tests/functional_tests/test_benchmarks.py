@@ -59,11 +59,3 @@ def test_steps_predicted_from_single_actions(launch):
     assert len(rows) == 8
     assert all(float(row.split()[-4]) > 0 and float(row.split()[-3]) > 0 for row in rows)
     assert "mean error" in job.log
-
-
-def test_text_to_tokens_beside_megatrons_own_way(launch):
-    flags = ["--document-bytes", "500", "3000", "--megabytes", "0.03", "--vocab-size", "300", "--repeats", "1"]
-    job = launch(1, flags, script=ROOT / "tools" / "benchmark_preprocessing.py").check()
-    rows = [line.split() for line in job.log.splitlines() if line.startswith("documents of ")]
-    assert [row[2] for row in rows] == ["500", "3000"]
-    assert all(len([float(number) for number in row[4:]]) == 3 for row in rows)

@@ -7,41 +7,37 @@ Megatron's, chosen by Megatron's own flags, or a byte-level BPE trained here on 
     seq1f1b preprocess --input corpus.jsonl --output-prefix data/corpus \\
         --train-tokenizer 32000 --tokenizer-model data/tokenizer --append-eod
 
-The two files are written beside their names, which they get when they are complete.
+The files get their names when they are complete.
 """
 
 import argparse
-import contextlib
-import gc
 import json
 import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from fnmatch import fnmatch
-from functools import partial
-from itertools import chain, islice
+from itertools import batched, islice
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from ..schedule import written_whole
 from .parsing import Parser, count
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-BATCH_BYTES, BATCH_DOCUMENTS = 1 << 18, 1024
+BATCH = 64  # documents: worth a message to a worker, and bounded in memory
 EOD, PAD = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
-_CALLS = "__call__", "_encode_plus", "_batch_encode_plus"  # by which transformers, 4 or 5, goes from a text to ids
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -66,8 +62,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--upstream-names", action="store_true", help=names)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", type=count, default=cores, metavar="N", help="processes that tokenize (default: one a core)")
-    for flag in ("--partitions", "--log-interval"):
-        add(flag, type=count, metavar="N", help="of Megatron's own tool; accepted, and without effect on the pair")
 
     add = parser.add_argument_group("tokenizer", "Megatron's flags, with Megatron's meaning.").add_argument
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
@@ -94,9 +88,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     check(args)
-    # Megatron warns of parts that it does not find, and that are not used here.
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files go
+    warnings.simplefilter("ignore")  # Megatron warns of optional packages, which are not used here
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that unfinished files are deleted
     files = find_files(args.input, args.glob, args.exclude)
     if args.train_tokenizer is not None:
         train_tokenizer(args, files)
@@ -110,16 +103,12 @@ def check(args: argparse.Namespace) -> None:
     trains, is_hugging_face = args.train_tokenizer is not None, args.tokenizer_type == "HuggingFaceTokenizer"
     if args.output_prefix.endswith("/"):
         raise ValueError(f"--output-prefix {args.output_prefix} is a folder; add a name, as in data/corpus")
-    if args.tokenizer_type == "NullTokenizer" and args.vocab_size is None:
-        raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
     if trains and not is_hugging_face:
         raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {args.tokenizer_type}")
     if is_hugging_face and not args.tokenizer_model:
         raise ValueError("name a tokenizer's folder with --tokenizer-model DIR; --train-tokenizer makes one")
     if trains and args.train_tokenizer < SMALLEST_VOCABULARY:
         raise ValueError(f"--train-tokenizer {args.train_tokenizer} is too small; bytes make {SMALLEST_VOCABULARY}")
-    if len(set(args.json_keys)) < len(args.json_keys):
-        raise ValueError(f"--json-keys {' '.join(args.json_keys)} names a key twice")
     outputs = [Path(output_prefix(args, key) + suffix) for key in args.json_keys for suffix in (".bin", ".idx")]
     for path in [*outputs, *([Path(args.tokenizer_model, "tokenizer.json")] if trains else [])]:
         if path.is_dir() or (path.exists() and not args.overwrite):
@@ -128,58 +117,17 @@ def check(args: argparse.Namespace) -> None:
 
 
 def output_prefix(args: argparse.Namespace, key: str) -> str:
-    """The prefix of the pair of a key: with several keys, and on request, the one that upstream's tool gives it."""
+    """The prefix of the pair of a key; with several keys, and on request, named as by Megatron's own tool."""
     is_named = args.upstream_names or len(args.json_keys) > 1
     return f"{args.output_prefix}_{key}_document" if is_named else args.output_prefix
 
 
-class BadDocument(ValueError):
-    """A document that cannot be used; the text has the reason."""
-
-
-class Document(NamedTuple):
-    """A document as it lies in its file, undecoded, or the reason why it cannot be read."""
-
-    place: str
-    raw: bytes
-    is_json: bool
-    error: str = ""
-
-    def text(self, key: str) -> str:
-        """Its text, which is under `key` in a JSON object. Raises BadDocument."""
-        if self.error:
-            raise BadDocument(self.error)
-        try:
-            text = self.raw.decode("utf-8-sig")
-            if self.is_json and text.strip():
-                text = _under(json.loads(text), key)
-        except UnicodeDecodeError as error:
-            raise BadDocument(f"not UTF-8: {error.reason} at byte {error.start}") from None
-        except json.JSONDecodeError as error:
-            raise BadDocument(f"bad JSON: {error.msg} at column {error.colno}") from None
-        except RecursionError as error:
-            raise BadDocument(f"bad JSON: {error}") from None
-        if not text.strip():
-            raise BadDocument("empty")
-        return text
-
-
-def _under(value: object, key: str) -> str:
-    if not isinstance(value, dict):
-        raise BadDocument("not a JSON object")
-    if key not in value:
-        raise BadDocument(f"no key '{key}' (--json-keys)")
-    if not isinstance(value[key], str):
-        raise BadDocument(f"key '{key}' is not a string")
-    return value[key]
-
-
-def refusal(place: str, reason: str) -> ValueError:
-    return ValueError(f"{place}: {reason}; mend or remove it, or use --on-error skip")
-
-
 def find_files(inputs: Iterable[str], glob: str, exclude: Iterable[str]) -> list[str]:
     """All input files, folders in sorted order; one that cannot be read is reported when it is opened."""
+
+    def is_taken(name: str, pattern: str) -> bool:
+        return fnmatch(name, pattern) and not any(fnmatch(name, other) for other in exclude)
+
     files: list[str] = []
     for given in inputs:
         if not os.path.exists(given):
@@ -188,69 +136,79 @@ def find_files(inputs: Iterable[str], glob: str, exclude: Iterable[str]) -> list
             files.append(given)
             continue
         for folder, subfolders, names in os.walk(given, onerror=lambda error: files.append(error.filename)):
-            subfolders[:] = sorted(name for name in subfolders if not any(fnmatch(name, other) for other in exclude))
-            for name in sorted(names):
-                path = os.path.join(folder, name)
-                # A pipe or socket would block for ever; a broken link is kept, to be reported.
-                is_usable = os.path.isfile(path) or not os.path.exists(path)
-                if is_usable and fnmatch(name, glob) and not any(fnmatch(name, other) for other in exclude):
-                    files.append(path)
+            subfolders[:] = sorted(name for name in subfolders if is_taken(name, "*"))
+            paths = (os.path.join(folder, name) for name in sorted(names) if is_taken(name, glob))
+            # A pipe or socket would block for ever; a broken link is kept, to be reported.
+            files.extend(path for path in paths if os.path.isfile(path) or not os.path.exists(path))
     if not files:
         raise ValueError(f"no file under --input {' '.join(inputs)} matches --glob '{glob}'")
     return files
 
 
-def read_documents(files: Iterable[str], input_format: str) -> Iterator[Document]:
-    """The documents of all files in order."""
-    for path in files:
-        is_json = input_format == "jsonl" or (input_format == "auto" and path.endswith(JSON_SUFFIXES))
+class Reader:
+    """Reads the texts of all files in order. `skipped` counts the bad documents by what is wrong with them."""
+
+    def __init__(self, args: argparse.Namespace, files: list[str], is_quiet: bool = False) -> None:
+        self._args, self._files, self._is_quiet = args, files, is_quiet
+        self.skipped: Counter[str] = Counter()
+
+    def texts(self, key: str, progress: Callable[[int], Any] = lambda num_bytes: None) -> Iterator[tuple[str, str]]:
+        """(place, text) of each document that has a text, which is under `key` in a JSON object."""
+        for place, raw, is_json in islice(self._documents(), self._args.max_documents):
+            progress(len(raw))
+            try:
+                yield place, text_of(raw, key, is_json)
+            except ValueError as bad:
+                self.skip(place, str(bad))
+
+    def skip(self, place: str, problem: str) -> None:
+        """Report a bad document; with --on-error stop raises ValueError."""
+        if self._args.on_error == "stop":
+            raise ValueError(f"{place}: {problem}; mend or remove it, or use --on-error skip")
+        self.skipped[problem.partition(":")[0]] += 1
+        if not self._is_quiet:
+            tqdm.write(f"skipped {place}: {problem}", file=sys.stderr)
+
+    def _documents(self) -> Iterator[tuple[str, bytes, bool]]:
+        for path in self._files:
+            form = self._args.input_format
+            is_json = form == "jsonl" or (form == "auto" and path.endswith(JSON_SUFFIXES))
+            try:
+                with open(path, "rb") as stream:
+                    if is_json:
+                        yield from ((f"{path}:{number}", line, True) for number, line in enumerate(stream, 1))
+                    else:
+                        yield path, stream.read(), False
+            except OSError as error:
+                self.skip(path, f"unreadable: {error.strerror}")
+
+
+def text_of(raw: bytes, key: str, is_json: bool) -> str:
+    """The text of a document, which is under `key` in a JSON object. Raises ValueError."""
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    if is_json and text.strip():
         try:
-            with open(path, "rb") as stream:
-                if is_json and stream.peek(1):
-                    yield from (Document(f"{path}:{number}", raw, True) for number, raw in enumerate(stream, 1))
-                else:
-                    yield Document(path, stream.read(), is_json)
-        except OSError as error:
-            yield Document(path, b"", is_json, f"unreadable: {error.strerror}")
-
-
-def batched(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Batches that are worth a message to a worker and bounded in memory."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.raw)
-        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-class Tokenizer(NamedTuple):
-    """`encode` returns the ids of each text."""
-
-    encode: Callable[[list[str]], list[list[int]]]
-    vocab_size: int
-    eod: int | None
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"bad JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+        if not isinstance(found.get(key), str):
+            raise ValueError(f"key '{key}' is not a string" if key in found else f"no key '{key}' (--json-keys)")
+        text = found[key]
+    if not text.strip():
+        raise ValueError("empty")
+    return text
 
 
 def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
     """Train a byte-level BPE on all documents; save what a HuggingFaceTokenizer is read from."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-    from tokenizers import Tokenizer as Rust
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    def texts() -> Iterator[str]:
-        for document in islice(read_documents(files, args.input_format), args.max_documents):
-            for key in args.json_keys:
-                try:
-                    yield document.text(key)
-                except BadDocument as bad:  # skipped ones are reported when they are tokenized
-                    if args.on_error == "stop":
-                        raise refusal(document.place, str(bad)) from None
-
-    tokenizer = Rust(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -259,31 +217,31 @@ def train_tokenizer(args: argparse.Namespace, files: list[str]) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    tokenizer.train_from_iterator(texts(), trainer)
+    reader = Reader(args, files, is_quiet=True)  # what it skips is reported when it is tokenized
+    tokenizer.train_from_iterator((text for key in args.json_keys for _, text in reader.texts(key)), trainer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOD, "pad_token": PAD}
     config |= {"clean_up_tokenization_spaces": False, "model_max_length": 1 << 62}
     folder = Path(args.tokenizer_model)
-    with written_beside(folder / "tokenizer_config.json", folder / "tokenizer.json") as (config_path, path):
-        config_path.write_text(json.dumps(config, indent=2))
+    folder.mkdir(parents=True, exist_ok=True)
+    with written_whole(folder / "tokenizer.json") as path, written_whole(folder / "tokenizer_config.json") as beside:
+        beside.write_text(json.dumps(config, indent=2))
         tokenizer.save(str(path))
     print(f"Tokenizer of {tokenizer.get_vocab_size()} tokens saved in {folder}.", flush=True)
 
 
-def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of the flags. Raises ValueError."""
+def load_tokenizer(args: argparse.Namespace) -> Any:
+    """Megatron's tokenizer of the flags. Raises ValueError."""
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    unused = dict(pad_vocab_size=False, chat_template=None, null_tokenizer_pad_id=-1)  # build_tokenizer reads them
     try:
-        megatron = megatrons_tokenizer(args)
-        try:
-            eod = megatron.eod
-        except (AttributeError, NotImplementedError, TypeError, ValueError):
-            eod = None  # some libraries raise where they have no such token
-        tokenizer = Tokenizer(encoder_of(megatron), megatron.vocab_size, eod)
+        tokenizer = build_tokenizer(argparse.Namespace(**vars(args), **unused))
     except Exception as error:  # whatever the libraries raise
         raise ValueError(
             f"cannot load the {args.tokenizer_type} (--tokenizer-model, --vocab-file, ...): {type(error).__name__}: "
             f"{error}"
         ) from None
-    if args.append_eod and tokenizer.eod not in range(tokenizer.vocab_size):
+    if args.append_eod and end_of(tokenizer) not in range(tokenizer.vocab_size):
         raise ValueError(
             f"the {args.tokenizer_type} has no end token in its vocabulary: take another tokenizer, or leave out "
             "--append-eod"
@@ -291,151 +249,110 @@ def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def megatrons_tokenizer(args: argparse.Namespace) -> Any:
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-
-    # What build_tokenizer reads, but is of no use here.
-    unused = dict(pad_vocab_size=False, chat_template=None, null_tokenizer_pad_id=-1)
-    return build_tokenizer(argparse.Namespace(**vars(args), **unused))
-
-
-def encoder_of(megatron: Any) -> Callable[[list[str]], list[list[int]]]:
-    """The ids that `megatron.tokenize` makes of each text; in one call where it is a fast one of Hugging Face."""
-    library = getattr(megatron, "_tokenizer", None)
-    tokenizer = getattr(library, "tokenizer", None)
-    if hasattr(library, "include_special_tokens") and getattr(tokenizer, "is_fast", False):
-        from transformers import PreTrainedTokenizerFast as Fast
-
-        # A class with a call of its own changes texts or ids in Python.
-        if all(getattr(type(tokenizer), name, None) is getattr(Fast, name, None) for name in _CALLS):
-            tokenizer("")  # leaves its Rust tokenizer without truncation and padding, with its rule for special tokens
-            # Without positions in the text, of which training has no use.
-            encode = partial(
-                tokenizer.backend_tokenizer.encode_batch_fast, add_special_tokens=library.include_special_tokens
-            )
-            return lambda texts: [encoding.ids for encoding in encode(texts)]
-    return lambda texts: [list(megatron.tokenize(text)) for text in texts]
+def end_of(tokenizer: Any) -> int | None:
+    try:
+        return tokenizer.eod
+    except (AttributeError, NotImplementedError, TypeError, ValueError):
+        return None  # some libraries raise where they have no such token
 
 
-class Tokens(NamedTuple):
-    """A batch, tokenized: the lengths of its documents, and their ids one after another."""
+class Encoder:
+    """Turns texts into ids of the smallest type that holds the vocabulary."""
 
-    lengths: list[int]
-    ids: np.ndarray
-    problems: list[tuple[str, str]]  # place, reason
-    num_bytes: int
+    def __init__(self, tokenizer: Any, append_eod: bool) -> None:
+        from megatron.core.datasets.indexed_dataset import DType
 
+        self._tokenizer = tokenizer
+        self._end = [tokenizer.eod] if append_eod else []
+        self.dtype = DType.optimal_dtype(tokenizer.vocab_size)
 
-def tokenize(batch: list[Document], tokenizer: Tokenizer, dtype: Any, key: str, append_eod: bool) -> Tokens:
-    """The texts under `key`, with ids of `dtype`."""
-    texts, places, documents, problems = [], [], [], []
-    for document in batch:
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray | str]:
+        """The ids of each text, or what is wrong with it."""
         try:
-            texts.append(document.text(key))
-            places.append(document.place)
-        except BadDocument as bad:
-            problems.append((document.place, str(bad)))
-    for place, ids in zip(places, _ids(texts, tokenizer), strict=True):
-        if isinstance(ids, BadDocument):
-            problems.append((place, str(ids)))
-        else:
-            documents.append([*ids, tokenizer.eod] if append_eod else ids)
-    lengths = list(map(len, documents))
-    ids_of_all = np.fromiter(chain.from_iterable(documents), dtype, sum(lengths))
-    return Tokens(lengths, ids_of_all, problems, sum(len(document.raw) for document in batch))
+            return [self._checked(ids) for ids in self._ids(texts)]
+        except Exception as error:  # whatever the libraries raise, for one of the documents
+            if len(texts) == 1:
+                return [f"the tokenizer refused it: {error}"]
+            return [self.encode([text])[0] for text in texts]
+
+    def _ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        library = getattr(self._tokenizer, "_tokenizer", None)
+        if not hasattr(library, "include_special_tokens"):
+            return map(self._tokenizer.tokenize, texts)
+        # Hugging Face's take many texts in one call, which is faster.
+        special = library.include_special_tokens
+        return library.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)["input_ids"]
+
+    def _checked(self, ids: Sequence[int]) -> np.ndarray | str:
+        if not ids:
+            return "empty"
+        if min(ids) < 0 or max(ids) >= self._tokenizer.vocab_size:
+            return f"token id outside the vocabulary of {self._tokenizer.vocab_size}"
+        return np.array([*ids, *self._end], self.dtype)
 
 
-def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int] | BadDocument]:
-    try:
-        documents = tokenizer.encode(texts)
-    except Exception as error:  # whatever the libraries raise, it belongs to one document
-        if len(texts) == 1:
-            return [BadDocument(f"the tokenizer refused it: {error}")]
-        return [_ids([text], tokenizer)[0] for text in texts]
-    outside = f"token id outside the vocabulary of {tokenizer.vocab_size}"
-    return [
-        ids if ids and min(ids) >= 0 and max(ids) < tokenizer.vocab_size else BadDocument(outside if ids else "empty")
-        for ids in documents
-    ]
-
-
-def tokenized(batches: Iterable[list[Document]], num_workers: int, *how: Any) -> Iterator[Tokens]:
-    """All batches in order, through processes; `how` has the further arguments of `tokenize`."""
+def encoded(
+    texts: Iterable[tuple[str, str]], encoder: Encoder, num_workers: int
+) -> Iterator[tuple[str, np.ndarray | str]]:
+    """The (place, text) of all documents in order, through processes; ids, or what is wrong, in place of a text."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    gc.freeze()  # what was imported is not searched for garbage again and again
     # Forks share what is imported and the tokenizer with this process, in memory and in time.
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, how)
-    pending = deque()
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, (encoder,))
+    pending: deque[tuple[Sequence[str], Future]] = deque()
+    batches = batched(texts, BATCH)
     try:
-        for batch in batches:
-            pending.append(pool.submit(_work, batch))
-            if len(pending) > num_workers + 1:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+        while (batch := next(batches, ())) or pending:
+            if batch:
+                places, of_batch = zip(*batch, strict=True)
+                pending.append((places, pool.submit(_work, of_batch)))
+            if not batch or len(pending) > num_workers + 1:
+                places, future = pending.popleft()
+                yield from zip(places, future.result(), strict=True)
     except BrokenProcessPool:
         raise ValueError("a worker died (out of memory?); try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(*how: Any) -> None:
+def _start_worker(encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all, and the parent acts on it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
-    _work.how = how
+    _work.encoder = encoder
 
 
-def _work(batch: list[Document]) -> Tokens:
-    return tokenize(batch, *_work.how)
+def _work(texts: Sequence[str]) -> list[np.ndarray | str]:
+    return _work.encoder.encode(texts)
 
 
-@contextlib.contextmanager
-def written_beside(*paths: Path) -> Iterator[list[Path]]:
-    """A new path beside each path, which takes its place, in this order, when the block ends without an error."""
-    folder = paths[0].parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{paths[0].stem}-") as new:
-        beside = [Path(new, path.name) for path in paths]
-        yield beside
-        paths[-1].unlink(missing_ok=True)  # with the others of another run it would be wrong
-        for path, final in zip(beside, paths, strict=True):
-            path.replace(final)
-
-
-def write_pair(args: argparse.Namespace, key: str, files: list[str], tokenizer: Tokenizer) -> None:
+def write_pair(args: argparse.Namespace, key: str, files: list[str], tokenizer: Any) -> None:
     """Tokenize the texts under a key into a pair."""
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix = output_prefix(args, key)
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    skipped: Counter[str] = Counter()
+    prefix, encoder, reader = output_prefix(args, key), Encoder(tokenizer, args.append_eod), Reader(args, files)
     num_documents = num_tokens = 0
-    batches = batched(islice(read_documents(files, args.input_format), args.max_documents))
     total = sum(os.path.getsize(path) for path in files if os.path.isfile(path))
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc=Path(prefix).name) as bar,
-        written_beside(Path(f"{prefix}.bin"), Path(f"{prefix}.idx")) as (bin_path, idx_path),
+        written_whole(f"{prefix}.idx") as index,
+        written_whole(f"{prefix}.bin") as binary,
     ):
-        builder = IndexedDatasetBuilder(str(bin_path), dtype=dtype)
-        for tokens in tokenized(batches, args.workers, tokenizer, dtype, key, args.append_eod):
-            for place, reason in tokens.problems:
-                if args.on_error == "stop":
-                    raise refusal(place, reason)
-                tqdm.write(f"skipped {place}: {reason}", file=sys.stderr)
-                skipped[reason.partition(":")[0]] += 1
-            start = 0
-            for length in tokens.lengths:
-                builder.add_document(tokens.ids[start : start + length], [length])
-                start += length
-            num_documents += len(tokens.lengths)
-            num_tokens += start
-            bar.update(tokens.num_bytes)
+        builder = IndexedDatasetBuilder(str(binary), dtype=encoder.dtype)
+        for place, ids in encoded(reader.texts(key, bar.update), encoder, args.workers):
+            if isinstance(ids, str):
+                reader.skip(place, ids)
+                continue
+            builder.add_document(ids, [len(ids)])
+            num_documents += 1
+            num_tokens += len(ids)
         if not num_documents:
-            raise ValueError(f"none of the {skipped.total()} document(s) can be used")
-        builder.finalize(str(idx_path))
+            raise ValueError(f"none of the {reader.skipped.total()} document(s) can be used")
+        builder.finalize(str(index))
+        Path(f"{prefix}.idx").unlink(missing_ok=True)  # beside another run's .bin it would be wrong
     print(f"{num_documents:,} documents, {num_tokens:,} tokens.")
-    if skipped:
-        print(f"Skipped {skipped.total()}: {', '.join(f'{n} {reason}' for reason, n in skipped.most_common())}.")
+    if reader.skipped:
+        reasons = ", ".join(f"{number} {problem}" for problem, number in reader.skipped.most_common())
+        print(f"Skipped {reader.skipped.total()}: {reasons}.")
     print(f"Train on it with --data-path {prefix}", flush=True)

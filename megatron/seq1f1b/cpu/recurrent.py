@@ -4,6 +4,8 @@ causal-conv1d, with their names and arguments.
 They compute in the type of their inputs, at least in fp32.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,11 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _CHUNK = 64
-
-
-def there(found: bool) -> bool:
-    """Whether a package is there, whose functions this module stands in for."""
-    return True
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -76,7 +73,7 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """A depthwise convolution of x [b, n, d] with weight [d, w], as flash-linear-attention names it."""
-    _without_state(initial_state, output_final_state)
+    assert initial_state is None and not output_final_state, "segments prepend the columns before them"
     _unpacked(cu_seqlens)
     return causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT, None
 
@@ -119,25 +116,14 @@ def chunk_gated_delta_rule(
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     q, k, v, g, beta = (_in_chunks(x, _CHUNK) for x in (q, k, v, g, beta))
     g = g.cumsum(-1)
-    decay = _decay(g)
     k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
     # What each token writes depends on what those before it in the chunk have written: a triangular system.
-    system = ((k_beta @ k.mT) * decay).tril(-1)
+    system = ((k_beta @ k.mT) * _decay(g)).tril(-1)
     right = torch.cat([v_beta, k_beta * g.exp().unsqueeze(-1)], -1)
-    written, read = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], -1
-    )
-    within = (q @ k.mT) * decay
-    from_state = q * g.exp().unsqueeze(-1)
-    to_state = k * (g[..., -1:] - g).exp().unsqueeze(-1)
-    kept = g[..., -1].exp()[..., None, None]
-    state = _initial(initial_state, v, (k.shape[-1], v.shape[-1]))
-    outputs = []
-    for i in range(q.shape[2]):
-        new = written[:, :, i] - read[:, :, i] @ state
-        outputs.append(from_state[:, :, i] @ state + within[:, :, i] @ new)
-        state = kept[:, :, i] * state + to_state[:, :, i].mT @ new
-    return _in_sequence(outputs, length).to(dtype), state if output_final_state else None
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
+    output, state = _recurrence(q, k, written, g, initial_state, erased)
+    return output[:, :length].to(dtype), state if output_final_state else None
 
 
 def mamba_chunk_scan_combined(
@@ -169,22 +155,14 @@ def mamba_chunk_scan_combined(
     b, c = (_in_chunks(y.repeat_interleave(heads // y.shape[2], 2), chunk_size) for y in (B, C))
     g = _in_chunks(dt * A, chunk_size).cumsum(-1)
     written = _in_chunks(x * dt.unsqueeze(-1), chunk_size)
-    within = ((c @ b.mT) * _decay(g)) @ written
-    from_state = c * g.exp().unsqueeze(-1)
-    to_state = written.mT @ (b * (g[..., -1:] - g).exp().unsqueeze(-1))
-    kept = g[..., -1].exp()[..., None, None]
-    state = _initial(initial_states, written, (x.shape[-1], B.shape[-1]))
-    outputs = []
-    for i in range(g.shape[2]):
-        outputs.append(from_state[:, :, i] @ state.mT + within[:, :, i])
-        state = kept[:, :, i] * state + to_state[:, :, i]
-    output = _in_sequence(outputs, length)
+    output, state = _recurrence(c, b, written, g, None if initial_states is None else initial_states.mT)
+    output = output[:, :length]
     if D is not None:
         output = output + x * (D if D.dim() == 2 else D.unsqueeze(-1))
     if z is not None:
         output = output * F.silu(z)
     output = output.to(x.dtype)
-    return (output, state) if return_final_states else output
+    return (output, state.mT) if return_final_states else output
 
 
 def mamba_split_conv1d_scan_combined(
@@ -222,9 +200,28 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
     return F.pad(x, padding).unflatten(2, (-1, chunk))
 
 
-def _in_sequence(chunks: list[Tensor], length: int) -> Tensor:
-    """Chunks [b, h, chunk, d] to [b, n, h, d]."""
-    return torch.cat(chunks, 2)[:, :, :length].transpose(1, 2)
+def _recurrence(
+    q: Tensor, k: Tensor, written: Tensor, g: Tensor, state: Tensor | None, erased: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The outputs [b, n, h, e] and the last state [b, h, d, e] of
+
+        S_t = exp(g_t) S_{t−1} + k_t w_tᵀ,    o_t = S_tᵀ q_t,    w_t = written_t − S₀ᵀ erased_t
+
+    for chunks [b, h, chunks, chunk, ...], in each of which g is summed up and S₀ is the state before it.
+    """
+    within = (q @ k.mT) * _decay(g)
+    from_state = q * g.exp().unsqueeze(-1)
+    to_state = k * (g[..., -1:] - g).exp().unsqueeze(-1)
+    kept = g[..., -1].exp()[..., None, None]
+    if state is None:
+        state = q.new_zeros(*q.shape[:2], k.shape[-1], written.shape[-1])
+    state = state.to(q.dtype)
+    outputs = []
+    for i in range(g.shape[2]):
+        new = written[:, :, i] if erased is None else written[:, :, i] - erased[:, :, i] @ state
+        outputs.append(from_state[:, :, i] @ state + within[:, :, i] @ new)
+        state = kept[:, :, i] * state + to_state[:, :, i].mT @ new
+    return torch.cat(outputs, 2).transpose(1, 2), state
 
 
 def _decay(g: Tensor) -> Tensor:
@@ -233,17 +230,25 @@ def _decay(g: Tensor) -> Tensor:
     return (g.unsqueeze(-1) - g.unsqueeze(-2)).tril().exp().tril()
 
 
-def _initial(state: Tensor | None, like: Tensor, size: tuple[int, int]) -> Tensor:
-    return like.new_zeros(*like.shape[:2], *size) if state is None else state.to(like.dtype)
-
-
-def _without_state(initial_state: Tensor | None, output_final_state: bool) -> None:
-    assert initial_state is None and not output_final_state, "segments prepend the columns before them"
-
-
 def _unpacked(lengths: Tensor | None) -> None:
     if lengths is not None:
         raise ValueError(
             "recurrent layers on a CPU take packed documents from our schedules only; add --sequence-splits or "
             "--pipeline-schedule"
         )
+
+
+# By the names in megatron.core.ssm; the flags tell Megatron that the packages are there.
+KERNELS: Mapping[str, Any] = MappingProxyType(
+    {
+        "gated_delta_net.common.HAVE_FLA": True,
+        "gated_delta_net.common.l2norm": l2norm,
+        "gated_delta_net.gdn.causal_conv1d": causal_conv1d,
+        "gated_delta_net.gdn.chunk_gated_delta_rule": chunk_gated_delta_rule,
+        "mamba_mixer.HAVE_MAMBA_SSM": True,
+        "mamba_mixer.ExtendedRMSNorm": GatedRMSNorm,
+        "mamba_mixer.causal_conv1d_fn": causal_conv1d_fn,
+        "mamba_mixer.mamba_chunk_scan_combined": mamba_chunk_scan_combined,
+        "mamba_mixer.mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+    }
+)

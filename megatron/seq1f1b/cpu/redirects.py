@@ -4,6 +4,7 @@ Each reason ends with what the redirect hides: what could fail on a GPU though i
 covered.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -20,6 +21,8 @@ _FACTORIES = (
     *("randn", "randperm", "tensor", "zeros"),
     *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
 )
+
+_NOW = "memory_allocated", "memory_reserved", "device_memory_used"
 
 _NO_DEVICE = "there is no CUDA device; hides nothing that shapes a step"
 _DONE = "CPU work is finished when the call returns; hides reads that do not wait for another stream (GPU suite)"
@@ -47,9 +50,9 @@ REDIRECTS = PatchTable(
         # Streams and events
         Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
         Patch("torch.cuda.Event", stand_ins.Event, _DONE),
-        Patch("torch.cuda.stream", stand_ins.stream, _DONE),
-        Patch("torch.cuda.current_stream", stand_ins.current_stream, _DONE),
-        Patch("torch.cuda.default_stream", stand_ins.current_stream, _DONE),
+        Patch("torch.cuda.stream", contextlib.nullcontext, _DONE),
+        Patch("torch.cuda.current_stream", stand_ins.Stream, _DONE),
+        Patch("torch.cuda.default_stream", stand_ins.Stream, _DONE),
         Patch("torch.cuda.set_stream", stand_ins.nothing, _DONE),
         Patch(
             "torch.cuda.synchronize",
@@ -59,12 +62,9 @@ REDIRECTS = PatchTable(
         ),
         Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),
         # Memory
-        Patch("torch.cuda.memory_allocated", stand_ins.resident_bytes, _MEMORY),
-        Patch("torch.cuda.memory_reserved", stand_ins.resident_bytes, _MEMORY),
-        Patch("torch.cuda.max_memory_allocated", stand_ins.peak_resident_bytes, _MEMORY),
-        Patch("torch.cuda.max_memory_reserved", stand_ins.peak_resident_bytes, _MEMORY),
+        *(Patch(f"torch.cuda.{name}", stand_ins.resident_bytes, _MEMORY) for name in _NOW),
+        *(Patch(f"torch.cuda.max_{name}", stand_ins.peak_resident_bytes, _MEMORY) for name in _NOW[:2]),
         Patch("torch.cuda.reset_peak_memory_stats", stand_ins.forget_peak, _MEMORY),
-        Patch("torch.cuda.device_memory_used", stand_ins.resident_bytes, _MEMORY),
         Patch("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
         Patch("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty; hides nothing"),
         # Random numbers
@@ -125,27 +125,7 @@ REDIRECTS = PatchTable(
             "there is no CUDA device; hides that one hardware queue is demanded before Blackwell (the launchers' test)",
         ),
         # Recurrent layers, and the hybrid models that have them
-        Patch("megatron.core.ssm.gated_delta_net.common.HAVE_FLA", recurrent.there, _TRITON, wraps=True),
-        Patch("megatron.core.ssm.gated_delta_net.common.l2norm", recurrent.l2norm, _TRITON),
-        Patch("megatron.core.ssm.gated_delta_net.gdn.causal_conv1d", recurrent.causal_conv1d, _TRITON),
-        Patch(
-            "megatron.core.ssm.gated_delta_net.gdn.chunk_gated_delta_rule",
-            recurrent.chunk_gated_delta_rule,
-            _TRITON,
-        ),
-        Patch("megatron.core.ssm.mamba_mixer.HAVE_MAMBA_SSM", recurrent.there, _TRITON, wraps=True),
-        Patch("megatron.core.ssm.mamba_mixer.ExtendedRMSNorm", recurrent.GatedRMSNorm, _TRITON),
-        Patch("megatron.core.ssm.mamba_mixer.causal_conv1d_fn", recurrent.causal_conv1d_fn, _TRITON),
-        Patch(
-            "megatron.core.ssm.mamba_mixer.mamba_chunk_scan_combined",
-            recurrent.mamba_chunk_scan_combined,
-            _TRITON,
-        ),
-        Patch(
-            "megatron.core.ssm.mamba_mixer.mamba_split_conv1d_scan_combined",
-            recurrent.mamba_split_conv1d_scan_combined,
-            _TRITON,
-        ),
+        *(Patch(f"megatron.core.ssm.{name}", new, _TRITON) for name, new in recurrent.KERNELS.items()),
         Patch(
             "megatron.training.models.hybrid.HybridModelBuilder.build_model",
             upstream.from_local_layers,

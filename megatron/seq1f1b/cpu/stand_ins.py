@@ -3,7 +3,6 @@
 CPU work is finished when the call returns, so a stream has nothing to order and an event nothing to wait for.
 """
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -19,28 +18,28 @@ import torch.distributed as dist
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+def nothing(*args, **kwargs):
+    return None
+
+
+def no(*args, **kwargs):
+    return False
+
+
+def yes(*args, **kwargs):
+    return True
+
+
 class Stream:
     """A stream on which everything is already done."""
 
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def wait_stream(self, stream):
-        pass
-
-    def wait_event(self, event):
-        pass
+    wait_stream = wait_event = synchronize = __init__ = nothing
+    query = yes
 
     def record_event(self, event=None):
         event = event or Event()
         event.record()
         return event
-
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
 
     @staticmethod
     def priority_range():
@@ -50,45 +49,23 @@ class Stream:
 class Event:
     """The moment at which it was recorded."""
 
+    wait = synchronize = nothing
+    query = yes
+
     def __init__(self, *args, **kwargs):
         self._seconds = 0.0
 
     def record(self, stream=None):
         self._seconds = time.perf_counter()
 
-    def wait(self, stream=None):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self):
-        return True
-
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds from this event to ``end``."""
         return (end._seconds - self._seconds) * 1e3
 
 
-def stream(stream):
-    return contextlib.nullcontext()
-
-
-def current_stream(device=None):
-    return Stream()
-
-
 def current_device():
     # Not an index: callers pass it on as `device=`.
     return torch.device("cpu")
-
-
-def nothing(*args, **kwargs):
-    return None
-
-
-def no(*args, **kwargs):
-    return False
 
 
 def one_device():

@@ -26,6 +26,12 @@ def with_cpu_defaults(parse_args):
 
     In a rehearsal the replaced values, those for a GPU, stay in its ``replaced_on_cpu``.
     """
+    told = set()  # a script may parse its arguments more than once
+
+    def tell(line):
+        if line not in told:
+            told.add(line)
+            warn_on_rank_0(_log, line)
 
     @functools.wraps(parse_args)
     def parse(*args, **kwargs):
@@ -39,10 +45,10 @@ def with_cpu_defaults(parse_args):
             if asked != value and was_given(flag) and not is_rehearsed:
                 if name == "transformer_impl":
                     raise SystemExit(_NEEDS_GPU if is_rank_0() else 1)
-                warn_on_rank_0(_log, f"{flag} {asked} becomes {value} on the CPU: {reason}")
+                tell(f"{flag} {asked} becomes {value} on the CPU: {reason}")
             setattr(namespace, name, value)
         if namespace.flash_attention_version is not None and not is_rehearsed:
-            warn_on_rank_0(_log, "--flash-attention-version has no effect on the CPU: it names CUDA kernels")
+            tell("--flash-attention-version has no effect on the CPU: it names CUDA kernels")
         return namespace
 
     return parse
