@@ -5,10 +5,11 @@ projection. Without a running segment, or where the segment is the whole sequenc
 same kernel, so that comparing two schedules compares schedules and not kernels.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -20,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
-from .kernels import AttentionRule, Kernel, KernelChoice, QueryRuns, Saved, WithSink, keep_documents_apart
-from .kv_cache import Inputs, KVCache, SegmentCache, WindowCache
+from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, on_parts
+from .kv_cache import KVCache, SegmentCache, WindowCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
 
@@ -103,14 +104,15 @@ class SegmentAttention(torch.nn.Module):
         kernel = self._kernel(rule, query, key, value, sink, segment)
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(rule):
-                return _WholeSequence.apply(query, key, value, sink, kernel)
+                return _Attend.apply(query, key, value, sink, None, _Call(kernel))
         assert key.shape[0] == segment.length, (
             f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
         )
         cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
         release = partial(self.context.release, self, segment.microbatch)
         with self._random_numbers(rule):
-            output = cache.attend(Inputs(query, key, value, sink), kernel, segment, release)
+            call = _Call(kernel, segment, cache, release)
+            output = _Attend.apply(query, key, value, sink, cache.take_prefix(), call)
         if segment.is_last and not self.context.keeps_for_backward:
             release()
         elif isinstance(cache, WindowCache) and not torch.is_grad_enabled():
@@ -130,17 +132,20 @@ class SegmentAttention(torch.nn.Module):
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
-        if segment is not None and segment.documents is not None:
-            assert query.shape[1] == len(segment.documents), (
-                f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the script "
-                "flattens packed batches; use --micro-batch-size 1"
-            )
+        length = num_keys = key.shape[0]
+        documents = None
+        if segment is not None:
             # A window leaves out the first keys.
             first_key = 0 if rule.window is None else max(0, segment.start - rule.window)
-            kernel = keep_documents_apart(kernel, segment.visible_documents(first_key))
-        if query.shape[0] < key.shape[0]:
-            kernel = QueryRuns.of(kernel, self.exchange.own_queries(key.shape[0]), key.shape[0])
-        return kernel
+            num_keys = segment.end - first_key
+            if segment.documents is not None:
+                assert query.shape[1] == len(segment.documents), (
+                    f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the "
+                    "script flattens packed batches; use --micro-batch-size 1"
+                )
+                documents = segment.visible_documents(first_key)
+        runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
+        return on_parts(kernel, length, num_keys, runs, documents)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -164,19 +169,55 @@ def _new_cache(window: int | None, sequence_length: int, key: Tensor, value: Ten
     return KVCache(sequence_length, key, value) if window is None else WindowCache(window, sequence_length)
 
 
-class _WholeSequence(torch.autograd.Function):
-    """Causal attention of a sequence that is not cut."""
+class _Call(NamedTuple):
+    """What attends: `kernel`, and for a segment the cache that its keys and values go to; the backward of the first
+    segment ends with `release`."""
+
+    kernel: Kernel
+    segment: Segment | None = None
+    cache: SegmentCache | None = None
+    release: Callable[[], None] | None = None
+
+
+class _Attend(torch.autograd.Function):
+    """Attention of a segment, whose keys and values go to the cache, not to the graph; or of a sequence that is not cut.
+
+    Later segments write other rows of the same buffers, which save_for_backward would take for a modification.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, kernel: Kernel) -> Tensor:
-        output, statistics = kernel.forward(query, key, value)
-        ctx.save_for_backward(query, key, value, output, *statistics)
-        ctx.kernel = kernel
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        prefix: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        if call.cache is None:
+            output, statistics = call.kernel.forward(query, key, value)
+            ctx.save_for_backward(query, output, *statistics, key, value)
+        else:
+            segment = call.segment
+            call.cache.write(segment.start, segment.end, key, value)
+            output, statistics = call.kernel.forward(query, *call.cache.read(segment.start, segment.end))
+            ctx.save_for_backward(query, output, *statistics)
+        ctx.call = call
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        query, key, value, output, *statistics = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
-        return grads.query, grads.key, grads.value, grads.sink, None
+        kernel, segment, cache, release = ctx.call
+        query, output, *statistics = ctx.saved_tensors
+        if cache is None:
+            *statistics, key, value = statistics
+            grads = kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
+            return grads.query, grads.key, grads.value, grads.sink, None, None
+        keys, values = cache.read(segment.start, segment.end)
+        grads = kernel.backward(grad_output, Saved(query, keys, values, output, tuple(statistics)))
+        key, value, prefix = cache.exchange_gradients(segment.start, segment.end, grads)
+        if segment.is_first:
+            release()
+        return grads.query, key, value, grads.sink, prefix, None

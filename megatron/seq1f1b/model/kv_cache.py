@@ -5,37 +5,12 @@ the gradients of the keys and values before it. Seq1F1B (arXiv 2406.03488, secti
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .kernels import Kernel, Saved
-from .segment import Segment
-
-
-class Seen(NamedTuple):
-    """The keys and values that a segment sees, its own the last, as parts [n, b, g, d] one after the other."""
-
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
-
-    def joined(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [m, b, g, d]; a part that is alone is not copied."""
-        if len(self.keys) == 1:
-            return self.keys[0], self.values[0]
-        return torch.cat(self.keys), torch.cat(self.values)
-
-
-class Inputs(NamedTuple):
-    """What attention of a segment gets: query [n, b, h, d], key [n, b, g, d], value [n, b, g, e], and a sink [h]."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sink: Tensor | None
+from .kernels import Gradients
 
 
 class GradientSums:
@@ -69,38 +44,34 @@ class GradientSums:
         return own
 
 
-class SegmentCache(Protocol):
-    """What attention keeps of one micro-batch from segment to segment."""
+class SegmentCache(ABC):
+    """What attention keeps of one layer and one micro-batch from segment to segment.
 
-    def attend(self, inputs: Inputs, kernel: Kernel, segment: Segment, release: Callable[[], None]) -> Tensor:
-        """The output [n, b, h·e] of a segment; the backward of the first segment ends with `release`."""
-
-
-class _KeysAndValues(ABC):
-    """Keys and values, and their gradients."""
-
-    def __init__(self, sequence_length: int) -> None:
-        self.gradients = GradientSums(sequence_length)
-
-    def attend(self, inputs: Inputs, kernel: Kernel, segment: Segment, release: Callable[[], None]) -> Tensor:
-        return _OneSegment.apply(*inputs, kernel, self, segment, release)
+    To be called where autograd does not record.
+    """
 
     @abstractmethod
-    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> Seen:
-        """Store the keys and values [n, b, g, d] of the n tokens of a segment; again, where recomputation runs its
-        forward twice.
+    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
+        """Store the keys [n, b, g, d] and values [n, b, g, e] of a segment; again, where its forward runs twice."""
 
-        Returns them with those of its prefix that it sees. To be called where autograd does not record.
+    @abstractmethod
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """The keys and values [m, b, g, ...] that the segment sees, its own the last."""
+
+    @abstractmethod
+    def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Leave gradients for earlier segments, take those that later segments left for this one, whose keys and values
+        are not needed any more.
+
+        Returns the complete gradients of the segment's keys and values, and that of what `take_prefix` returned.
         """
 
-    def exchange_gradients(
-        self, start: int, end: int, own: Sequence[Tensor], prefix: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
-        """As `GradientSums.exchange`; the segment needs its keys and values no more."""
-        return self.gradients.exchange(start, end, own, prefix)
+    def take_prefix(self) -> Tensor | None:
+        """The prefix of the running segment as a part of the graph, None where its gradients are left in the cache."""
+        return None
 
 
-class KVCache(_KeysAndValues):
+class KVCache(SegmentCache):
     """Preallocated keys and values, each [S, b, g, d] for S tokens, b sequences, g KV heads of size d.
 
     Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the micro-batch to its last
@@ -109,17 +80,22 @@ class KVCache(_KeysAndValues):
     """
 
     def __init__(self, sequence_length: int, key: Tensor, value: Tensor) -> None:
-        super().__init__(sequence_length)
         self._keys = key.new_empty((sequence_length, *key.shape[1:]))
         self._values = value.new_empty((sequence_length, *value.shape[1:]))
+        self.gradients = GradientSums(sequence_length)
 
-    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> Seen:
+    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         self._keys[start:end].copy_(key)
         self._values[start:end].copy_(value)
-        return Seen((self._keys[:end],), (self._values[:end],))
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        return self._keys[:end], self._values[:end]
+
+    def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        return *self.gradients.exchange(start, end, (grads.key, grads.value), grads.prefix), None
 
 
-class WindowCache(_KeysAndValues):
+class WindowCache(SegmentCache):
     """Keys and values [n, b, g, d] of each segment apart, for n tokens, b sequences, g KV heads of size d.
 
     A query sees at most `window` keys before its own, so a segment joins a window of earlier keys to its own, not the
@@ -128,15 +104,21 @@ class WindowCache(_KeysAndValues):
     """
 
     def __init__(self, window: int, sequence_length: int) -> None:
-        super().__init__(sequence_length)
         self._window = window
         # By the token `end`, in order: the rows of the segment that ends there, or the last of them if it was trimmed.
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+        self.gradients = GradientSums(sequence_length)
 
-    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> Seen:
+    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         # Copies, since both are often parts of a larger tensor.
         self._rows[end] = key.clone(), value.clone()
+
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         return self._between(max(0, start - self._window), end)
+
+    def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        del self._rows[end]
+        return *self.gradients.exchange(start, end, (grads.key, grads.value), grads.prefix), None
 
     def trim(self, keeps_earlier: bool) -> None:
         """Forget what later segments do not see of the segment written last, and of those before it unless
@@ -145,60 +127,20 @@ class WindowCache(_KeysAndValues):
         first = max(0, end - self._window)
         if keeps_earlier:
             first = max(first, end - keys.shape[0])
-        kept = tuple(torch.cat(parts) for parts in self._between(first, end))
+        kept = tuple(rows.clone() for rows in self._between(first, end))
         self._rows = (self._rows if keeps_earlier else {}) | {end: kept}
 
-    def exchange_gradients(
-        self, start: int, end: int, own: Sequence[Tensor], prefix: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
-        del self._rows[end]
-        return super().exchange_gradients(start, end, own, prefix)
-
-    def _between(self, first: int, end: int) -> Seen:
-        """The rows of the tokens from `first` to `end`, segment by segment."""
-        of_segments = [
-            [_last(x, stop - first) for x in rows]
-            for stop, rows in self._rows.items()
-            if stop == end or first < stop < end
-        ]
-        return Seen(*zip(*of_segments, strict=True))
-
-
-class _OneSegment(torch.autograd.Function):
-    """Attention of one segment; keys and values go to the cache, not to the graph.
-
-    Later segments write other rows of the same buffers, which save_for_backward would take for a modification.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        kernel: Kernel,
-        cache: _KeysAndValues,
-        segment: Segment,
-        release: Callable[[], None],
-    ) -> Tensor:
-        seen = cache.write(segment.start, segment.end, key, value)
-        output, statistics = kernel.forward(query, *seen.joined())
-        ctx.save_for_backward(query, output, *statistics)
-        ctx.kernel, ctx.cache, ctx.segment, ctx.seen, ctx.release = kernel, cache, segment, seen, release
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        query, output, *statistics = ctx.saved_tensors
-        segment, cache = ctx.segment, ctx.cache
-        saved = Saved(query, *ctx.seen.joined(), output, tuple(statistics))
-        grads = ctx.kernel.backward(grad_output, saved)
-        own = cache.exchange_gradients(segment.start, segment.end, (grads.key, grads.value), grads.prefix)
-        if segment.is_first:
-            ctx.release()
-        return grads.query, *own, grads.sink, None, None, None, None
+    def _between(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """The rows of the tokens from `first` to `end`; those of one segment are not copied."""
+        keys, values = zip(
+            *(
+                [_last(x, stop - first) for x in rows]
+                for stop, rows in self._rows.items()
+                if stop == end or first < stop < end
+            ),
+            strict=True,
+        )
+        return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys), torch.cat(values))
 
 
 def _added(grad: Tensor, left: Tensor | None) -> Tensor:

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from ..patches import Patch, PatchTable, Scope, patched_on
 from .attention import SegmentAttention
-from .kernels import Kernel, Saved
-from .kv_cache import GradientSums, Inputs
+from .kernels import Gradients
+from .kv_cache import GradientSums, SegmentCache
 from .segment import Segment
 
 # Projecting up again may take this part of the time that attention to the prefix takes.
@@ -86,7 +86,7 @@ _JOINING = PatchTable(
 )
 
 
-class LatentCache:
+class LatentCache(SegmentCache):
     """Latents [S, b, r] and rotary keys [S, b, p] of one layer and one micro-batch, and their gradients.
 
     `project_up` is the layer's projection, from latents [m, b, r] to the keys without positions and the values of all
@@ -98,56 +98,48 @@ class LatentCache:
         self._size = size  # d
         self.latents = Prefix(sequence_length)
         self.rotary = Prefix(sequence_length)
+        self._heads = 0
         # Of the running segment: its tokens and those before it projected up, and the latter as a part of the graph.
-        self._projected: tuple[Tensor, Tensor] | None = None
+        self._projected: Tensor | None = None
+        self._prefix: Tensor | None = None
 
     def project(self, joined: Tensor, segment: Segment) -> tuple[Tensor, Any]:
         """The latents [end, b, r] of a segment and its prefix projected up; returns the segment's."""
         output, bias = self._project_up(joined)
-        prefix, own = output.split([segment.start, segment.length])
-        self._projected = output.detach(), prefix
+        self._prefix, own = output.split([segment.start, segment.length])
+        self._projected = output.detach()
         return own, bias
 
-    def attend(self, inputs: Inputs, kernel: Kernel, segment: Segment, release: Callable[[], None]) -> Tensor:
-        """As all caches do; here g is h, and keys are of size d + p."""
-        assert self._projected is not None, "attention without a projection before it"
-        projected, prefix = self._projected
-        self._projected = None
-        return _OneSegment.apply(*inputs, prefix, projected, kernel, segment, self, release)
+    def take_prefix(self) -> Tensor | None:
+        prefix, self._prefix = self._prefix, None
+        return prefix
 
-    def write_rotary(self, segment: Segment, key: Tensor) -> None:
-        """Keep the last part of a segment's keys [n, b, h, d + p], which is that of any head."""
-        self.rotary.write(segment.start, segment.end, key[:, :, 0, self._size :])
+    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
+        """Of the keys [n, b, h, d + p] only the last part is kept, which is that of any head."""
+        self._heads = key.shape[2]
+        self.rotary.write(start, end, key[:, :, 0, self._size :])
 
-    def keys_values(self, projected: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """Keys [m, b, h, d + p] and values [m, b, h, e] of the first m tokens."""
-        projected = projected.unflatten(2, (heads, -1))
-        rotary = self.rotary.read(projected.shape[0]).unsqueeze(2).expand(-1, -1, heads, -1)
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """As all caches do; here g is h, and keys are of size d + p. Projects up again unless `project` just did."""
+        projected, self._projected = self._projected, None
+        if projected is None:
+            projected, _ = self._project_up(self.latents.read(end))
+        projected = projected.unflatten(2, (self._heads, -1))
+        rotary = self.rotary.read(end).unsqueeze(2).expand(-1, -1, self._heads, -1)
         return torch.cat([projected[..., : self._size], rotary], -1), projected[..., self._size :].contiguous()
 
-    def project_again(self, end: int) -> Tensor:
-        """The latents of the first `end` tokens, projected up outside any graph."""
-        with torch.no_grad():
-            return self._project_up(self.latents.read(end))[0]
-
-    def exchange_gradients(
-        self, start: int, end: int, own: Tensor, prefix: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Leave the gradients of the rotary keys before a segment, take those that later ones left for its own.
-
-        From the gradients `own` [n, b, h, d + p] of its keys and `prefix`, of the keys and values right before them;
-        returns the former complete, and the latter as the gradient of the projection [start, b, h·(d + e)].
-        """
-        own = own.clone()
+    def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of the rotary keys; the gradients of the prefix go on through the projection, as [start, b, h·(d + e)]."""
+        own = grads.key.clone()
         # The gradients of all heads add up to that of what they share.
-        shared, of_prefix = own[:, :, 0, self._size :], None
-        if prefix is None:
+        shared = own[:, :, 0, self._size :]
+        if grads.prefix is None:
             self.rotary.gradients.exchange(start, end, [shared], None)
-            return own, None
-        keys, values = prefix
+            return own, grads.value, None
+        keys, values = grads.prefix
         self.rotary.gradients.exchange(start, end, [shared], [keys[..., self._size :].sum(2)])
         of_prefix = torch.cat([keys[..., : self._size], values], -1).flatten(2)
-        return own, torch.nn.functional.pad(of_prefix, (0, 0, 0, 0, start - of_prefix.shape[0], 0))
+        return own, grads.value, torch.nn.functional.pad(of_prefix, (0, 0, 0, 0, start - of_prefix.shape[0], 0))
 
 
 class Prefix:
@@ -187,39 +179,3 @@ class _Join(torch.autograd.Function):
         prefix = None if segment.is_first else [grad[: segment.start]]
         ctx.cache.latents.gradients.exchange(segment.start, segment.end, [own], prefix)
         return own, None, None
-
-
-class _OneSegment(torch.autograd.Function):
-    """Attention of one segment; neither its keys and values nor those of its prefix stay, but what they come from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        prefix: Tensor,
-        projected: Tensor,
-        kernel: Kernel,
-        segment: Segment,
-        cache: LatentCache,
-        release: Callable[[], None],
-    ) -> Tensor:
-        cache.write_rotary(segment, key)
-        output, statistics = kernel.forward(query, *cache.keys_values(projected, query.shape[2]))
-        ctx.save_for_backward(query, output, *statistics)
-        ctx.kernel, ctx.segment, ctx.cache, ctx.release = kernel, segment, cache, release
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        query, output, *statistics = ctx.saved_tensors
-        segment, cache = ctx.segment, ctx.cache
-        keys, values = cache.keys_values(cache.project_again(segment.end), query.shape[2])
-        grads = ctx.kernel.backward(grad_output, Saved(query, keys, values, output, tuple(statistics)))
-        own, prefix = cache.exchange_gradients(segment.start, segment.end, grads.key, grads.prefix)
-        if segment.is_first:
-            ctx.release()
-        return grads.query, own, grads.value, grads.sink, prefix, None, None, None, None, None

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron.seq1f1b.model.attention import SegmentAttention
-from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, Saved, choice, flash, keep_documents_apart
+from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, Saved, choice, flash, on_parts
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CudaFlash, FlashAttention4
-from megatron.seq1f1b.model.kernels.parts import DocumentsApart, DocumentsPacked
+from megatron.seq1f1b.model.kernels.parts import DocumentsPacked, InCalls
 from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineFused
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.packed_documents import CumulativeLengths, VisibleDocuments
@@ -242,8 +242,8 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
 def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
     kernel_of = provider(monkeypatch)
     visible = VisibleDocuments(documents)
-    assert isinstance(keep_documents_apart(kernel_of(RULE), visible), DocumentsPacked)
-    assert isinstance(keep_documents_apart(Unfused(RULE), visible), DocumentsApart)
+    assert isinstance(on_parts(kernel_of(RULE), 40, 40, [(0, 40)], visible), DocumentsPacked)
+    assert isinstance(on_parts(Unfused(RULE), 40, 40, [(0, 40)], visible), InCalls)
     tensors = inputs((len(documents), 4, 2, 64, 64))
     apart = step(Unfused, *tensors, documents=documents)
     for result, expected in zip(step(kernel_of, *tensors, documents=documents), apart, strict=True):
@@ -307,7 +307,8 @@ def test_packed_calls_fit_the_operators_of_pytorch():
 
 def test_the_stand_in_takes_what_flash_attn_4_takes(monkeypatch):
     real = pytest.importorskip("flash_attn.cute.interface")
-    parameters = {name: inspect.signature(getattr(real, name)).parameters for name in FLASH_ATTN_4}
+    names = ("_flash_attn_fwd", "_flash_attn_bwd")
+    parameters = {name: inspect.signature(getattr(real, name)).parameters for name in names}
     flash_attention_4(monkeypatch)
     for name, of_package in parameters.items():
         stand_in = inspect.signature(getattr(sys.modules["flash_attn.cute.interface"], name)).parameters
@@ -360,7 +361,6 @@ def tensor(size, dtype=torch.bfloat16, is_cuda=True):
         ({"flash_attention_version": 4}, 192, 128, torch.bfloat16, True, 0.0, "FlashAttention4"),
         ({"flash_attention_version": 4}, 100, 100, torch.bfloat16, True, 0.0, "Padded FlashAttention4"),
         ({"flash_attention_version": 3}, 64, 64, torch.bfloat16, True, 0.0, "CudaFlash"),
-        ({"flash_attention_version": 4}, 64, 64, torch.bfloat16, True, 0.1, "CudaFlash"),
         ({"flash_attention_version": 2}, 64, 64, torch.bfloat16, False, 0.0, "CpuFlash"),
         ({"backend": "fused"}, 64, 64, torch.bfloat16, True, 0.1, "TransformerEngineFused"),
         ({"backend": "fused"}, 192, 128, torch.bfloat16, True, 0.0, "TransformerEngineFused"),
@@ -373,7 +373,7 @@ def test_choice(monkeypatch, flags, size, value_size, dtype, is_cuda, dropout, e
     transformer_engine(monkeypatch)
     flash_attention_4(monkeypatch)
     monkeypatch.setattr(choice, "why_not", lambda number: None)
-    monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: None)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
     rule, kernels = AttentionRule(0.125, dropout), KernelChoice(**flags, has_dropout=dropout > 0)
     kernel = kernels.kernel(rule, tensor(size, dtype, is_cuda), tensor(value_size, dtype, is_cuda))
     kinds = [type(kernel).__name__]
@@ -395,117 +395,81 @@ def test_what_is_not_fused_is_warned_of_once_on_rank_0(monkeypatch, caplog):
     assert not caplog.messages
 
 
-FLASH_ATTN_4 = {
-    "_flash_attn_fwd": "q, k, v, softmax_scale=None, causal=False, return_lse=False",
-    "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False",
-}
-
-
-def install(monkeypatch, folder, distributions=(), cute=None, with_3=False):
-    """Fake packages on the path: distributions, the source of `flash_attn/cute/interface.py`, FlashAttention 3."""
+def installed(monkeypatch, folder, modules):
+    """Fake packages on the path: those of FlashAttention 3, or of 4, with the source of their module."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")]:
         monkeypatch.delitem(sys.modules, name)
-    for name, version in distributions:
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    if cute is not None:
-        (folder / "flash_attn/cute").mkdir(parents=True)
-        (folder / "flash_attn/__init__.py").touch()
-        (folder / "flash_attn/cute/__init__.py").touch()
-        (folder / "flash_attn/cute/interface.py").write_text(cute)
-    if with_3:
-        (folder / "flash_attn_interface.py").touch()
+    for name, source in modules.items():
+        path = folder / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
     monkeypatch.syspath_prepend(folder)
 
 
-def source(**parameters):
-    return "".join(f"def {name}({found}): pass\n" for name, found in (FLASH_ATTN_4 | parameters).items())
-
-
-PACKAGE_2, PACKAGE_4 = ("flash-attn", "2.8.3"), ("flash-attn-4", "4.0.0b19")
-NEEDS_CUTLASS = "import cutlass_that_is_not_there\n"
-INSTALLED = {
-    "nothing": {},
-    "3": {"with_3": True},
-    # flash-attn 2.8.3 ships the folder flash_attn/cute.
-    "2 with the folder of 4": {"distributions": [PACKAGE_2], "cute": NEEDS_CUTLASS},
-    "4": {"distributions": [PACKAGE_4], "cute": source()},
-    "3 and 4": {"distributions": [PACKAGE_4], "cute": source(), "with_3": True},
-    "4 without its compiler": {"distributions": [PACKAGE_4], "cute": NEEDS_CUTLASS},
-    "3, and 4 with other arguments": {
-        "distributions": [PACKAGE_4],
-        "cute": source(_flash_attn_fwd="q, k, v"),
-        "with_3": True,
-    },
-}
+ON_3, ON_4 = {"flash_attn_interface": ""}, {"flash_attn.cute.interface": "_flash_attn_fwd = _flash_attn_bwd = None"}
+# flash-attn 2.8.3 ships the folder flash_attn/cute.
+WITHOUT_COMPILER = {"flash_attn.cute.interface": "import cutlass_that_is_not_there"}
 
 
 @pytest.mark.parametrize(
-    "version, major, installed, used, hint",
+    "version, major, modules, used",
     [
-        (None, 8, "3 and 4", 2, None),
-        (None, 9, "3", 3, None),
-        (None, 9, "2 with the folder of 4", 2, "instead of FlashAttention-3: install FlashAttention-3"),
-        (None, 9, "4", 2, "instead of FlashAttention-3: install FlashAttention-3"),
-        (None, 10, "3 and 4", 2, None),
-        (2, 9, "3 and 4", 2, None),
-        (3, 9, "3 and 4", 3, None),
-        (3, 10, "3", 2, "instead of FlashAttention-3: it is made for Hopper GPUs"),
-        (4, 9, "3 and 4", 4, None),
-        (4, 10, "4", 4, None),
-        (4, 8, "4", 2, "instead of FlashAttention-4: it is made for Hopper and Blackwell GPUs"),
-        (4, 9, "nothing", 2, "instead of FlashAttention-4: install the package flash-attn-4"),
-        (4, 10, "2 with the folder of 4", 2, "instead of FlashAttention-4: install the package flash-attn-4"),
-        (4, 10, "4 without its compiler", 2, "4.0.0b19 cannot be imported (No module named 'cutlass_that"),
-        (4, 9, "3, and 4 with other arguments", 3, "flash-attn-4 4.0.0b19 has another _flash_attn_fwd"),
+        (None, 8, ON_3 | ON_4, 2),
+        (None, 9, ON_3, 3),
+        (None, 9, ON_4, 2),
+        (None, 10, ON_3 | ON_4, 2),
+        (2, 9, ON_3 | ON_4, 2),
+        (3, 9, ON_3 | ON_4, 3),
+        (4, 9, ON_3 | ON_4, 4),
+        (4, 10, ON_4, 4),
+        (3, 10, ON_3, "3 cannot be used: it is made for Hopper GPUs; or drop it"),
+        (4, 8, ON_4, "4 cannot be used: it is made for Hopper and Blackwell GPUs"),
+        (4, 9, {}, "4 cannot be used: install the package flash-attn-4"),
+        (4, 10, WITHOUT_COMPILER, r"interface cannot be imported \(No module named 'cutlass_that"),
     ],
 )
-def test_version_4_is_taken_only_if_asked_for_else_3_else_2(
-    monkeypatch, caplog, tmp_path, version, major, installed, used, hint
-):
-    caplog.set_level("INFO")
+def test_version_4_only_if_asked_for_else_3_else_2(monkeypatch, tmp_path, version, major, modules, used):
     activated = []
-    install(monkeypatch, tmp_path, **INSTALLED[installed])
+    installed(monkeypatch, tmp_path, modules)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     kernels = KernelChoice(flash_attention_version=version)
-    announced = kernels.name(RULE, True, torch.bfloat16, 64, 64)
+    if isinstance(used, str):
+        with pytest.raises(ValueError, match=f"--flash-attention-version .*{used}"):
+            kernels.kernel(RULE, tensor(64), tensor(64))
+        return
+    assert kernels.name(RULE, True, torch.bfloat16, 64, 64).split()[0] == f"FlashAttention-{used}"
     for value_size in (64, 32):
         kernel = kernels.kernel(RULE, tensor(64), tensor(value_size))
-    assert announced.split()[0] == f"FlashAttention-{used}"
     assert isinstance(kernel, FlashAttention4) == (used == 4)
     assert activated == (["FA3"] if used == 3 else [])
-    assert caplog.messages[0].endswith(f"FlashAttention-{used}")
-    assert len(caplog.messages) == (2 if hint else 1) and (hint or "") in caplog.messages[-1]
 
 
-def test_a_pytorch_that_cannot_switch_keeps_its_own_version(monkeypatch, caplog, tmp_path):
-    """Such as 2.6, the oldest that this package takes."""
-    install(monkeypatch, tmp_path, with_3=True)
-    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+@pytest.mark.parametrize(
+    "modules, hint",
+    [
+        ({}, "install FlashAttention-3"),
+        ({"flash_attn_interface": "raise ImportError('undefined symbol')"}, "cannot be imported (undefined symbol)"),
+        (None, "install a PyTorch that can switch to it"),
+    ],
+    ids=["missing", "for another PyTorch", "with PyTorch 2.6"],
+)
+def test_hopper_without_version_3_gets_a_hint(monkeypatch, caplog, tmp_path, modules, hint):
+    installed(monkeypatch, tmp_path, ON_3 if modules is None else modules)
+    if modules is None:
+        monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert isinstance(KernelChoice().kernel(RULE, tensor(64), tensor(64)), CudaFlash)
-    assert "instead of FlashAttention-3: install a PyTorch that can switch to it" in caplog.messages[-1]
+    (line,) = caplog.messages
+    assert "FlashAttention-2 instead of FlashAttention-3" in line and hint in line
 
 
-def test_a_package_built_for_another_pytorch_is_left_alone(monkeypatch, caplog):
-    def fail(name):
-        raise ImportError("undefined symbol")
-
-    monkeypatch.setattr(choice, "why_not", lambda number: None)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", fail)
-    assert isinstance(KernelChoice().kernel(RULE, tensor(64), tensor(64)), CudaFlash)
-    assert "FlashAttention-2 instead of FlashAttention-3: its package cannot be used (undefined" in caplog.messages[-1]
-
-
-def test_dropout_keeps_the_built_in_version(monkeypatch, caplog):
-    monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: pytest.fail("activated"))
-    kernels = KernelChoice(flash_attention_version=3, has_dropout=True)
+def test_dropout_runs_on_version_2(monkeypatch):
+    kernels = KernelChoice(has_dropout=True)
     for dropout in (0.0, 0.1):  # evaluation and training
         assert isinstance(kernels.kernel(AttentionRule(0.125, dropout), tensor(64), tensor(64)), CudaFlash)
-    (line,) = caplog.messages
-    assert "FlashAttention-2 instead of FlashAttention-3: it has no attention dropout" in line
+    with pytest.raises(ValueError, match="--flash-attention-version 3 cannot be used: it has no attention dropout"):
+        KernelChoice(flash_attention_version=3, has_dropout=True).kernel(RULE, tensor(64), tensor(64))
 
 
 def test_pytorch_has_the_implementation_by_this_name():
@@ -515,12 +479,12 @@ def test_pytorch_has_the_implementation_by_this_name():
 def test_a_kernel_is_chosen_once(monkeypatch):
     activated = []
     monkeypatch.setattr(choice, "why_not", lambda number: None)
-    monkeypatch.setattr(choice, "activate_flash_attention_3", lambda: activated.append(3))
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     kernels = KernelChoice()
     first = kernels.kernel(RULE, tensor(64), tensor(64))
     assert kernels.kernel(AttentionRule(0.125), tensor(64), tensor(64)) is first
     assert kernels.kernel(AttentionRule(0.25), tensor(64), tensor(64)) is not first
-    assert activated == [3]
+    assert activated == ["FA3"]
 
 
 def test_documents_are_described_to_the_gpu_once_a_segment(monkeypatch):

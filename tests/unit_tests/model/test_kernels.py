@@ -66,13 +66,14 @@ def by_segments(kernel_of, query, key, value, grad, bounds, accumulator=None):
     cache = KVCache(len(query), key, value)
     runs = []
     for start, end in bounds:
-        seen = cache.write(start, end, key[start:end].detach(), value[start:end].detach()).joined()
+        cache.write(start, end, key[start:end].detach(), value[start:end].detach())
+        seen = cache.read(start, end)
         runs.append((*kernel.forward(query[start:end], *seen), seen))
         assert runs[-1][0].is_contiguous()
     grads = []
     for (start, end), (output, statistics, seen) in zip(reversed(bounds), reversed(runs), strict=True):
         part = kernel.backward(grad[start:end], Saved(query[start:end], *seen, output, statistics))
-        own = cache.exchange_gradients(start, end, (part.key, part.value), part.prefix)
+        *own, _ = cache.exchange_gradients(start, end, part)
         if accumulator is not None and start:
             cache.gradients._sums = [x.to(accumulator) for x in cache.gradients._sums]
         grads.append((part.query, *own))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, keep_documents_apart
-from megatron.seq1f1b.model.kv_cache import Inputs
+from megatron.seq1f1b.model.attention import _Attend, _Call
+from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, on_parts
 from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, _Join, share_of_projection
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
@@ -62,9 +62,11 @@ class Attention:
         keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
         kernel = WithSink(KernelChoice().kernel(AttentionRule(SIZE**-0.5), query, values), sink)
         if self.documents is not None:
-            kernel = keep_documents_apart(kernel, segment.visible_documents(0))
+            documents = segment.visible_documents(0)
+            kernel = on_parts(kernel, segment.length, segment.end, [(0, segment.length)], documents)
         release = partial(self.context.release, self, segment.microbatch)
-        return cache.attend(Inputs(query, keys, values, sink), kernel, segment, release)
+        call = _Call(kernel, segment, cache, release)
+        return _Attend.apply(query, keys, values, sink, cache.take_prefix(), call)
 
 
 def step(lengths, documents, after_each=lambda attention: None):
@@ -111,7 +113,7 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
         prefixes = [cache.latents, cache.rotary]
         kept.append(sum(x._rows.untyped_storage().nbytes() for x in prefixes))
         kept[-1] += sum(sums.numel() * 8 for x in prefixes for sums in x.gradients._sums)
-        assert cache._projected is None
+        assert cache._projected is cache._prefix is None
 
     step((40, 30, 20), None, count)
     row = BATCH * (RANK + ROTARY) * 8

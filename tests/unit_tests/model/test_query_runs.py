@@ -3,25 +3,19 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.model.kernels import (
-    AttentionRule,
-    QueryRuns,
-    Saved,
-    WithSink,
-    keep_documents_apart,
-)
-from megatron.seq1f1b.model.kernels.cpu import CpuWindow
+from megatron.seq1f1b.model.kernels import AttentionRule, Saved, WithSink, on_parts
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.packed_documents import VisibleDocuments
 
 LENGTH, HEADS, SIZE = 24, 2, 8
 RUNS = [((0, 6), (18, 24)), ((6, 12), (12, 18))]
 SINK = torch.randn(HEADS, dtype=torch.float64)
+DOCUMENTS = VisibleDocuments(((0, 9, 30), (0, 4, 11)))
 KERNELS = {
-    "plain": Unfused(AttentionRule(0.3)),
-    "window": CpuWindow(AttentionRule(0.3, window=5)),
-    "sink": WithSink(Unfused(AttentionRule(0.3)), SINK),
-    "documents": keep_documents_apart(Unfused(AttentionRule(0.3)), VisibleDocuments(((0, 9, 30), (0, 4, 11)))),
+    "plain": (Unfused(AttentionRule(0.3)), None),
+    "window": (Unfused(AttentionRule(0.3, window=5)), None),
+    "sink": (WithSink(Unfused(AttentionRule(0.3)), SINK), None),
+    "documents": (Unfused(AttentionRule(0.3)), DOCUMENTS),
 }
 
 
@@ -32,7 +26,8 @@ def tokens(rows):
 @pytest.mark.parametrize("prefix", [0, 13])
 @pytest.mark.parametrize("kind", KERNELS)
 def test_parts_of_queries_give_parts_of_output_and_gradients(kind, prefix):
-    kernel = KERNELS[kind]
+    own, documents = KERNELS[kind]
+    kernel = on_parts(own, LENGTH, prefix + LENGTH, [(0, LENGTH)], documents)
     query = torch.randn(LENGTH, 2, HEADS, SIZE, dtype=torch.float64)
     key, value = torch.randn(2, prefix + LENGTH, 2, 1, SIZE, dtype=torch.float64)
     grad = torch.randn(LENGTH, 2, HEADS * SIZE, dtype=torch.float64)
@@ -41,7 +36,7 @@ def test_parts_of_queries_give_parts_of_output_and_gradients(kind, prefix):
 
     summed = []
     for runs in RUNS:
-        mine, part = tokens(runs), QueryRuns.of(kernel, runs, LENGTH)
+        mine, part = tokens(runs), on_parts(own, LENGTH, prefix + LENGTH, runs, documents)
         got, statistics = part.forward(query[mine], key, value)
         torch.testing.assert_close(got, output[mine])
         grads = part.backward(grad[mine], Saved(query[mine], key, value, got, statistics))

@@ -1,15 +1,15 @@
 """Attention kernels: what a kernel must offer, and which one serves a layer.
 
 A kernel computes causal attention of a segment to its whole prefix by one `AttentionRule`. `KernelChoice` finds one for
-the rule, the device, the type and the head sizes; `WithSink` gives a kernel's softmax a sink; `keep_documents_apart`
-confines a kernel to the documents of packed sequences; `QueryRuns` runs it on some of the queries of a segment.
+the rule, the device, the type and the head sizes; `WithSink` gives a kernel's softmax a sink; `on_parts` confines a
+kernel to the documents of packed sequences, and to some of the queries of a segment.
 """
 
 from .adapted import WithSink
 from .choice import KernelChoice
 from .flash import CudaFlash
 from .interface import AttentionRule, Gradients, Kernel, Saved
-from .parts import QueryRuns, keep_documents_apart
+from .parts import on_parts
 
 __all__ = [
     "AttentionRule",
@@ -17,8 +17,7 @@ __all__ = [
     "Gradients",
     "Kernel",
     "KernelChoice",
-    "QueryRuns",
     "Saved",
     "WithSink",
-    "keep_documents_apart",
+    "on_parts",
 ]

@@ -3,12 +3,13 @@
 import logging
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
-from ...ranks import is_rank_0, warn_on_rank_0
+from ...ranks import warn_on_rank_0
 from .adapted import Padded
-from .cpu import CpuFlash, CpuWindow
-from .flash import CudaFlash, FlashAttention4, activate_flash_attention_3, why_not
+from .cpu import CpuFlash
+from .flash import CudaFlash, FlashAttention4, why_not
 from .interface import AttentionRule, Kernel
 from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
@@ -28,7 +29,7 @@ class KernelChoice:
     --flash-attention-version: 2 for PyTorch's own operators, 3 for these operators on FlashAttention 3, 4 for
     flash-attn-4, which is taken only where it is asked for; None for 3 where it is installed, on Hopper GPUs, else 2.
     Versions 3 and 4 have no dropout, and the operators of a process run on one version: where a model `has_dropout`,
-    that is 2. A version that cannot be used is replaced by 3, else 2, with a warning.
+    that is 2. Raises ValueError for a version that cannot be used.
     """
 
     def __init__(
@@ -58,83 +59,62 @@ class KernelChoice:
 
     def name(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> str:
         """What `kernel` is going to choose, in words."""
-        is_fused = self._backend not in ("unfused", "local")
-        if is_cuda:
-            is_fused &= dtype in (torch.bfloat16, torch.float16) and max(size, value_size) <= _LARGEST_HEAD
-        else:
-            is_fused &= not rule.dropout
-        if not is_fused:
+        if self._why_unfused(rule, is_cuda, dtype, max(size, value_size)) is not None:
             return "plain matrix products"
         if not is_cuda:
             return "PyTorch's flash attention for CPUs"
         if self._backend == "fused":
             return "Transformer Engine's fused attention"
-        version, _ = self._best_version()
+        version = self._best_version()
         return f"FlashAttention-{version}" + (" of PyTorch" if version == 2 else "")
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
-        if self._backend in ("unfused", "local"):
+        reason = self._why_unfused(rule, is_cuda, dtype, max(size, value_size))
+        if reason is not None:
+            if reason:
+                self._warn_once(f"{reason} has no fused kernel: plain matrix products take its place, more slowly")
             return Unfused(rule)
-        if not is_cuda:
-            if rule.dropout:
-                return self._unfused(rule, "attention dropout on a CPU")
-            kernel = CpuFlash(rule) if rule.window is None else CpuWindow(rule)
-            return kernel if size == value_size else Padded(kernel)
-        if dtype not in (torch.bfloat16, torch.float16):
-            return self._unfused(rule, f"attention in {dtype} on a GPU")
-        if max(size, value_size) > _LARGEST_HEAD:
-            return self._unfused(rule, f"attention heads of more than {_LARGEST_HEAD}")
-        kernel = self._fused(rule)
+        kernel: Kernel = self._fused(rule) if is_cuda else CpuFlash(rule)
+        multiple = _HEAD_MULTIPLE if is_cuda else 1
         sizes_fit = size == value_size or isinstance(kernel, FlashAttention4 | TransformerEngineFused)
-        fits = sizes_fit and not size % _HEAD_MULTIPLE and not value_size % _HEAD_MULTIPLE
-        return kernel if fits else Padded(kernel, _HEAD_MULTIPLE)
+        fits = sizes_fit and not size % multiple and not value_size % multiple
+        return kernel if fits else Padded(kernel, multiple)
+
+    def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
+        """What no fused kernel serves; empty where the user wants none, None where there is one."""
+        if self._backend in ("unfused", "local"):
+            return ""
+        if not is_cuda:
+            return "attention dropout on a CPU" if rule.dropout else "a window on a CPU" if rule.window is not None else None
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"attention in {dtype} on a GPU"
+        return f"attention heads of more than {_LARGEST_HEAD}" if size > _LARGEST_HEAD else None
 
     def _fused(self, rule: AttentionRule) -> Kernel:
         if self._backend == "fused":
             return TransformerEngineFused(rule)
         if self._version is None:
-            self._version = self._activated_version()
-        if self._version == 4 and rule.window is None:
-            return FlashAttention4(rule)
-        return CudaFlash(rule)
+            self._version = self._best_version()
+            if self._version == 3:
+                torch.nn.attention.activate_flash_attention_impl("FA3")
+        return FlashAttention4(rule) if self._version == 4 and rule.window is None else CudaFlash(rule)
 
-    def _best_version(self) -> tuple[int, str | None]:
-        """The version for this process, and why it is not the one that was asked for, or might be expected."""
-        if self._asked_for == 2:
-            return 2, None
-        if self._has_dropout:
-            return 2, None if self._asked_for is None else "it has no attention dropout"
-        reason = None
-        if self._asked_for == 4:
-            reason = why_not(4)
-            if reason is None:
-                return 4, None
-        on_3 = why_not(3)
-        if on_3 is None:
-            return 3, reason
-        is_hopper = torch.cuda.get_device_capability()[0] == 9
-        return 2, reason or (on_3 if self._asked_for == 3 or is_hopper else None)
-
-    def _activated_version(self) -> int:
-        version, reason = self._best_version()
-        if version == 3:
-            try:
-                activate_flash_attention_3()
-            except Exception as error:  # of a package built for another PyTorch
-                version, reason = 2, f"its package cannot be used ({error})"
-        if is_rank_0():
-            _log.info("attention of segments runs on FlashAttention-%d", version)
-        if reason is not None:
-            wanted = f"FlashAttention-{self._asked_for or 3}"
-            self._warn_once(
-                f"attention runs on FlashAttention-{version} instead of {wanted}: {reason}; --attention-backend fused "
-                "takes Transformer Engine's"
-            )
-        return version
-
-    def _unfused(self, rule: AttentionRule, what: str) -> Kernel:
-        self._warn_once(f"{what} has no fused kernel: plain matrix products take its place, several times slower.")
-        return Unfused(rule)
+    def _best_version(self) -> int:
+        """The version for this process."""
+        if self._asked_for in (3, 4):
+            reason = "it has no attention dropout" if self._has_dropout else why_not(self._asked_for)
+            if reason is not None:
+                raise ValueError(
+                    f"--flash-attention-version {self._asked_for} cannot be used: {reason}; or drop it, which takes "
+                    "FlashAttention 2"
+                )
+            return self._asked_for
+        if self._asked_for == 2 or self._has_dropout:
+            return 2
+        reason = why_not(3)
+        if reason is not None and torch.cuda.get_device_capability()[0] == 9:
+            self._warn_once(f"attention runs on FlashAttention-2 instead of FlashAttention-3: {reason}")
+        return 2 if reason else 3
 
     def _warn_once(self, warning: str) -> None:
         if warning not in self._warned:

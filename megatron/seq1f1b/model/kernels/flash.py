@@ -1,10 +1,7 @@
 """FlashAttention on GPUs; all versions align their causal mask bottom-right: one call per segment."""
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from inspect import signature
-from types import ModuleType
+from importlib import import_module
 
 import torch
 import torch.nn.attention
@@ -18,6 +15,7 @@ _flash = torch.ops.aten._flash_attention_forward
 # lacks it.
 _flash_without_dropout = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
 _flash_backward = torch.ops.aten._flash_attention_backward
+_MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class FlashAttention4:
     def __init__(self, rule: AttentionRule) -> None:
         assert rule.dropout == 0 and rule.window is None, "the kernel has no dropout, and our call no window"
         self._rule = rule
-        package = _flash_attn_4()
+        package = import_module(_MODULES[4])
         self._forward, self._backward = package._flash_attn_fwd, package._flash_attn_bwd
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -123,40 +121,15 @@ class FlashAttention4:
 def why_not(number: int) -> str | None:
     """Why FlashAttention 3 or 4 cannot be used here, in words; None if it can."""
     major, _ = torch.cuda.get_device_capability()
-    if number == 3:
-        if major != 9:
-            return "it is made for Hopper GPUs"
-        if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-            return "install a PyTorch that can switch to it, such as 2.13"
-        if find_spec("flash_attn_interface") is None:
-            return "install FlashAttention-3 (the folder hopper of flash-attention)"
-        return None
-    if major not in (9, 10):
+    if number == 3 and major != 9:
+        return "it is made for Hopper GPUs"
+    if number == 4 and major not in (9, 10):
         return "it is made for Hopper and Blackwell GPUs"
+    if number == 3 and not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return "install a PyTorch that can switch to it, such as 2.13"
+    package = "FlashAttention-3 (the folder hopper of flash-attention)" if number == 3 else "the package flash-attn-4"
     try:
-        found = version("flash-attn-4")
-    except PackageNotFoundError:  # the package flash-attn has a folder flash_attn/cute, too
-        return "install the package flash-attn-4"
-    try:
-        package = _flash_attn_4()
-    except Exception as error:  # whatever its compiler raises
-        return f"flash-attn-4 {found} cannot be imported ({error})"
-    calls = {
-        "_flash_attn_fwd": {"q", "k", "v", "softmax_scale", "causal", "return_lse"},
-        "_flash_attn_bwd": {"q", "k", "v", "out", "dout", "lse", "softmax_scale", "causal", "deterministic"},
-    }
-    for name, needed in calls.items():
-        if not hasattr(package, name) or not needed <= signature(getattr(package, name)).parameters.keys():
-            return f"flash-attn-4 {found} has another {name}"
+        import_module(_MODULES[number])
+    except Exception as error:  # whatever its compiler or its loader raises
+        return f"install {package}; {_MODULES[number]} cannot be imported ({error})"
     return None
-
-
-def activate_flash_attention_3() -> None:
-    """Let PyTorch's operators run on FlashAttention 3 in the whole process. Raises what its package raises."""
-    torch.nn.attention.activate_flash_attention_impl("FA3")
-
-
-def _flash_attn_4() -> ModuleType:
-    from flash_attn.cute import interface
-
-    return interface

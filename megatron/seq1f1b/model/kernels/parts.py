@@ -1,7 +1,6 @@
 """A kernel on parts of a segment: on the documents of packed sequences, or on some of the queries."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, batched
 
@@ -15,31 +14,55 @@ from .interface import Gradients, Kernel, PackedKernel, Saved
 Index = slice | tuple[slice, ...]
 
 
-def keep_documents_apart(kernel: Kernel, documents: VisibleDocuments) -> Kernel:
-    """`kernel`, within each of the documents: in one call if it can, else in a call for each."""
-    if isinstance(kernel, PackedKernel):
-        return DocumentsPacked(kernel, documents)
-    return DocumentsApart(kernel, documents)
+def on_parts(
+    kernel: Kernel, length: int, num_keys: int, runs: Sequence[tuple[int, int]], documents: VisibleDocuments | None
+) -> Kernel:
+    """`kernel` for some of the queries of a segment of `length` tokens, the last of `num_keys`; within the documents.
+
+    Queries come one run after the other; `runs` are where each starts and ends in the segment. Context-parallel ranks
+    that share heads have a part of the queries each.
+    """
+    if documents is not None and isinstance(kernel, PackedKernel):
+        kernel, documents = DocumentsPacked(kernel, documents), None
+    if documents is None and len(runs) == 1:
+        return kernel
+    return InCalls(kernel, tuple(_calls(num_keys - length, runs, documents)), length)
+
+
+def _calls(
+    prefix: int, runs: Sequence[tuple[int, int]], documents: VisibleDocuments | None
+) -> Iterator[tuple[Index, Index]]:
+    """Index of the queries and of the keys of every run, or of every document within it."""
+    done = 0
+    for start, end in runs:
+        if documents is None:
+            yield slice(done, done + end - start), slice(prefix + end)
+        else:
+            before = done - prefix - start  # from a position among the keys to one among the queries
+            for number, starts in enumerate(documents.starts):
+                sequence = slice(number, number + 1)
+                for piece in pieces(starts, prefix + start, prefix + end):
+                    queries = slice(before + piece.start, before + piece.end)
+                    yield (queries, sequence), (slice(piece.first_key, piece.end), sequence)
+        done += end - start
 
 
 @dataclass(frozen=True)
-class InCalls(ABC):
-    """Runs `kernel` once for every pair of queries and of keys that end with the last of these queries."""
+class InCalls:
+    """Runs `kernel` once for every pair of queries and of keys that end with the last of these queries.
+
+    No two `calls` have a query in common. The last `num_own_keys` of the keys belong to the segment, the others are its
+    prefix.
+    """
 
     kernel: Kernel
-
-    @abstractmethod
-    def calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[Index, Index]]:
-        """Index of the queries and index of the keys of each call; no two have a query in common."""
-
-    def num_own_keys(self, num_queries: int) -> int:
-        """How many of the keys belong to the segment; the others are its prefix."""
-        return num_queries
+    calls: tuple[tuple[Index, Index], ...]
+    num_own_keys: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         output = query.new_empty(*query.shape[:2], query.shape[2] * value.shape[3])
         statistics: list[Tensor] = []
-        for queries, keys in self.calls(query.shape[0], key.shape[0]):
+        for queries, keys in self.calls:
             output[queries], of_call = self.kernel.forward(query[queries], key[keys], value[keys])
             statistics += of_call
         return output, tuple(statistics)
@@ -49,9 +72,8 @@ class InCalls(ABC):
         # Keys that no call sees get no gradient.
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         grad_sinks: list[Tensor] = []
-        calls = list(self.calls(query.shape[0], key.shape[0]))
-        by_call = batched(statistics, len(statistics) // len(calls))
-        for (queries, keys), of_call in zip(calls, by_call, strict=True):
+        by_call = batched(statistics, len(statistics) // len(self.calls))
+        for (queries, keys), of_call in zip(self.calls, by_call, strict=True):
             part = Saved(query[queries], key[keys], value[keys], output[queries], of_call)
             grads = self.kernel.backward(grad_output[queries], part)
             grad_query[queries] = grads.query
@@ -62,59 +84,10 @@ class InCalls(ABC):
                 rows[part.start :] += own
                 if prefix is not None:
                     rows[part.start - prefix.shape[0] : part.start] += prefix
-        start = key.shape[0] - self.num_own_keys(query.shape[0])
+        start = key.shape[0] - self.num_own_keys
         prefix = (grad_key[:start], grad_value[:start]) if start else None
         grad_sink = torch.stack(grad_sinks).sum(0) if grad_sinks else None
         return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix, grad_sink)
-
-
-@dataclass(frozen=True)
-class DocumentsApart(InCalls):
-    """Runs the kernel on every document of every sequence apart: the work is the sum over the documents."""
-
-    documents: VisibleDocuments
-
-    def calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[Index, Index]]:
-        start = num_keys - num_queries
-        for sequence, starts in enumerate(self.documents.starts):
-            of_sequence = slice(sequence, sequence + 1)
-            for piece in pieces(starts, start, num_keys):
-                queries = slice(piece.start - start, piece.end - start)
-                yield (queries, of_sequence), (slice(piece.first_key, piece.end), of_sequence)
-
-
-@dataclass(frozen=True)
-class QueryRuns(InCalls):
-    """A subset of queries against all keys, for context-parallel ranks that share heads.
-
-    `runs` are where each run of queries starts and ends in the segment of `length` tokens; queries come one run after
-    the other, keys are those of the segment after those of its prefix. Every run is a call, or every document `within`
-    it.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    length: int
-    within: DocumentsApart | None = None
-
-    @classmethod
-    def of(cls, kernel: Kernel, runs: tuple[tuple[int, int], ...], length: int) -> "QueryRuns":
-        """`kernel` on runs of queries; calls within documents are not nested, since their number differs by run."""
-        if isinstance(kernel, DocumentsApart):
-            return cls(kernel.kernel, runs, length, kernel)
-        return cls(kernel, runs, length)
-
-    def calls(self, num_queries: int, num_keys: int) -> Iterator[tuple[Index, Index]]:
-        prefix, done = num_keys - self.length, 0
-        for start, end in self.runs:
-            if self.within is None:
-                yield slice(done, done + end - start), slice(prefix + end)
-            else:
-                for (queries, sequence), keys in self.within.calls(end - start, prefix + end):
-                    yield (slice(done + queries.start, done + queries.stop), sequence), keys
-            done += end - start
-
-    def num_own_keys(self, num_queries: int) -> int:
-        return self.length
 
 
 @dataclass(frozen=True)
