@@ -307,7 +307,6 @@ def _installed() -> Overlay | None:
 def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; a program without megatron.training does not import it for our sake."""
     from . import without_te
-    from .model.linear_layers import needs_output_layers_without_apex, without_apex
     from .model.self_attention import LOCAL_ATTENTION
 
     modules = ["megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel"]
@@ -353,15 +352,6 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
                 ("pretrain", overlay.before),
             )
         ]
-    if needs_output_layers_without_apex():
-        rows.append(
-            Patch(
-                "megatron.core.tensor_parallel.layers.ColumnParallelLinear.__init__",
-                without_apex,
-                "demands apex of the output layer, where all other layers are Transformer Engine's",
-                wraps=True,
-            )
-        )
     return PatchTable(Scope.INSTALLED, tuple(rows))
 
 

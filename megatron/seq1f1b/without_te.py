@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ from .patches import Patch
 
 
 def repairs() -> tuple[Patch, ...]:
-    """Those of the local layers, and those of torch's Adam if Megatron has found no other. Imports Megatron."""
+    """Those that the packages installed here make necessary. Imports Megatron."""
+    from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.tensor_parallel import layers
 
-    return LOCAL_LAYERS if distrib_optimizer.HAVE_APEX_OR_TE else LOCAL_LAYERS + TORCH_ADAM
+    needs_apex = HAVE_TE and not layers._grad_accum_fusion_available
+    rows = LOCAL_LAYERS + (OUTPUT_LAYER if needs_apex else ())
+    return rows if distrib_optimizer.HAVE_APEX_OR_TE else rows + TORCH_ADAM
 
 
 def _marked_norm(new: Callable) -> Callable:
@@ -48,6 +53,26 @@ def _sized_for_latents(init: Callable) -> Callable:
         init(attention, *args, **kwargs)
         if v_channels is not None:
             attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
+
+    return initialize
+
+
+def _without_apex(init: Callable) -> Callable:
+    """`ColumnParallelLinear.__init__` for an output layer, without apex's extension for fused weight gradients.
+
+    With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. The output layer is
+    Megatron's own and would need the extension; here its weight gradient goes through autograd, and DDP adds it.
+    """
+
+    @functools.wraps(init)
+    def initialize(layer: Any, *args: Any, config: Any, **options: Any) -> None:
+        # Layers inside a transformer layer, which need the extension as before, name the buffer of their messages.
+        if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
+            return init(layer, *args, config=config, **options)
+        unfused = copy(config)
+        unfused.gradient_accumulation_fusion = False
+        init(layer, *args, config=unfused, **options)
+        layer.config = config
 
     return initialize
 
@@ -118,6 +143,14 @@ LOCAL_LAYERS = (
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
         _sized_for_latents,
         "refuses the head sizes that multi-latent attention passes",
+        wraps=True,
+    ),
+)
+OUTPUT_LAYER = (
+    Patch(
+        "megatron.core.tensor_parallel.layers.ColumnParallelLinear.__init__",
+        _without_apex,
+        "demands apex of the output layer, where all other layers are Transformer Engine's",
         wraps=True,
     ),
 )

@@ -61,3 +61,40 @@ def test_a_norm_is_marked_for_sequence_parallelism(repaired):
     )
     norm = WrappedTorchNorm(config, 8)
     assert all(parameter.sequence_parallel for parameter in norm.parameters()) and config.sequence_parallel
+
+
+class Alone:
+    """A tensor-parallel group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def fused_linear(**options):
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers
+
+    config = ModelParallelConfig(gradient_accumulation_fusion=True)
+    config.use_cpu_initialization = True
+    ones = torch.nn.init.ones_
+    return layers.ColumnParallelLinear(4, 6, config=config, init_method=ones, bias=False, tp_group=Alone(), **options)
+
+
+def test_an_output_layer_without_apex_is_trained_by_autograd(monkeypatch):
+    """Its gradient accumulation is not fused; other layers of Megatron still need the extension."""
+    monkeypatch.setattr("megatron.core.tensor_parallel.layers._grad_accum_fusion_available", False)
+    with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+        fused_linear()
+    with patched(PatchTable(Scope.STEP, without_te.OUTPUT_LAYER)):
+        with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
+            fused_linear(tp_comm_buffer_name="qkv")
+        layer = fused_linear()
+    assert layer.config.gradient_accumulation_fusion  # which the layers around it keep
+    tokens = torch.arange(20.0).view(5, 1, 4)
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    layer(tokens)[0].sum().backward()
+    assert torch.equal(layer.weight.grad, tokens.sum((0, 1)).expand(6, 4))
+    assert not layer.weight.main_grad.any()  # for DDP, whose hook adds the gradient once

@@ -180,7 +180,7 @@ class _Call(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a segment, whose keys and values go to the cache, not to the graph; or of a sequence that is not cut.
+    """Attention of a segment, whose keys and values go to the cache, not to the graph, or of a whole sequence.
 
     Later segments write other rows of the same buffers, which save_for_backward would take for a modification.
     """

@@ -1,7 +1,7 @@
 """Which unit is running, kept in one object that the executor shares with the modules of its model chunks."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,9 +66,14 @@ class SegmentContext:
         self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
 
-    def running(self, segment: Segment, keeps_for_backward: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self, segment: Segment, keeps_for_backward: bool) -> Iterator[None]:
         """Everything inside belongs to `segment`; without `keeps_for_backward` no backward will follow (evaluation)."""
-        return _Running(self, segment, keeps_for_backward)
+        self.segment, self.keeps_for_backward, self._checked_mask = segment, keeps_for_backward, None
+        try:
+            yield
+        finally:
+            self.segment = self._checked_mask = None
 
     def check_mask(self, mask: Tensor) -> None:
         """Raise ValueError unless the mask that a layer of the running segment got is causal; once for all layers."""
@@ -103,23 +108,3 @@ class SegmentContext:
     def assert_empty(self) -> None:
         """No keys, values or gradients outlive a step."""
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
-
-    def _run(self, segment: Segment | None, keeps_for_backward: bool) -> None:
-        self.segment, self.keeps_for_backward, self._checked_mask = segment, keeps_for_backward, None
-
-
-class _Running:
-    """A class: a generator would take the host several times as long, twice in every unit."""
-
-    __slots__ = ("_unit",)
-
-    def __init__(self, *unit: Any) -> None:
-        self._unit = unit
-
-    def __enter__(self) -> None:
-        context, segment, keeps_for_backward = self._unit
-        context._run(segment, keeps_for_backward)
-
-    def __exit__(self, *_: object) -> None:
-        context, _, keeps_for_backward = self._unit
-        context._run(None, keeps_for_backward)

@@ -102,3 +102,23 @@ def _alias(parameter: torch.nn.Parameter) -> Tensor:
     if hasattr(parameter, "main_grad"):
         alias.main_grad = parameter.main_grad  # type: ignore[attr-defined]
     return alias
+
+
+def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
+    """Let Transformer Engine's layers add the gradient of every unit to `main_grad`.
+
+    Where they write to it themselves (`gradient_accumulation_fusion`), they overwrite it with the gradient of the unit
+    that goes forward first, which in Megatron's schedules goes backward first too. That unit also puts the weights into
+    8 bits, for all units of the step; here it does no more than that.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "is_first_microbatch") and _as_any_unit not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_as_any_unit)
+
+
+def _as_any_unit(layer: Any, _: tuple) -> None:
+    """Megatron marks the first unit of a step. Weights in 8 bits that are not there are made, and kept, in any unit."""
+    if layer.is_first_microbatch:
+        layer.is_first_microbatch = False
+        getattr(layer, "_fp8_workspaces", {}).clear()

@@ -12,11 +12,10 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # noqa: E402
-
 from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout, latents_kept  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
-from megatron.seq1f1b.model.linear_layers import without_apex  # noqa: E402
+from megatron.seq1f1b.patches import PatchTable, Scope, patched  # noqa: E402
+from megatron.seq1f1b.without_te import OUTPUT_LAYER  # noqa: E402
 
 
 def agreed(name: str, verdict: Verdict) -> str:
@@ -33,7 +32,7 @@ def agreed(name: str, verdict: Verdict) -> str:
 
 def main() -> None:
     # As `install` does where Transformer Engine is there without apex.
-    ColumnParallelLinear.__init__ = without_apex(ColumnParallelLinear.__init__)
+    patched(PatchTable(Scope.PROCESS, OUTPUT_LAYER))
     dist.init_process_group("gloo")
     selected = set(Path(sys.argv[1]).read_text().split())
     references = References()

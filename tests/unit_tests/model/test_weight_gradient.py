@@ -6,7 +6,8 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, deferring
+from megatron.seq1f1b.model import WeightGradientStore
+from megatron.seq1f1b.model.linear_layers import deferring
 
 TOKENS, BATCH, IN, OUT = 5, 2, 4, 3
 

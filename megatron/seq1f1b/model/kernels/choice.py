@@ -85,7 +85,8 @@ class KernelChoice:
         if self._backend in ("unfused", "local"):
             return ""
         if not is_cuda:
-            return "attention dropout on a CPU" if rule.dropout else "a window on a CPU" if rule.window is not None else None
+            what = "attention dropout" if rule.dropout else "a window"
+            return f"{what} on a CPU" if rule.dropout or rule.window is not None else None
         if dtype not in (torch.bfloat16, torch.float16):
             return f"attention in {dtype} on a GPU"
         return f"attention heads of more than {_LARGEST_HEAD}" if size > _LARGEST_HEAD else None
