@@ -14,9 +14,10 @@ Both return an ExitStack, whose `close()` undoes the table where no `with` can s
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -39,6 +40,12 @@ class Patch(NamedTuple):
     new: Any
     reason: str
     wraps: bool = False
+
+
+def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
+    """Calls of the function `target` become `function(old, ...)`, those of an object's method `function(object, old,
+    ...)`."""
+    return Patch(target, partial(partial, function), reason, wraps=True)
 
 
 class PatchTable(NamedTuple):

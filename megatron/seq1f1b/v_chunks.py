@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from .patches import Patch, PatchTable, Scope, patched
+from .patches import Patch, PatchTable, Scope, patched, wrapping
 from .runtime.gradient_sync import tied_embeddings
 from .schedule import Placement
 
@@ -54,11 +54,10 @@ def building(placement: Placement, stage: int) -> PatchTable:
         Scope.STEP,
         (
             _rank_of(Depth(stage, placement.num_ranks), reason),
-            Patch(
+            wrapping(
                 "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
-                partial(partial, _part_of_stage, stage),
+                partial(_part_of_stage, stage),
                 reason,
-                wraps=True,
             ),
         ),
     )
@@ -97,23 +96,17 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 def patches() -> PatchTable:
     """What makes Megatron's training loop build, feed and save V-shaped chunks."""
-    built = "builds looped chunks"
+    built, state = "builds looped chunks", "megatron.core.parallel_state"
     return PatchTable(
         Scope.INSTALLED,
         (
-            Patch("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built, wraps=True),
-            Patch("megatron.training.training.get_model", _v_shaped, built, wraps=True),
-            Patch(
-                "megatron.core.parallel_state.is_pipeline_last_stage",
-                _is_last_stage,
-                "seeks the loss on the last rank",
-                wraps=True,
-            ),
-            Patch(
-                "megatron.core.parallel_state.initialize_model_parallel",
+            wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
+            wrapping("megatron.training.training.get_model", _v_shaped, built),
+            wrapping(f"{state}.is_pipeline_last_stage", _is_last_stage, "seeks the loss on the last rank"),
+            wrapping(
+                f"{state}.initialize_model_parallel",
                 _with_embedding_ranks,
                 "seeks the output layer, whose weights may be the embedding's, on the last rank, as scripts do",
-                wraps=True,
             ),
             Patch(
                 "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.get_layer_offset",
@@ -130,16 +123,11 @@ def _placement() -> Placement:
     return Placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks, "v")
 
 
-def _v_shaped(build_chunks: Callable) -> Callable:
-    """Megatron's functions that build all chunks of a rank; their first argument builds one."""
-
-    @wraps(build_chunks)
-    def build(build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
-        chunks = build_chunks(partial(_build, build_one), *args, **options)
-        tie_embeddings(chunks)
-        return chunks
-
-    return build
+def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
+    """All chunks of a rank; the first argument of Megatron's functions that build them builds one."""
+    chunks = build_chunks(partial(_build, build_one), *args, **options)
+    tie_embeddings(chunks)
+    return chunks
 
 
 def _build(build_one: Callable, *groups: Any, vp_stage: int | None = None, **options: Any) -> torch.nn.Module:
@@ -155,23 +143,17 @@ def _build(build_one: Callable, *groups: Any, vp_stage: int | None = None, **opt
         return build_one(*groups, **options)
 
 
-def _is_last_stage(upstream: Callable[..., bool]) -> Callable[..., bool]:
-    @wraps(upstream)
-    def is_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-        if ignore_virtual or vp_stage is None:
-            return upstream(ignore_virtual, vp_stage)
-        placement = _placement()
-        return placement.stage_of(_pipeline_rank(), vp_stage) == placement.num_stages - 1
-
-    return is_last_stage
+def _is_last_stage(upstream: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    if ignore_virtual or vp_stage is None:
+        return upstream(ignore_virtual, vp_stage)
+    placement = _placement()
+    return placement.stage_of(_pipeline_rank(), vp_stage) == placement.num_stages - 1
 
 
-def _with_embedding_ranks(upstream: Callable[..., None]) -> Callable[..., None]:
-    @wraps(upstream)
-    def initialize(*args: Any, get_embedding_ranks: Any = None, **kwargs: Any) -> None:
-        upstream(*args, get_embedding_ranks=_embedding_ranks, **kwargs)
-
-    return initialize
+def _with_embedding_ranks(
+    initialize: Callable[..., None], *args: Any, get_embedding_ranks: Any = None, **options: Any
+) -> None:
+    initialize(*args, get_embedding_ranks=_embedding_ranks, **options)
 
 
 def _embedding_ranks(ranks: list[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, Scope, patched_on
+from ..patches import PatchTable, Scope, patched_on, wrapping
 from . import experts, recurrent_layers
 from .attention import SegmentAttention
 from .latents import keep_latents
@@ -87,17 +86,11 @@ _EMBEDDINGS = "megatron.core.models.common.embeddings"
 _POSITIONS = PatchTable(
     Scope.MODEL,
     (
-        Patch(
-            f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward",
-            partial(partial, _at_segment),
-            "begins at position 0",
-            wraps=True,
-        ),
-        Patch(
+        wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
+        wrapping(
             f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
-            partial(partial, _from_segment_start),
+            _from_segment_start,
             "takes no offset, and begins at 0",
-            wraps=True,
         ),
     ),
 )

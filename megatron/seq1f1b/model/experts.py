@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import Patch, PatchTable, Scope
+from ..patches import PatchTable, Scope, wrapping
 from .segment import Segment
 
 
@@ -58,6 +58,7 @@ class _Tally:
         self._microbatches = microbatches
         self._chosen: dict[int, Tensor] = {}
         self._probabilities: Tensor | float = 0.0
+        self._tokens = 0
 
     def note(self, segment: Segment, chosen: Tensor) -> bool:
         """Note the tokens that each expert got from a segment; False if that had been done."""
@@ -73,28 +74,23 @@ class _Tally:
         """Tokens of each expert in this micro-batch alone."""
         return sum(self._chosen.values())
 
-    def add(self, segment: Segment, probabilities: Tensor, is_new: bool) -> Tensor:
-        """What a segment adds to Σ_experts chosen · probability; over all segments that is the whole.
-
-        Multiplies new probabilities by all counts so far, and new counts by earlier probabilities.
-        """
-        added = (probabilities * self.chosen()).sum()
-        if is_new:
-            added = added + (self._probabilities * self._chosen[segment.index]).sum() / self._microbatches
+    def add(self, segment: Segment, probabilities: Tensor) -> Tensor:
+        """Σ_experts chosen · probability once all segments have been added, in any order; zero before."""
         self._probabilities = self._probabilities + probabilities
-        return added
+        self._tokens += segment.length
+        return (self._probabilities * self.chosen()).sum() * (self._tokens == segment.sequence_length)
 
 
 class _Product(torch.autograd.Function):
-    """A segment's part of a balance loss; in the backward its probabilities meet the counts of all segments."""
+    """A balance loss, where the last segment is added; in the backward of each its probabilities meet all counts."""
 
     @staticmethod
     def forward(
-        ctx: Any, probabilities: Tensor, tally: _Tally, segment: Segment, is_new: bool, factor: float, release: Callable
+        ctx: Any, probabilities: Tensor, tally: _Tally, segment: Segment, factor: float, release: Callable
     ) -> Tensor:
         ctx.tally, ctx.factor, ctx.dtype = tally, factor, probabilities.dtype
         ctx.release = release if segment.is_first else None
-        return tally.add(segment, probabilities, is_new) * factor
+        return tally.add(segment, probabilities) * factor
 
     @staticmethod
     @once_differentiable
@@ -104,7 +100,7 @@ class _Product(torch.autograd.Function):
         chosen = ctx.tally.chosen()
         # A tensor without dimensions, as the gradient is, would not raise the type of the counts.
         chosen = chosen.to(torch.promote_types(ctx.dtype, chosen.dtype))
-        return (grad_output * ctx.factor * chosen).to(ctx.dtype), None, None, None, None, None
+        return (grad_output * ctx.factor * chosen).to(ctx.dtype), None, None, None, None
 
 
 def _apply_balance(
@@ -125,13 +121,13 @@ def _apply_balance(
     assert not kwargs.get("with_padding_mask"), "padding masks are not cut into segments"
     context, group = router.segment_context, _group(router, balance)
     sequences = shape[1] if balance.by_sequence else 1
-    is_new = _note(router, balance, routing_map, sequences)
+    _note(router, balance, routing_map, sequences)
     tally, release = _tally(router, balance), partial(context.release, (router, balance), segment.microbatch)
     # In the whole micro-batch; of a sequence where the loss is taken by sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
-    loss = _Product.apply(probabilities, tally, segment, is_new, factor, release) / sequences
+    loss = _Product.apply(probabilities, tally, segment, factor, release) / sequences
     return router.attach_and_log_load_balancing_loss(
         probs,
         coefficient,
@@ -162,16 +158,14 @@ def _routing(
     return routing(logits, padding_mask=padding_mask)
 
 
-def _note(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> bool:
-    """Note how many tokens of the running segment each expert got; False if that had been done."""
+def _note(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> None:
+    """Note how many tokens of the running segment each expert got."""
     chosen, _, _ = get_tokens_per_expert_and_token_count(
         routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
     )
     tally, segment = _tally(router, balance), router.segment_context.segment
-    is_new = tally.note(segment, chosen)
-    if is_new and segment.is_last and balance.over_step:
+    if tally.note(segment, chosen) and segment.is_last and balance.over_step:
         router.global_tokens_per_expert += tally.chosen_here()
-    return is_new
 
 
 def _tally(router: TopKRouter, balance: _Balance) -> _Tally:
@@ -205,19 +199,15 @@ def _apply_z_loss(
     )
 
 
-def _wraps(method: str, function: Callable[..., Any], reason: str) -> Patch:
-    target = f"megatron.core.transformer.moe.router.TopKRouter.{method}"
-    return Patch(target, partial(partial, function), reason, wraps=True)
-
-
+_ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
 # The losses of a router become those of the micro-batch whose segments run.
 FOLLOWS = PatchTable(
     Scope.MODEL,
     (
-        _wraps("apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
-        _wraps("routing", _routing, "adds no losses in a forward that is computed again, so counts are missing"),
+        wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
+        wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, before a forward is repeated"),
         *(
-            _wraps(balance.method, partial(_apply_balance, balance), "multiplies sums over the tokens of a segment")
+            wrapping(f"{_ROUTER}.{balance.method}", partial(_apply_balance, balance), "multiplies sums over a segment")
             for balance in _BALANCES
         ),
     ),

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import Patch, PatchTable, Scope, patched_on
+from ..patches import PatchTable, Scope, patched_on, wrapping
 from .attention import SegmentAttention
 from .kernels import Gradients
 from .kv_cache import GradientSums, SegmentCache
@@ -74,15 +74,7 @@ def _with_prefix(linear: torch.nn.Module, forward: Callable[..., Any], latent: T
 
 
 _JOINING = PatchTable(
-    Scope.MODEL,
-    (
-        Patch(
-            "torch.nn.Module.forward",
-            partial(partial, _with_prefix),
-            "projects the latents of its own segment only",
-            wraps=True,
-        ),
-    ),
+    Scope.MODEL, (wrapping("torch.nn.Module.forward", _with_prefix, "projects the latents of its own segment only"),)
 )
 
 

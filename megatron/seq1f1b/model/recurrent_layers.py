@@ -15,7 +15,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, Scope
+from ..patches import PatchTable, Scope, wrapping
 from .passed_state import State, causal_convolution, run_recurrence
 
 
@@ -36,16 +36,9 @@ def _delta_net(
     return layer.out_proj(common.tensor_a2a_hp2cp(output, seq_dim=0, head_dim=-1, cp_group=group))
 
 
+_REASON = "starts every segment without a state"
 DELTA_NET_FOLLOWS = PatchTable(
-    Scope.MODEL,
-    (
-        Patch(
-            "megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward",
-            partial(partial, _delta_net),
-            "starts every segment without a state",
-            wraps=True,
-        ),
-    ),
+    Scope.MODEL, (wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),)
 )
 
 
@@ -103,12 +96,7 @@ def _mamba(
 MAMBA_FOLLOWS = PatchTable(
     Scope.MODEL,
     tuple(
-        Patch(
-            f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}",
-            partial(partial, _mamba),
-            "starts every segment without a state",
-            wraps=True,
-        )
+        wrapping(f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}", _mamba, _REASON)
         for method in ("_ssm_training", "_ssm_prefill")
     ),
 )

@@ -25,9 +25,9 @@ def test_gradients_of_a_balance_loss_are_rounded_once(dtype):
     for index, (start, end) in enumerate(BOUNDS):
         segment = Segment(0, index, start, end, LENGTH)
         sums = probabilities[start:end].sum(0).requires_grad_()
-        is_new = tally.note(segment, chosen[start:end].sum(0))
+        tally.note(segment, chosen[start:end].sum(0))
         release = lambda: released.append(True)  # noqa: E731
-        parts.append((sums, _Product.apply(sums, tally, segment, is_new, FACTOR, release)))
+        parts.append((sums, _Product.apply(sums, tally, segment, FACTOR, release)))
     for sums, loss in reversed(parts):
         loss.backward(grad.to(loss.dtype))
         assert sums.grad.dtype == dtype
