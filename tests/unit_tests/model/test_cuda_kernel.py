@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, Saved, choice, flash, on_parts
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import CudaFlash, FlashAttention4
@@ -20,8 +19,7 @@ from megatron.seq1f1b.model.kernels.parts import DocumentsPacked, InCalls
 from megatron.seq1f1b.model.kernels.transformer_engine import TransformerEngineFused
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.packed_documents import CumulativeLengths, VisibleDocuments
-from megatron.seq1f1b.model.segment import Segment, SegmentContext
-from support import fake_flash
+from support import fake_flash, segments
 
 ROOT = Path(__file__).parents[3]
 
@@ -189,37 +187,18 @@ KERNELS = {
 }
 # Those that take dropout, and packed documents in one call.
 ALL_IN_ONE_CALL = {name: provider for name, provider in KERNELS.items() if name != "flash-attn-4"}
-BOUNDS = [(0, 11), (11, 12), (12, 40)]
+BOUNDS = [0, 11, 12, 40]
 
 
-def segments_of(documents):
-    return [Segment(0, i, start, end, BOUNDS[-1][1], documents) for i, (start, end) in enumerate(BOUNDS)]
-
-
-def step(kernel_of, query, key, value, grad, dropout=0.0, documents=None, segments=None):
+def step(kernel_of, query, key, value, grad, dropout=0.0, documents=None, parts=None):
     """Output and gradients of all segments, through the attention layer."""
-    config = SimpleNamespace(
-        kv_channels=query.shape[3], softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
-    )
-    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda rule, query, value: kernel_of(rule)))
-    layer.context = SegmentContext()
-    segments = segments or segments_of(documents)
-    parts, outputs = [], []
-    for segment in segments:
-        parts.append([x[segment.start : segment.end].clone().requires_grad_() for x in (query, key, value)])
-        with layer.context.running(segment, keeps_for_backward=True):
-            outputs.append(layer(*parts[-1]))
-    for segment, output in zip(reversed(segments), reversed(outputs), strict=True):
-        with layer.context.running(segment, keeps_for_backward=True):
-            output.backward(grad[segment.start : segment.end])
-    return [torch.cat(outputs).detach(), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
+    layer = segments.attention(query.shape[3], kernel_of, dropout)
+    return segments.run(layer, (query, key, value), grad, parts or segments.segments_of(BOUNDS, documents))
 
 
 def inputs(heads):
-    batch, h, g, size, value_size = heads
     torch.manual_seed(0)
-    shapes = [(40, batch, h, size), (40, batch, g, size), (40, batch, g, value_size), (40, batch, h * value_size)]
-    return [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    return segments.inputs(40, heads, torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -492,8 +471,7 @@ def test_documents_are_described_to_the_gpu_once_a_segment(monkeypatch):
     kernel_of = torch_operators(monkeypatch)
     made = []
     monkeypatch.setattr(torch, "tensor", lambda *args, real=torch.tensor, **of: made.append(args) or real(*args, **of))
-    layers = [step, step, step]
-    tensors, segments = inputs((1, 4, 2, 64, 64)), segments_of(((0, 5, 11, 25, 39),))
-    for layer in layers:
-        layer(kernel_of, *tensors, segments=segments)
-    assert len(made) == len(BOUNDS)
+    tensors, parts = inputs((1, 4, 2, 64, 64)), segments.segments_of(BOUNDS, ((0, 5, 11, 25, 39),))
+    for _ in range(3):
+        step(kernel_of, *tensors, parts=parts)
+    assert len(made) == len(parts)

@@ -8,13 +8,11 @@ import pytest
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from torch.utils.checkpoint import checkpoint
 
 from megatron.seq1f1b.model import attention, use_segment_attention
-from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.segment import Segment, SegmentContext
+from support import segments
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 24, 2, 4, 2, 8
 BOUNDS = [(0, 7), (7, 18), (18, 24)]
@@ -24,9 +22,7 @@ KERNELS = {"one block": Unfused, "small blocks": lambda rule: Unfused(rule, scor
 
 def inputs():
     torch.manual_seed(1)
-    query = torch.randn(LENGTH, BATCH, HEADS, SIZE, dtype=torch.float64)
-    key, value = (torch.randn(LENGTH, BATCH, GROUPS, SIZE, dtype=torch.float64) for _ in "kv")
-    return query, key, value, torch.randn(LENGTH, BATCH, HEADS * SIZE, dtype=torch.float64)
+    return segments.inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE))
 
 
 def run(kernel_of, query, key, value, grad, dropout, seed):
@@ -64,12 +60,8 @@ def test_gradients_are_those_of_autograd_through_the_same_masks(kernel):
     assert not (kept & ~seen).any()
     assert kept[..., seen].double().mean() == pytest.approx(0.7, abs=0.05)
 
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    q, k, v = leaves[0], *(x.repeat_interleave(HEADS // GROUPS, dim=2) for x in leaves[1:])
-    weights = (torch.einsum("sbhd,tbhd->bhst", q, k) / sqrt(SIZE)).masked_fill(~seen, float("-inf")).softmax(-1)
-    expected = torch.einsum("bhst,tbhd->sbhd", weights * kept / 0.7, v).flatten(2)
-    expected.backward(grad)
-    for result, reference in zip(results, [expected, *(x.grad for x in leaves)], strict=True):
+    references = segments.expected(query, key, value, grad, mask=kept.double() / 0.7)
+    for result, reference in zip(results, references, strict=True):
         torch.testing.assert_close(result, reference, rtol=0, atol=1e-13)
 
 
@@ -101,44 +93,27 @@ def test_the_mean_over_masks_is_the_result_without_dropout():
         assert (standard_error > 1e-4).double().mean() > 0.9  # it was dropped at all
 
 
-def layer_with_dropout(sequence_parallel):
-    config = SimpleNamespace(
-        kv_channels=SIZE, softmax_scale=None, attention_dropout=0.4, sequence_parallel=sequence_parallel
-    )
-    layer = SegmentAttention(config)
-    layer.context = SegmentContext()
-    return layer
-
-
-def step(layer, seed, recompute, documents=None):
+def step(layer, seed, recompute=False, documents=None):
     """Output and gradients of all segments through the layer."""
+    *tensors, grad = inputs()
     torch.manual_seed(seed)
-    query, key, value, grad = inputs()
-    torch.manual_seed(seed)
-    parts, outputs = [], []
-    segments = [Segment(0, i, start, end, LENGTH, documents) for i, (start, end) in enumerate(BOUNDS)]
-    for segment in segments:
-        part = [x[segment.start : segment.end].clone().requires_grad_() for x in (query, key, value)]
-        with layer.context.running(segment, keeps_for_backward=True):
-            outputs.append(checkpoint(layer, *part, use_reentrant=True) if recompute else layer(*part))
-        parts.append(part)
-    for segment, output in zip(reversed(segments), reversed(outputs), strict=True):
-        with layer.context.running(segment, keeps_for_backward=True):
-            output.backward(grad[segment.start : segment.end])
-    layer.context.assert_empty()
-    return [torch.cat(outputs).detach(), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
+    return segments.run(layer, tensors, grad, segments.segments_of([0, 7, 18, 24], documents), recompute)
+
+
+def layer_with_dropout(sequence_parallel=True):
+    return segments.attention(SIZE, dropout=0.4, sequence_parallel=sequence_parallel)
 
 
 def test_recomputation_repeats_the_masks():
-    layer = layer_with_dropout(sequence_parallel=True)
-    stored, recomputed = step(layer, 7, recompute=False), step(layer, 7, recompute=True)
+    layer = layer_with_dropout()
+    stored, recomputed = step(layer, 7), step(layer, 7, recompute=True)
     assert all(torch.equal(a, b) for a, b in zip(stored, recomputed, strict=True))
-    assert not torch.equal(stored[0], step(layer, 8, recompute=False)[0])
+    assert not torch.equal(stored[0], step(layer, 8)[0])
 
 
 def test_packed_documents_have_masks_too():
-    layer, documents = layer_with_dropout(sequence_parallel=True), ((0, 9, 10), (0, 20))
-    first, again, other = (step(layer, seed, recompute=False, documents=documents) for seed in (7, 7, 8))
+    layer, documents = layer_with_dropout(), ((0, 9, 10), (0, 20))
+    first, again, other = (step(layer, seed, documents=documents) for seed in (7, 7, 8))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
     # The output is linear in the values, if the backward has the mask of the forward.
@@ -147,12 +122,8 @@ def test_packed_documents_have_masks_too():
 
 
 def test_evaluation_drops_nothing():
-    layer = layer_with_dropout(sequence_parallel=True).eval()
-    without = SegmentAttention(
-        SimpleNamespace(kv_channels=SIZE, softmax_scale=None, attention_dropout=0.0, sequence_parallel=True)
-    )
-    without.context = SegmentContext()
-    assert torch.equal(step(layer, 7, recompute=False)[0], step(without, 8, recompute=False)[0])
+    layer = layer_with_dropout().eval()
+    assert torch.equal(step(layer, 7)[0], step(segments.attention(SIZE), 8)[0])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -167,9 +138,9 @@ def test_random_numbers_are_those_of_megatrons_tracker(monkeypatch, sequence_par
 
     monkeypatch.setattr(attention, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=fork))
     layer = layer_with_dropout(sequence_parallel)
-    step(layer, 7, recompute=False)
+    step(layer, 7)
     assert len(forks) == (0 if sequence_parallel else len(BOUNDS))
-    step(layer.eval(), 7, recompute=False)
+    step(layer.eval(), 7)
     assert len(forks) == (0 if sequence_parallel else len(BOUNDS))
 
 

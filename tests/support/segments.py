@@ -1,0 +1,89 @@
+"""Attention cut into segments, and one softmax over the whole sequence to compare it with."""
+
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.seq1f1b.model.attention import SegmentAttention
+from megatron.seq1f1b.model.segment import Segment, SegmentContext
+
+
+def attention(size, kernel_of=None, dropout=0.0, sequence_parallel=True, **options):
+    """A layer for heads of `size`, with a context; with the kernel `kernel_of(rule)` if that is given."""
+    config = SimpleNamespace(
+        kv_channels=size, softmax_scale=None, attention_dropout=dropout, sequence_parallel=sequence_parallel
+    )
+    if kernel_of is not None:
+        options["kernels"] = SimpleNamespace(kernel=lambda rule, query, value: kernel_of(rule))
+    layer = SegmentAttention(config, **options)
+    layer.context = SegmentContext()
+    return layer
+
+
+def segments_of(bounds, documents=None):
+    """The segments of a micro-batch that is cut at `bounds`, from 0 to the length of the sequence."""
+    return [Segment(0, i, *span, bounds[-1], documents) for i, span in enumerate(pairwise(bounds))]
+
+
+def run(layer, tensors, grad, segments, recompute=False):
+    """Output and gradients of query, key and value [s, b, heads, size]: forward in order, backward in reverse."""
+    context, parts, outputs = layer.context, [], []
+
+    def forward(segment, *part):
+        with context.running(segment, keeps_for_backward=True):
+            return layer(*part)
+
+    for segment in segments:
+        part = [x[segment.start : segment.end].detach().clone().requires_grad_() for x in tensors]
+        parts.append(part)
+        call = partial(forward, segment)
+        outputs.append(checkpoint(call, *part, use_reentrant=True) if recompute else call(*part))
+        assert outputs[-1].is_contiguous()
+    for segment, output in zip(reversed(segments), reversed(outputs), strict=True):
+        with context.running(segment, keeps_for_backward=True):
+            output.backward(grad[segment.start : segment.end])
+    context.assert_empty()
+    return [torch.cat(outputs).detach(), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
+
+
+def one_softmax(query, key, value, window=None, sink=None, documents=None, mask=None):
+    """softmax(Q·Kᵀ/√d)·mask·V with explicit scores, and a sink that has no value; [s, b, h, d] to [s, b, h·e]."""
+    length, batch, heads, size = query.shape
+    key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key) / size**0.5
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    if window is not None:
+        seen = seen.triu(-window)
+    if documents is not None:
+        numbers = torch.stack([(torch.arange(length)[:, None] >= torch.tensor(row)).sum(1) for row in documents])
+        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None])
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink.view(1, heads, 1, 1).expand(batch, -1, length, 1)], -1)
+    weights = scores.softmax(-1)[..., :length]
+    return torch.einsum("bhst,tbhd->sbhd", weights if mask is None else weights * mask, value).flatten(2)
+
+
+def expected(query, key, value, grad, **options):
+    """Output and gradients of `one_softmax` in fp64."""
+    exact = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    output = one_softmax(*exact, **options)
+    output.backward(grad.double())
+    return [output.detach(), *(x.grad for x in exact)]
+
+
+def inputs(length, heads, dtype=torch.float64, scale=1.0):
+    """Query, key, value and the gradient of the output, for sequences, query heads, KV heads and both head sizes."""
+    batch, h, g, size, value_size = heads
+    query = torch.randn(length, batch, h, size, dtype=dtype) * scale
+    key = torch.randn(length, batch, g, size, dtype=dtype) * scale
+    value = torch.randn(length, batch, g, value_size, dtype=dtype)
+    return query, key, value, torch.randn(length, batch, h * value_size, dtype=dtype)
+
+
+def worst_error(results, references):
+    """The largest error of any result, relative to the largest value of what it should be."""
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(results, references, strict=True))
