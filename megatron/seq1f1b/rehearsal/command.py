@@ -18,7 +18,6 @@ from ..patches import Patch, PatchTable, Scope
 if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
     from .report import RehearsalReport, StageReport
 
-
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
 
@@ -50,14 +49,16 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
         Scope.INSTALLED,
         (
             Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
-            Patch("torch.cuda.get_device_capability", _newest, "looks for a GPU here"),
+            Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
             Patch(
                 "megatron.training.global_vars.build_tokenizer",
                 _of_as_many_words,
                 "reads files of the cluster, or a hub, for the size of the vocabulary",
                 wraps=True,
             ),
-            Patch("megatron.training.arguments._print_args", _nothing, "prints 700 lines ahead of what was found"),
+            Patch(
+                "megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"
+            ),
             *(
                 Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
                 for module in ("megatron.training.training", "megatron.training")
@@ -108,27 +109,21 @@ def vocabulary_size(args: Namespace) -> int | None:
     return _GPT2_WORDS
 
 
-def _nothing(*args: Any) -> None:
-    pass
-
-
-def _newest(*args: Any) -> tuple[int, int]:
-    return 10, 0
-
-
 def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:
     """Megatron's `pretrain` that rehearses the launch, prints what was found and ends the program."""
 
     def rehearse_and_exit(*args: Any, **kwargs: Any) -> None:
         from megatron.training import get_args
 
+        from ..planning.costs.machine import GIB
         from .launch import Failure, rehearse
-        from .report import GIB, RehearsalReport, as_text
+        from .report import RehearsalReport
         from .stage import Stage
         from .stand_ins import check, in_words, stood_for
 
         launch = get_args()
         check(launch)
+        _without_side_effects(launch)
 
         def run_stage(progress: Callable[[float], None]) -> StageReport:
             return Stage(launch, watched, progress).run(partial(pretrain, *args, **kwargs))
@@ -136,10 +131,9 @@ def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:
         result = rehearse(run_stage, launch, ranks_of_first_pipeline(launch))
         if isinstance(result, Failure):
             print(result.details[-6000:], file=sys.stderr)
-            print(f"error: rank {result.rank}: {result.sentence.rstrip('.')}.", file=sys.stderr)
-            raise SystemExit(result.exit_code)
+            raise SystemExit(f"error: rank {result.rank}: {result.sentence.removeprefix('error: ').rstrip('.')}.")
         report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), tuple(result), stood_for(launch))
-        print(as_text(report), flush=True)
+        print(report.as_text(), flush=True)
         if launch.dry_run_output is not None:
             write(report, launch.dry_run_output)
         for problem in report.problems:
@@ -147,6 +141,16 @@ def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:
         raise SystemExit(1 if report.problems else 0)
 
     return rehearse_and_exit
+
+
+def _without_side_effects(args: Namespace) -> None:
+    """A rehearsal reads no checkpoint and writes no file; it needs no other process."""
+    args.fake_process_group = True
+    args.rerun_mode = "disabled"
+    for name in ("load", "pretrained_checkpoint", "save", "gpu_sniff_test_interval"):
+        setattr(args, name, None)
+    for name in ("log_progress", "profile", "tp_comm_overlap", "log_straggler", "run_workload_inspector_server"):
+        setattr(args, name, False)
 
 
 def write(report: RehearsalReport, directory: Path) -> None:
@@ -162,16 +166,11 @@ def write(report: RehearsalReport, directory: Path) -> None:
         plot_memory(data, directory / "memory.png")
 
 
-def ranks_of_first_pipeline(args: Namespace) -> list[int]:
+def ranks_of_first_pipeline(args: Namespace) -> range:
     """The global ranks of one pipeline, from its first stage to its last."""
-    from megatron.core.parallel_state import RankGenerator
-
-    groups = RankGenerator(
-        tp=args.tensor_model_parallel_size,
-        ep=1,
-        dp=args.data_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        cp=args.context_parallel_size,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    stages, ranks_of_model = (
+        args.pipeline_model_parallel_size,
+        args.tensor_model_parallel_size * args.context_parallel_size,
     )
-    return groups.get_ranks("pp")[0]
+    apart = ranks_of_model if args.use_tp_pp_dp_mapping else args.world_size // stages
+    return range(0, apart * stages, apart)

@@ -20,8 +20,7 @@ class Failure(NamedTuple):
 
     rank: int
     sentence: str
-    details: str
-    exit_code: int
+    details: str = ""
 
 
 def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list[StageReport] | Failure:
@@ -52,7 +51,7 @@ def rehearse(run_stage: Callable, args: Namespace, ranks: Sequence[int]) -> list
                         done[rank] = connection.recv()
                     except EOFError:
                         process.join()
-                        return Failure(rank, f"its process ended with exit code {process.exitcode}", "", 1)
+                        return Failure(rank, f"its process ended with exit code {process.exitcode}")
                     if isinstance(done[rank], Failure):
                         return done[rank]
                     if isinstance(done[rank], StageReport):
@@ -78,35 +77,19 @@ def _child(
     os.dup2(log, 2)
     os.environ["RANK"] = str(rank)
     args.rank = rank
-    _without_side_effects(args)
     try:
         parent.send(run_stage(parent.send))
-    except SystemExit as error:
-        printed = _printed(log)
-        last = printed.strip().splitlines()[-1:] or [f"exit code {error.code}"]
-        is_sentence = isinstance(error.code, str)
-        sentence, code = (error.code, 1) if is_sentence else (last[0], int(error.code or 0))
-        parent.send(Failure(rank, sentence, printed, code))
     except BaseException as error:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.lseek(log, 0, os.SEEK_SET)
+        with os.fdopen(log, errors="replace") as file:
+            details = file.read()
         sentence = str(error) or type(error).__name__
         if isinstance(error, NeedsValues):
             sentence = f"what runs here depends on values, which tensors of a rehearsal do not have ({error})"
-        parent.send(Failure(rank, sentence, _printed(log) + "".join(traceback.format_exception(error)), 1))
-
-
-def _printed(log: int) -> str:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.lseek(log, 0, os.SEEK_SET)
-    with os.fdopen(os.dup(log), errors="replace") as file:
-        return file.read()
-
-
-def _without_side_effects(args: Namespace) -> None:
-    """A rehearsal reads no checkpoint and writes no file; it needs no other process."""
-    args.fake_process_group = True
-    args.rerun_mode = "disabled"
-    for name in ("load", "pretrained_checkpoint", "save", "gpu_sniff_test_interval"):
-        setattr(args, name, None)
-    for name in ("log_progress", "profile", "tp_comm_overlap", "log_straggler", "run_workload_inspector_server"):
-        setattr(args, name, False)
+        elif not isinstance(error, SystemExit):
+            details += "".join(traceback.format_exception(error))
+        elif not isinstance(error.code, str):  # what it printed has the reason
+            sentence = (details.strip().splitlines() or [f"exit code {error.code}"])[-1]
+        parent.send(Failure(rank, sentence, details))

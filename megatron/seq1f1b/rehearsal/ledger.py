@@ -1,7 +1,6 @@
 """The bytes in memory at every moment of a step, from the births and deaths of storages."""
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,14 +8,13 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..report.colours import NAMES
 from ..schedule import parse_action
 
-_MESSAGES = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
 _FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
 _ROWS = 128  # flash attention rounds the number of queries up to this
 
@@ -47,6 +45,14 @@ class Moment:
         return sum(self.peak.values())
 
 
+_OTHER_MOMENTS = {
+    "build": "while the model is built",
+    "first optimizer step": "in the first step of the optimizer",
+    "step begins": "before the first forward",
+    "optimizer step": "in the step of the optimizer",
+}
+
+
 def at(moment: str) -> str:
     """When something happens, in words: `2F3.1` is in the forward of stage 2 for segment 1 of micro-batch 3."""
     if moment in _OTHER_MOMENTS:
@@ -56,109 +62,78 @@ def at(moment: str) -> str:
     return f"{when} the {NAMES[kind]} of stage {stage} for segment {segment} of micro-batch {microbatch}"
 
 
-_OTHER_MOMENTS = {
-    "build": "while the model is built",
-    "first optimizer step": "in the first step of the optimizer",
-    "step begins": "before the first forward",
-    "optimizer step": "in the step of the optimizer",
-}
-
-
 class Ledger:
-    """Entries are made in the order of time. A category given later holds from the birth of the storage on.
-
-    `default` is the category of what is born from now on, until it is set again.
-    """
+    """Entries are made in the order of time. A category given later holds from the birth of the storage on."""
 
     def __init__(self) -> None:
-        self.default = Category.ACTIVATIONS
+        self.moment = ""
+        self._default = Category.ACTIVATIONS
+        self._begins: list[tuple[str, int]] = []  # the name of each moment, and how many entries are before it
+        self._entries: list[int] = []  # storage n is born: n; it dies: ~n
         self._sizes: list[int] = []
         self._categories: list[Category] = []
-        # A birth is n + 1, a death -(n + 1) for storage n, the start of a moment is a string, bytes that come and go
-        # within one operator are a tuple.
-        self._log: list[int | str | tuple[int]] = []
 
-    def begin(self, moment: str) -> None:
-        """What follows belongs to `moment`."""
-        self._log.append(moment)
+    def begin(self, moment: str, default: Category = Category.ACTIVATIONS) -> None:
+        """What follows belongs to `moment`; storages that are born in it hold `default` until they are labelled."""
+        self.moment = moment
+        self._begins.append((moment, len(self._entries)))
+        self.fill_with(default)
+
+    def fill_with(self, default: Category) -> None:
+        """Storages that are born from now on hold `default`."""
+        self._default = default
 
     def birth(self, size: int) -> int:
         """The number of a new storage of `size` bytes."""
         number = len(self._sizes)
         self._sizes.append(size)
-        self._categories.append(self.default)
-        self._log.append(number + 1)
+        self._categories.append(self._default)
+        self._entries.append(number)
         return number
 
     def death(self, number: int) -> None:
-        self._log.append(-number - 1)
-
-    def pass_through(self, size: int) -> None:
-        """`size` bytes were there for the length of one operator."""
-        self._log.append((size,))
+        self._entries.append(~number)
 
     def label(self, number: int, category: Category) -> None:
         self._categories[number] = category
 
     def moments(self) -> Iterator[Moment]:
         """All moments in order. Activations that are born and die within one are temporaries."""
-        categories = self._with_temporaries()
-        now: Counter[Category] = Counter()
-        peak: dict[Category, int] = {}
-        total = highest = 0
-        name, is_rising = "", False
-        for entry in self._log:
-            if isinstance(entry, int) and entry > 0:
-                now[categories[entry - 1]] += self._sizes[entry - 1]
-                total += self._sizes[entry - 1]
-                if total > highest:
-                    highest, is_rising = total, True
-                continue
-            if is_rising:  # categories are final here, so they are read only now
-                peak, is_rising = dict(now), False
-            if isinstance(entry, str):
-                if name:
-                    yield Moment(name, peak, total)
-                name, highest, peak = entry, total, dict(now)
-            elif isinstance(entry, tuple):
-                if total + entry[0] > highest:
-                    highest, peak = total + entry[0], dict(now + Counter({Category.TEMPORARY: entry[0]}))
-            else:
-                now[categories[-entry - 1]] -= self._sizes[-entry - 1]
-                total -= self._sizes[-entry - 1]
-        if name:
-            yield Moment(name, dict(now) if is_rising else peak, total)
+        names = list(Category)
+        entries, sizes = np.array(self._entries, np.int64), np.array(self._sizes, np.int64)
+        categories = np.array([names.index(category) for category in self._categories], np.int64)
+        starts = [start for _, start in self._begins]
+        is_birth = entries >= 0
+        numbers = np.where(is_birth, entries, ~entries)
+        moments = np.searchsorted(starts, np.arange(len(entries)), side="right")
+        died_in = np.full(len(sizes), -1)
+        died_in[numbers[~is_birth]] = moments[~is_birth]
+        is_short = (died_in == moments[is_birth]) & (categories == names.index(Category.ACTIVATIONS))
+        categories[is_short] = names.index(Category.TEMPORARY)
 
-    def _with_temporaries(self) -> list[Category]:
-        categories = list(self._categories)
-        born_in: dict[int, int] = {}
-        moment = 0
-        for entry in self._log:
-            if isinstance(entry, str):
-                moment += 1
-            elif isinstance(entry, int):
-                number = abs(entry) - 1
-                if entry > 0:
-                    born_in[number] = moment
-                elif born_in[number] == moment and categories[number] is Category.ACTIVATIONS:
-                    categories[number] = Category.TEMPORARY
-        return categories
+        held = np.zeros((len(names), len(entries) + 1), np.int64)  # by category, before and after each entry
+        held[categories[numbers], np.arange(len(entries)) + 1] = np.where(is_birth, sizes[numbers], -sizes[numbers])
+        held.cumsum(axis=1, out=held)
+        in_all = held.sum(axis=0)
+        for (name, start), end in zip(self._begins, [*starts[1:], len(entries)], strict=True):
+            highest = start + int(in_all[start : end + 1].argmax())
+            peak = {category: int(size) for category, size in zip(names, held[:, highest], strict=True) if size}
+            yield Moment(name, peak, int(in_all[end]))
 
 
 class StorageCounter(TorchDispatchMode):
     """Enters every storage into `ledger` when it is allocated and when it is freed.
 
     It counts the bytes of tensors, not the blocks that an allocator rounds them to, and for flash attention what its
-    kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
+    kernel allocates during the call. `run(function, args, kwargs)` runs an operator, and `on_communication` is called
+    with each operator of torch.distributed and its arguments.
     """
 
-    def __init__(self, ledger: Ledger, device: str, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
+    def __init__(self, device: str, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
         super().__init__()
-        self.ledger = ledger
+        self.ledger = Ledger()
+        self.on_communication: Callable[[Any, tuple], None] = lambda operator, args: None
         self._run = run or (lambda function, args, kwargs: function(*args, **kwargs))
-        self.num_operators = 0
-        self.on_message: Callable[[Any, tuple], None] | None = None
-        self._groups: set[str] = set()
         self._with_workspace = device != "cpu"
         self._alive: dict[int, tuple[int | None, weakref.ref]] = {}  # None: made while paused
         self._is_paused = False
@@ -169,14 +144,15 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run(function, args, kwargs or {})
-        self.num_operators += 1
         if function.namespace == "c10d":
-            self._communicates(function, args)
+            self.on_communication(function, args)
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, torch.Tensor):
                 self._note(item)
         if self._with_workspace and (size := workspace_bytes(function, args)):
-            self.ledger.pass_through(size)
+            number = self.ledger.birth(size)
+            self.ledger.label(number, Category.TEMPORARY)
+            self.ledger.death(number)
         return result
 
     @contextmanager
@@ -194,20 +170,6 @@ class StorageCounter(TorchDispatchMode):
             number, _ = self._alive.get(tensor.untyped_storage()._cdata, (None, None))
             if number is not None:
                 self.ledger.label(number, category)
-
-    @property
-    def num_communicators(self) -> int:
-        """Process groups of several ranks in which something was sent, received, reduced or gathered."""
-        return len(self._groups)
-
-    def _communicates(self, operator: Any, args: tuple) -> None:
-        for argument in args:
-            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-                group = dist.ProcessGroup.unbox(argument)
-                if group.size() > 1:
-                    self._groups.add(group.group_name)
-        if operator in _MESSAGES and self.on_message is not None:
-            self.on_message(operator, args)
 
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -1,9 +1,11 @@
 """The step that is rehearsed: its actions, the messages of both ends, and the kinds of what is kept."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +15,11 @@ from ..model.latents import Prefix
 from ..schedule import Action, Kind, Shape
 from .ledger import Category, StorageCounter, at
 
-_SEND = torch.ops.c10d.send.default
+_SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True)
+class Message:
     """One message on a channel: a queue without tags from one global rank to another, in one process group."""
 
     source: int
@@ -28,45 +31,43 @@ class Message(NamedTuple):
     moment: str
 
     @property
-    def form(self) -> tuple[tuple[int, ...], str]:
-        """What both ends must agree on."""
-        return self.shape, self.dtype
+    def queue(self) -> tuple[int, int, str]:
+        return self.source, self.destination, self.channel
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} {at(self.moment)}"
 
 
-class Traffic(NamedTuple):
+@dataclass(frozen=True)
+class Traffic:
     """The sends and the posted receives of one rank, each in its order."""
 
-    sent: list[Message]
-    received: list[Message]
+    sent: list[Message] = field(default_factory=list)
+    received: list[Message] = field(default_factory=list)
 
 
-def mismatches(traffic: Mapping[int, Traffic]) -> list[str]:
-    """One sentence, without its full stop, for each channel whose ends disagree; `traffic` by global rank."""
-    sent, received = defaultdict(list), defaultdict(list)
-    for one_rank in traffic.values():
+def mismatches(traffic: Iterable[Traffic]) -> list[str]:
+    """One sentence, without its full stop, for each channel whose ends disagree; `traffic` has that of all ranks."""
+    both: Mapping[tuple[int, int, str], Traffic] = defaultdict(Traffic)
+    for one_rank in traffic:
         for message in one_rank.sent:
-            sent[message[:3]].append(message)
+            both[message.queue].sent.append(message)
         for message in one_rank.received:
-            received[message[:3]].append(message)
-    found = (_mismatch(channel, sent[channel], received[channel]) for channel in sorted({*sent, *received}))
-    return [sentence for sentence in found if sentence is not None]
+            both[message.queue].received.append(message)
+    return [sentence for _, ends in sorted(both.items(), key=lambda item: item[0]) if (sentence := _mismatch(ends))]
 
 
-def _mismatch(channel: tuple[int, int, str], sent: Sequence[Message], received: Sequence[Message]) -> str | None:
-    source, destination, name = channel
-    between = f"from rank {source} to rank {destination} ({name})"
-    for number, (one, other) in enumerate(zip(sent, received, strict=False)):
-        if one.form != other.form:
+def _mismatch(ends: Traffic) -> str | None:
+    for number, (one, other) in enumerate(zip_longest(ends.sent, ends.received)):
+        first = one or other
+        between = f"from rank {first.source} to rank {first.destination} ({first.channel})"
+        if one is None or other is None:
+            return (
+                f"{len(ends.sent)} messages are sent {between}, but {len(ends.received)} received; the first without "
+                f"a partner is {first}"
+            )
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
             return f"message {number} {between} is sent as {one}, but received as {other}"
-    if len(sent) != len(received):
-        more, index = (sent, len(received)) if len(sent) > len(received) else (received, len(sent))
-        return (
-            f"{len(sent)} messages are sent {between}, but {len(received)} received; the first without a partner is "
-            f"{more[index]}"
-        )
     return None
 
 
@@ -77,15 +78,16 @@ class StepRecorder:
     """
 
     def __init__(self, counter: StorageCounter, progress: Callable[[float], None]) -> None:
-        self.traffic = Traffic([], [])
-        self.num_actions = self._num_actions_in_all = 0
+        self.traffic = Traffic()
+        self.stages: set[int] = set()
+        self.groups: set[str] = set()  # process groups of several ranks that were used
         self._counter = counter
         self._progress = progress
+        self._num_actions = self._num_actions_in_all = 0
         self._chunks: list[torch.nn.Module] = []
-        self._moment = "step begins"
-        self._action: Action | None = None
-        self.stages: set[int] = set()
+        self._stage: int | None = None
         self._with_logits: set[int] = set()  # stages
+        counter.on_communication = self._communicates
 
     @contextmanager
     def step(self, _: str, shape: Shape, *__: Any, **___: Any) -> Iterator["StepRecorder"]:
@@ -96,17 +98,17 @@ class StepRecorder:
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
         """As `Recorder.span`: the body is `action`."""
-        self._begin(str(action))
-        if action.kind is not Kind.F and action.stage in self._with_logits:
-            self._counter.ledger.default = Category.LOGITS  # until the gradient of the output layer's input is there
-        self._action = action
+        ends_with_logits = action.kind is not Kind.F and action.stage in self._with_logits
+        # Until the gradient of the output layer's input is there, a backward makes gradients of logits.
+        self._counter.ledger.begin(str(action), Category.LOGITS if ends_with_logits else Category.ACTIVATIONS)
+        self._stage = action.stage
         self.stages.add(action.stage)
         yield
         self._counter.label(_kept_by_segments(self._chunks), Category.STATE)
-        self._begin(f"after {action}")
-        self.num_actions += 1
-        if self.num_actions % max(1, self._num_actions_in_all // 100) == 0:
-            self._progress(min(1.0, self.num_actions / self._num_actions_in_all))
+        self._counter.ledger.begin(f"after {action}")
+        self._num_actions += 1
+        if self._num_actions % max(1, self._num_actions_in_all // 100) == 0:
+            self._progress(min(1.0, self._num_actions / self._num_actions_in_all))
 
     def collective(self, kind: str, stage: int) -> Callable[[Any], None]:
         """As `Recorder.collective`: nothing runs beside the actions of a rehearsal."""
@@ -120,39 +122,38 @@ class StepRecorder:
                 if name.rpartition(".")[2] == "output_layer":
                     module.register_forward_pre_hook(self._logits_begin)
 
-    def message(self, operator: Any, args: tuple) -> None:
-        """Record a send or a posted receive: the `c10d` operator and its arguments."""
-        tensors, group, peer = args[0], dist.ProcessGroup.unbox(args[1]), args[2]
+    def _communicates(self, operator: Any, args: tuple) -> None:
+        """Record the process group of an operator of torch.distributed, and the message if it is one."""
+        for argument in args:
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                group = dist.ProcessGroup.unbox(argument)
+                if group.size() > 1:
+                    self.groups.add(group.group_name)
+        if operator not in (_SEND, _RECEIVE):
+            return
+        (tensor,), group, peer = args[0], dist.ProcessGroup.unbox(args[1]), args[2]
+        here, there = dist.get_rank(), dist.get_process_group_ranks(group)[peer]
         is_sent = operator is _SEND
-        ranks = dist.get_process_group_ranks(group)
-        ends = (dist.get_rank(), ranks[peer]) if is_sent else (ranks[peer], dist.get_rank())
-        (tensor,) = tensors
-        one = Message(
-            *ends,
+        message = Message(
+            *((here, there) if is_sent else (there, here)),
             group.group_desc,
             tuple(tensor.shape),
             str(tensor.dtype).removeprefix("torch."),
             tensor.numel() * tensor.element_size(),
-            self._moment,
+            self._counter.ledger.moment,
         )
-        (self.traffic.sent if is_sent else self.traffic.received).append(one)
-        if not is_sent:
+        if is_sent:
+            self.traffic.sent.append(message)
+        else:
+            self.traffic.received.append(message)
             self._counter.label([tensor], Category.MESSAGES)
 
-    def _begin(self, moment: str) -> None:
-        self._moment = moment
-        self._counter.ledger.begin(moment)
-        self._counter.ledger.default = Category.ACTIVATIONS
-
     def _logits_begin(self, _: Any, inputs: tuple) -> None:
-        if self._action is not None:
-            self._with_logits.add(self._action.stage)
-        self._counter.ledger.default = Category.LOGITS
+        if self._stage is not None:
+            self._with_logits.add(self._stage)
+        self._counter.ledger.fill_with(Category.LOGITS)
         if inputs[0].requires_grad:
-            inputs[0].register_hook(self._logits_end)
-
-    def _logits_end(self, _: torch.Tensor) -> None:
-        self._counter.ledger.default = Category.ACTIVATIONS
+            inputs[0].register_hook(lambda _: self._counter.ledger.fill_with(Category.ACTIVATIONS))
 
 
 def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
@@ -165,11 +166,7 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tenso
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Prefix | GradientSums):
-        yield from _tensors_in(vars(value))
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, dict | tuple | list | Prefix | GradientSums):
+        fields = vars(value) if isinstance(value, Prefix | GradientSums) else value
+        for item in fields.values() if isinstance(fields, dict) else fields:
             yield from _tensors_in(item)

@@ -1,16 +1,14 @@
 """What a rehearsal found out: per stage, as a whole against the memory of a device, and as text for a terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..planning.costs.machine import bytes_outside
+from ..planning.costs.machine import GIB, MIB, bytes_outside
 from ..report.text import aligned
 from .ledger import Category, Moment, at
 from .recorder import Traffic, mismatches
 
-GIB = 2**30
-MIB = 2**20
 CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. Both ends have the same order by construction; "
     "schedule/lowering.py shows why that cannot hang",
@@ -35,7 +33,7 @@ class StageReport:
     """What the rehearsal of one pipeline rank found out.
 
     `rank` is the global rank that was rehearsed, `stages` those that it holds. `num_communicators` counts the process
-    groups of several ranks that it used. `seconds` are those of the rehearsal itself.
+    groups of several ranks that it used.
     """
 
     rank: int
@@ -45,8 +43,6 @@ class StageReport:
     moments: list[Moment]
     traffic: Traffic
     num_communicators: int
-    num_operators: int
-    seconds: float
     is_on_gpu: bool = True
 
     @property
@@ -64,6 +60,11 @@ class StageReport:
         """Bytes of the device at the fullest moment."""
         return self.fullest.peak_bytes + self.outside
 
+    @property
+    def when(self) -> str:
+        """Bytes of the device at the fullest moment, and that moment, in words."""
+        return f"{in_words(self.needed)}, {at(self.fullest.name)}"
+
 
 @dataclass(frozen=True)
 class RehearsalReport:
@@ -79,133 +80,95 @@ class RehearsalReport:
         return max(self.stages, key=lambda stage: stage.needed)
 
     @property
-    def too_full(self) -> list[StageReport]:
-        """The stages that do not fit."""
-        return [stage for stage in self.stages if stage.needed > self.device_memory]
-
-    @property
     def mismatches(self) -> list[str]:
         """One sentence, without its full stop, for each channel whose two ends disagree."""
-        return mismatches({stage.rank: stage.traffic for stage in self.stages})
+        return mismatches(stage.traffic for stage in self.stages)
+
+    @property
+    def lack_of_memory(self) -> list[str]:
+        """One sentence, without its full stop, if there are stages that do not fit."""
+        fullest, limit = self.fullest, f"the {self.device_memory / GIB:.4g} GiB of --device-memory"
+        numbers = [str(number) for number, stage in enumerate(self.stages) if stage.needed > self.device_memory]
+        if not numbers:
+            return []
+        largest, size = max(fullest.fullest.peak.items(), key=lambda item: item[1])
+        most = f"{fullest.when}, of which {largest} {in_words(size)}"
+        if len(numbers) == 1:
+            return [f"pipeline rank {numbers[0]} needs more than {limit}: {most}"]
+        names = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
+        return [f"pipeline ranks {names} need more than {limit}, rank {self.stages.index(fullest)} most: {most}"]
 
     @property
     def problems(self) -> list[str]:
         """Why the launch cannot work, each in one sentence without its full stop."""
-        return self.mismatches + ([self._lack_of_memory()] if self.too_full else [])
-
-    def _lack_of_memory(self) -> str:
-        limit = f"the {self.device_memory / GIB:.4g} GiB of --device-memory"
-        fullest = self.fullest
-        most = f"{in_words(fullest.needed)}, {at(fullest.fullest.name)}"
-        numbers = [number for number, stage in enumerate(self.stages) if stage in self.too_full]
-        if len(numbers) == 1:
-            return f"pipeline rank {numbers[0]} needs more than {limit}: {most}"
-        names = ", ".join(map(str, numbers[:-1]))
-        return (
-            f"pipeline ranks {names} and {numbers[-1]} need more than {limit}, rank {self.stages.index(fullest)} "
-            f"most: {most}"
-        )
+        return self.mismatches + self.lack_of_memory
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in bytes."""
         return {
             "launch": self.launch,
             "device_memory": self.device_memory,
-            "fits": not self.too_full,
+            "fits": not self.lack_of_memory,
             "problems": self.problems,
-            "notes": list(self.notes),
-            "pipeline_ranks": [_stage_as_json(stage) for stage in self.stages],
+            "notes": self.notes,
+            "pipeline_ranks": [
+                asdict(stage) | {"fullest": asdict(stage.fullest), "outside": stage.outside, "needed": stage.needed}
+                for stage in self.stages
+            ],
         }
 
+    def as_text(self) -> str:
+        """The table, the verdict, and what they do not cover."""
+        sections = [f"Rehearsed: {self.launch}", "", *self._table(), "", self._messages(), self._memory(), ""]
+        for title, lines in (
+            ("Stood for by something else here:", self.notes),
+            ("Not proved by a rehearsal:", CANNOT_PROVE),
+        ):
+            sections += [title, *(f"  - {line}." for line in lines)] if lines else []
+        return "\n".join(sections)
 
-def _stage_as_json(stage: StageReport) -> dict[str, Any]:
-    data = asdict(stage)
-    data["traffic"] = {
-        side: [message._asdict() for message in messages] for side, messages in stage.traffic._asdict().items()
-    }
-    data["moments"] = [moment_as_json(moment) for moment in stage.moments]
-    return data | {"fullest": moment_as_json(stage.fullest), "outside": stage.outside, "needed": stage.needed}
-
-
-def moment_as_json(moment: Moment) -> dict[str, Any]:
-    """Sizes in bytes, categories without any left out."""
-    sizes = {category.value: moment.peak[category] for category in Category if moment.peak.get(category)}
-    return {"name": moment.name, "peak": sizes, "end": moment.end}
-
-
-def as_text(report: RehearsalReport) -> str:
-    """The table, the verdict, and what they do not cover."""
-    return "\n".join(_lines(report))
-
-
-def _lines(report: RehearsalReport) -> Iterator[str]:
-    yield f"Rehearsed: {report.launch}"
-    yield ""
-    yield from _table(report)
-    yield ""
-    yield _messages(report)
-    fullest = report.fullest
-    number, free = report.stages.index(fullest), report.device_memory - fullest.needed
-    if free >= 0:
-        yield (
-            f"Memory: fits. Pipeline rank {number} needs most: {in_words(fullest.needed)} of "
-            f"{report.device_memory / GIB:.4g} GiB, {at(fullest.fullest.name)}; {in_words(free)} stay free."
+    def _memory(self) -> str:
+        if self.lack_of_memory:
+            return f"Memory: {self.lack_of_memory[0]}. `seq1f1b plan` looks for a configuration that fits."
+        return (
+            f"Memory: fits. Pipeline rank {self.stages.index(self.fullest)} needs most: {self.fullest.when}; "
+            f"{in_words(self.device_memory - self.fullest.needed)} of {self.device_memory / GIB:.4g} GiB stay free."
         )
-    else:
-        numbers = [str(report.stages.index(stage)) for stage in report.too_full]
-        largest, size = max(fullest.fullest.peak.items(), key=lambda item: item[1])
-        yield (
-            f"Memory: does not fit. Over {report.device_memory / GIB:.4g} GiB: pipeline rank{'s' * (len(numbers) > 1)} "
-            f"{', '.join(numbers)}. Rank {number} needs most: {in_words(fullest.needed)}, "
-            f"{at(fullest.fullest.name)}, of which {largest} {in_words(size)}."
-        )
-        yield "`seq1f1b plan` looks for a configuration that fits."
-    yield ""
-    yield from _bullets("Stood for by something else here:", report.notes)
-    yield from _bullets("Not proved by a rehearsal:", CANNOT_PROVE)
 
-
-def _table(report: RehearsalReport) -> Iterator[str]:
-    one, unit = (GIB, "GiB") if report.fullest.needed >= GIB else (MIB, "MiB")
-    used = [category for category in Category if any(stage.fullest.peak.get(category) for stage in report.stages)]
-    header = ["rank", "stages", "layers", "parameters", *used, "outside", "in all", "fullest at"]
-    rows = [
-        [
-            str(number),
-            ",".join(map(str, stage.stages)),
-            str(stage.num_layers),
-            f"{stage.num_parameters / 1e9:.3f} B" if stage.num_parameters >= 1e7 else f"{stage.num_parameters:,}",
-            *(f"{stage.fullest.peak.get(category, 0) / one:.2f}" for category in used),
-            f"{stage.outside / one:.2f}",
-            f"{stage.needed / one:.2f}" + ("" if stage.needed <= report.device_memory else " !"),
-            stage.fullest.name,
+    def _table(self) -> Iterator[str]:
+        one, unit = (GIB, "GiB") if self.fullest.needed >= GIB else (MIB, "MiB")
+        used = [category for category in Category if any(category in stage.fullest.peak for stage in self.stages)]
+        header = ["rank", "stages", "layers", "parameters", *used, "outside", "in all", "fullest at"]
+        rows = [
+            [
+                str(number),
+                ",".join(map(str, stage.stages)),
+                str(stage.num_layers),
+                f"{stage.num_parameters / 1e9:.3f} B" if stage.num_parameters >= 1e7 else f"{stage.num_parameters:,}",
+                *(f"{stage.fullest.peak.get(category, 0) / one:.2f}" for category in used),
+                f"{stage.outside / one:.2f}",
+                f"{stage.needed / one:.2f}" + ("" if stage.needed <= self.device_memory else " !"),
+                stage.fullest.name,
+            ]
+            for number, stage in enumerate(self.stages)
         ]
-        for number, stage in enumerate(report.stages)
-    ]
-    titles = [title.split(" ") for title in header]
-    height = max(map(len, titles))
-    padded = [[""] * (height - len(words)) + words for words in titles]
-    text = aligned([*([words[line] for words in padded] for line in range(height)), *rows])
-    text.insert(height, "─" * max(map(len, text)))
-    yield from text
-    yield f"{unit} at the fullest moment of each pipeline rank; 'outside' is by formula: CUDA context, NCCL, cuBLAS."
+        titles = [title.split(" ") for title in header]
+        height = max(map(len, titles))
+        padded = [[""] * (height - len(words)) + words for words in titles]
+        text = aligned([*([words[line] for words in padded] for line in range(height)), *rows])
+        text.insert(height, "─" * max(map(len, text)))
+        yield from text
+        yield (
+            f"{unit} at the fullest moment of each pipeline rank; 'outside' is by formula: CUDA context, NCCL, cuBLAS."
+        )
 
-
-def _messages(report: RehearsalReport) -> str:
-    sent = [message for stage in report.stages for message in stage.traffic.sent]
-    if report.mismatches:
-        return "Messages: " + "; ".join(report.mismatches) + "."
-    if not sent:
-        return "Messages: none."
-    largest = max(message.num_bytes for message in sent)
-    channels = len({message[:3] for message in sent})
-    return (
-        f"Messages: {len(sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of {in_words(largest)}; "
-        "both ends of each agree on their number, order, shapes and types."
-    )
-
-
-def _bullets(title: str, lines: Sequence[str]) -> Iterator[str]:
-    if lines:
-        yield title
-        yield from (f"  - {line}." for line in lines)
+    def _messages(self) -> str:
+        sent = [message for stage in self.stages for message in stage.traffic.sent]
+        if self.mismatches or not sent:
+            return f"Messages: {'; '.join(self.mismatches) or 'none'}."
+        channels = len({message.queue for message in sent})
+        return (
+            f"Messages: {len(sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of "
+            f"{in_words(max(message.num_bytes for message in sent))}; both ends of each agree on their number, order, "
+            "shapes and types."
+        )

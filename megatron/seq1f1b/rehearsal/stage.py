@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..model import use_segment_attention
 from ..patches import Patch, PatchTable, Scope, patched
-from .ledger import Category, Ledger, StorageCounter
+from .ledger import Category, StorageCounter
 from .operators import ExpertCounts, WithoutValues
 from .recorder import StepRecorder
 from .report import StageReport
@@ -42,11 +41,9 @@ class Stage:
         self._args = args
         self._watched = watched
         self._is_fake = is_fake
-        self.counter = StorageCounter(Ledger(), args.device, _without_values(args) if is_fake else None)
+        self.counter = StorageCounter(args.device, _without_values(args) if is_fake else None)
         self._recorder = StepRecorder(self.counter, progress)
-        self.counter.on_message = self._recorder.message
         self._num_parameters = self._num_layers = 0
-        self._start = time.perf_counter()
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
         """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
@@ -83,17 +80,13 @@ class Stage:
             num_parameters=self._num_parameters,
             moments=list(self.counter.ledger.moments()),
             traffic=self._recorder.traffic,
-            num_communicators=self.counter.num_communicators,
-            num_operators=self.counter.num_operators,
-            seconds=time.perf_counter() - self._start,
+            num_communicators=len(self._recorder.groups),
             is_on_gpu=self._args.device != "cpu",
         )
 
     def _set_up(self, set_up: Callable) -> Callable:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            ledger = self.counter.ledger
-            ledger.begin("build")
-            ledger.default = Category.TEMPORARY
+            self.counter.ledger.begin("build", Category.TEMPORARY)
             with self.counter:
                 chunks, optimizer, scheduler = set_up(*args, **kwargs)
             if self._is_fake and is_fused_on_gpu(self._args):
@@ -109,7 +102,7 @@ class Stage:
         return counted
 
     def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
-        """Say what is alive after the model and its optimizer are built."""
+        """Label what is alive after the model and its optimizer are built."""
         counter = self.counter
         main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         counter.label(main, Category.OPTIMIZER)
@@ -127,27 +120,22 @@ class Stage:
         def counted(*args: Any, **kwargs: Any) -> Any:
             step, ledger = signature.bind(*args, **kwargs), self.counter.ledger
             optimizer = step.arguments["optimizer"]
-            run = step.arguments["forward_backward_func"]
-            step.arguments["forward_backward_func"] = self._then_optimizer(self._watched(run, self._recorder))
+            run = self._watched(step.arguments["forward_backward_func"], self._recorder)
+
+            def run_then_optimizer(**options: Any) -> Any:
+                reports = run(**options)
+                ledger.begin("optimizer step", Category.TEMPORARY)
+                return reports
+
+            step.arguments["forward_backward_func"] = run_then_optimizer
             with self.counter:
                 # Adam makes its moments in its first step, so a step as all later ones comes after it.
-                ledger.begin("first optimizer step")
-                ledger.default = Category.TEMPORARY
+                ledger.begin("first optimizer step", Category.TEMPORARY)
                 optimizer.step()
                 self.counter.label(_states(optimizer), Category.OPTIMIZER)
                 ledger.begin("step begins")
-                ledger.default = Category.ACTIVATIONS
                 train_step(*step.args, **step.kwargs)
             raise _Ended
-
-        return counted
-
-    def _then_optimizer(self, forward_backward: Callable) -> Callable:
-        def counted(**kwargs: Any) -> Any:
-            reports = forward_backward(**kwargs)
-            self.counter.ledger.begin("optimizer step")
-            self.counter.ledger.default = Category.TEMPORARY
-            return reports
 
         return counted
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ..model import Documents
-from ..model.kernels import AttentionRule, CudaFlash, KernelChoice
+from ..model.kernels import CudaFlash
 from ..patches import Patch, PatchTable, Scope
-from .report import MIB
+from ..planning.costs.machine import MIB
 
 _SHARES = (0.4, 0.3, 0.2)  # of a sequence; one more document has the rest
 
@@ -161,108 +161,82 @@ def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.Process
 
 
 def _fake_group(new_group: Callable) -> Callable:
-    def new_fake_group(*args: Any, **kwargs: Any) -> Any:
-        return new_group(*args, **(kwargs | {"backend": "fake", "pg_options": None}))
-
-    return new_fake_group
-
-
-def _no_norm(*args: Any, **kwargs: Any) -> float:
-    return math.nan
-
-
-def _own_answer(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    return lambda *args, **options: new_group(*args, **(options | {"backend": "fake", "pg_options": None}))
 
 
 def _type_without_device(type_method: Callable) -> Callable:
-    def name_or_cast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = type_method(tensor, *args, **kwargs)
+    def name_or_cast(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found = type_method(tensor, *args, **options)
         return found.replace(".meta.", ".") if isinstance(found, str) else found
 
     return name_or_cast
 
 
 def _own_counts_of_all(gather: Callable) -> Callable:
-    def gathered(own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def gathered(own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> torch.Tensor:
         if own.is_meta or group.size() == 1:
-            return gather(own, group, *args, **kwargs)
+            return gather(own, group, *args, **options)
         return own.repeat(group.size(), *[1] * (own.dim() - 1))
 
     return gathered
 
 
 def _without_fp8(init: Callable) -> Callable:
-    def initialize(checkpoint: Any, fp8: Any = None) -> None:
-        init(checkpoint, None)
-
-    return initialize
+    return lambda checkpoint, fp8=None: init(checkpoint, None)
 
 
-def _moves() -> Callable:
-    return _moved
-
-
-def _moved(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
+def _share_storage(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
     size = recomputed.untyped_storage().nbytes()
     recomputed.untyped_storage().resize_(0)
     discarded.untyped_storage().resize_(size)
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
 
 
 def _always(*args: Any) -> bool:
     return True
 
 
-def _fused(choice: KernelChoice, rule: AttentionRule, *_: Any) -> CudaFlash:
-    return CudaFlash(rule)
-
-
 _CHOICE = "megatron.seq1f1b.model.kernels.choice.KernelChoice"
+_TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_parallel"
+_OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 
 _FOR_FAKES = (
     Patch("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check", wraps=True),
     Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
-    Patch("torch.distributed.broadcast_object_list", _nothing, "reads sizes that others would send"),
-    Patch("torch.distributed.send_object_list", _nothing, "sends sizes that nobody reads"),
-    Patch("torch.distributed.recv_object_list", _nothing, "reads sizes that others would send"),
-    Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", _no_norm, "reads the norm of every gradient"),
+    *(Patch(f"torch.distributed.{name}", _nothing, "sends and reads sizes") for name in _OBJECTS),
+    Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: math.nan, "reads every gradient"),
     Patch(
-        "megatron.training.training.logical_and_across_model_parallel_group",
-        _own_answer,
+        f"{_TRAINING}.logical_and_across_model_parallel_group",
+        lambda own, *_, **__: own,
         "reads what other ranks would send",
     ),
+    Patch(f"{_TRAINING}.set_jit_fusion_options", _nothing, "warms kernels up on real tensors as large as a step's"),
     Patch(
-        "megatron.training.training.set_jit_fusion_options",
-        _nothing,
-        "warms kernels up on real tensors as large as those of the step",
-    ),
-    Patch(
-        "megatron.core.tensor_parallel.mappings._gather_along_first_dim",
+        f"{_PARALLEL}.mappings._gather_along_first_dim",
         _own_counts_of_all,
         "gathers into a tensor without values how many tokens each expert gets",
         wraps=True,
     ),
     Patch(
-        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
+        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__",
         _without_fp8,
         "asks Transformer Engine, which need not be installed here, how it computes in fp8",
         wraps=True,
     ),
     Patch(
-        "megatron.core.tensor_parallel.random._get_share_storage",
-        _moves,
+        f"{_PARALLEL}.random._get_share_storage",
+        lambda: _share_storage,
         "compiles what shares memory of tensors, which here have none",
     ),
-    Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "asks work that nobody does if it is done"),
+    Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "tests work that nobody does"),
     Patch("megatron.seq1f1b.runtime.executor.documents_of_step", documents_of_step, "looks for documents in tokens"),
 )
 
 _AS_ON_A_GPU = (
     Patch(f"{_CHOICE}.is_on_gpu", _always, "tensors without values are on no GPU"),
-    Patch(f"{_CHOICE}._fused", _fused, "flash-attn keeps as much, but need not be installed here"),
+    Patch(f"{_CHOICE}._fused", lambda _, rule, *__: CudaFlash(rule), "flash-attn, which may be missing, keeps as much"),
 )

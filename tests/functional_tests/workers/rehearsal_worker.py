@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import torch.distributed as dist  # noqa: E402
 from megatron.training import training  # noqa: E402
 
 from megatron.seq1f1b.executors import watched  # noqa: E402
-from megatron.seq1f1b.rehearsal.report import moment_as_json  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 
@@ -25,7 +25,7 @@ def counted(pretrain, *args, **kwargs) -> None:
     stage = Stage(megatron.training.get_args(), watched, is_fake=False)
     Communicator.send = sending_copies(Communicator.send, stage.counter)
     report = stage.run(partial(pretrain, *args, **kwargs))
-    moments = [moment_as_json(moment) for moment in report.moments]
+    moments = [asdict(moment) for moment in report.moments]
     Path(os.environ["COUNTS"], f"{report.rank}.json").write_text(json.dumps(moments))
     dist.barrier()
 

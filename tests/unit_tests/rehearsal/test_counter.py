@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, StorageCounter, workspace_bytes
+from megatron.seq1f1b.rehearsal.ledger import Category, StorageCounter, workspace_bytes
 from megatron.seq1f1b.rehearsal.operators import NeedsValues, WithoutValues
 
 
@@ -13,7 +13,7 @@ def one_moment(counter):
 
 
 def counter_in_a_moment(device="cpu", **options):
-    counter = StorageCounter(Ledger(), device, **options)
+    counter = StorageCounter(device, **options)
     counter.ledger.begin("F")
     return counter
 

@@ -2,12 +2,12 @@
 
 import torch
 
-from megatron.seq1f1b.rehearsal.ledger import Ledger, StorageCounter
+from megatron.seq1f1b.rehearsal.ledger import StorageCounter
 from megatron.seq1f1b.rehearsal.operators import ExpertCounts
 
 
 def counting(topk, num_experts):
-    counter = StorageCounter(Ledger(), "cpu", ExpertCounts(topk, num_experts))
+    counter = StorageCounter("cpu", ExpertCounts(topk, num_experts))
     counter.ledger.begin("F")
     return counter
 

@@ -36,20 +36,9 @@ def test_activations_of_one_moment_are_temporaries():
     ledger.begin("F")
     ledger.birth(10)
     ledger.death(ledger.birth(7))
-    ledger.default = Category.LOGITS
+    ledger.fill_with(Category.LOGITS)
     ledger.death(ledger.birth(6))
     assert moments_of(ledger)["F"].peak == {Category.ACTIVATIONS: 10, Category.TEMPORARY: 7}
-
-
-def test_workspace_of_an_operator_counts_while_it_runs():
-    ledger = Ledger()
-    ledger.begin("B")
-    ledger.birth(10)
-    ledger.pass_through(5)
-    ledger.birth(3)
-    moment = moments_of(ledger)["B"]
-    assert moment.peak == {Category.ACTIVATIONS: 10, Category.TEMPORARY: 5}
-    assert moment.end == 13
 
 
 def test_the_highest_of_several_peaks_counts():

@@ -9,23 +9,23 @@ def message(source=0, destination=1, shape=(4, 1, 8), dtype="bfloat16", moment="
 
 def test_ends_that_agree():
     both = [message(), message(shape=(2, 1, 8))]
-    assert mismatches({0: Traffic(both, []), 1: Traffic([], both)}) == []
+    assert mismatches([Traffic(both, []), Traffic([], both)]) == []
 
 
 def test_another_order_is_found():
     short = message(shape=(2, 1, 8))
-    (sentence,) = mismatches({0: Traffic([message(), short], []), 1: Traffic([], [short, message()])})
+    (sentence,) = mismatches([Traffic([message(), short], []), Traffic([], [short, message()])])
     assert "message 0 from rank 0 to rank 1 (forward) is sent as bfloat16 [4, 1, 8] " in sentence
     assert "in the forward of stage 0 for segment 0 of micro-batch 0, but received as bfloat16 [2, 1, 8] " in sentence
 
 
 def test_another_type_is_found():
-    (sentence,) = mismatches({0: Traffic([message()], []), 1: Traffic([], [message(dtype="float32")])})
+    (sentence,) = mismatches([Traffic([message()], []), Traffic([], [message(dtype="float32")])])
     assert "float32" in sentence
 
 
 def test_a_message_that_nobody_receives_is_found():
-    (sentence,) = mismatches({0: Traffic([message(), message(moment="0F1.0")], []), 1: Traffic([], [message()])})
+    (sentence,) = mismatches([Traffic([message(), message(moment="0F1.0")], []), Traffic([], [message()])])
     assert sentence == (
         "2 messages are sent from rank 0 to rank 1 (forward), but 1 received; the first without a partner is bfloat16 "
         "[4, 1, 8] in the forward of stage 0 for segment 0 of micro-batch 1"
@@ -33,5 +33,5 @@ def test_a_message_that_nobody_receives_is_found():
 
 
 def test_a_receive_that_nobody_serves_is_found():
-    (sentence,) = mismatches({1: Traffic([], [message()])})
+    (sentence,) = mismatches([Traffic([], [message()])])
     assert sentence.startswith("0 messages are sent from rank 0 to rank 1 (forward), but 1 received; ")

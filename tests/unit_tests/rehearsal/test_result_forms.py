@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.seq1f1b.rehearsal.ledger import Ledger, StorageCounter
+from megatron.seq1f1b.rehearsal.ledger import StorageCounter
 from megatron.seq1f1b.rehearsal.operators import WithoutValues
 
 X, Y = (torch.ones(4, 6, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -42,6 +42,6 @@ def test_sharing_the_storage_of_an_argument_is_remembered():
 
 
 def counter():
-    counted = StorageCounter(Ledger(), "cpu", WithoutValues())
+    counted = StorageCounter("cpu", WithoutValues())
     counted.ledger.begin("F")
     return counted
