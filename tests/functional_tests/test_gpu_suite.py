@@ -1,40 +1,45 @@
 """The code of scripts/gpu_test.sh runs on a CPU, at sizes that measure nothing: what it measures needs a GPU."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from gpu_tests import run
 from support.launch import ENVIRONMENT, ROOT
 
 
-def gpu_test(*flags):
-    return subprocess.run(
-        ["bash", ROOT / "scripts" / "gpu_test.sh", *map(str, flags)],
-        capture_output=True,
-        text=True,
-        env=os.environ | ENVIRONMENT | {"PYTHON": sys.executable},
-    )
-
-
 def test_without_a_gpu_every_section_is_named_and_skipped():
-    job = gpu_test()
-    assert job.returncode == 0
-    assert "No GPU is visible" in job.stdout
-    assert job.stdout.count("skipped ") == 10
+    command = ["bash", ROOT / "scripts" / "gpu_test.sh"]
+    environment = os.environ | ENVIRONMENT | {"PYTHON": sys.executable}
+    printed = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    assert "No GPU is visible" in printed and printed.count("skipped ") == 10
 
 
 @pytest.mark.parametrize(
     "sections", [(1,), (2, 3), (5,), pytest.param((7, 8, 9, 10), marks=pytest.mark.exhaustive)], ids=str
 )
-def test_the_code_of_the_sections_runs(tmp_path, sections):
-    job = gpu_test("--device", "cpu", "--tiny", "--output", tmp_path / "out.json", "--only", *sections)
-    assert job.returncode == 0, job.stdout + job.stderr
-    found = json.loads((tmp_path / "out.json").read_text())["sections"]
-    assert len(found) == len(sections)
+def test_the_code_of_the_sections_runs(launch, monkeypatch, tmp_path, sections):
+    """Its processes are forks of one that has imported Megatron."""
+
+    def process(suite, command, budget, queues=1):
+        place = next(index for index, word in enumerate(command) if word.endswith(".py"))
+        ranks = int(command[place - 1].partition("--nproc-per-node=")[2] or 1)
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
+        job = launch(ranks, command[place + 1 :], Path(command[place]), timeout=400, env=environment)
+        return f"exit code {job.code}" if job.code else None, job.log
+
+    output = tmp_path / "out.json"
+    monkeypatch.setattr(run.Suite, "process", process)
+    flags = ["--device", "cpu", "--tiny", "--output", str(output), "--only", *map(str, sections)]
+    monkeypatch.setattr(sys, "argv", ["run.py", *flags])
+    with pytest.raises(SystemExit) as end:
+        run.main()
+    found = json.loads(output.read_text())["sections"]
+    assert not end.value.code and len(found) == len(sections)
     assert all(check["passed"] is not False for section in found for check in section["checks"])
     assert all(section["checks"] for section in found)
 
@@ -68,7 +73,7 @@ class Logs:
 )
 def test_training_is_judged_by_losses_and_first_gradients(ours, passed):
     own = [(5.0, 2.0), (4.9, 1.5), (4.8, 1.4)]
-    found = gpu_suite().trained_alike(Logs(own, ours), None, [], {"4 segments": []})
+    found = run.trained_alike(Logs(own, ours), None, [], {"4 segments": []})
     assert [check["passed"] for check in found["checks"]] == passed
 
 
@@ -85,14 +90,13 @@ print("  · kernels are compiled", flush=True)
 
 @pytest.mark.parametrize("flags, verdicts", [([], ["ok", "not run"]), (["--compiles"], ["ok"])])
 def test_running_out_of_time_is_no_failure_and_compiling_is_free(tmp_path, monkeypatch, flags, verdicts):
-    module = gpu_suite()
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    suite = module.Suite("cpu", True)
-    found = suite.script("sleeper", module.Budget(4), *flags)["checks"]
-    assert [module.verdict(check) for check in found] == verdicts
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    suite = run.Suite("cpu", True)
+    found = suite.script("sleeper", run.Budget(4), *flags)["checks"]
+    assert [run.verdict(check) for check in found] == verdicts
     assert not any(check["passed"] is False for check in found)
-    assert suite.process(["false"], module.Budget(-1)) == (module.OUT_OF_TIME, "")
+    assert suite.process(["false"], run.Budget(-1)) == (run.OUT_OF_TIME, "")
 
 
 class Starts(Logs):
@@ -110,7 +114,7 @@ class Starts(Logs):
 def test_other_layouts_start_from_the_weights_of_one_rank(tmp_path):
     """Megatron draws weights by the layout of the ranks."""
     suite = Starts(tmp_path, 3)
-    found = gpu_suite().trained_alike(suite, None, ["--own"], {"PP 4": ["--ours"]}, ranks=8)
+    found = run.trained_alike(suite, None, ["--own"], {"PP 4": ["--ours"]}, ranks=8)
     saves, *others = suite.commands
     assert (
         "--nproc-per-node=1 " in saves and f"--own --save {tmp_path}/weights --save-interval 1 --train-iters 1" in saves
@@ -118,11 +122,3 @@ def test_other_layouts_start_from_the_weights_of_one_rank(tmp_path):
     assert ["--own" in other for other in others] == [True, False] and "--nproc-per-node=8 " in others[1]
     assert all(f"--load {tmp_path}/weights --finetune" in other for other in others)
     assert [check["passed"] for check in found["checks"]] == [True, True]
-
-
-def gpu_suite():
-    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "tests" / "gpu_tests" / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for its dataclasses
-    spec.loader.exec_module(module)
-    return module
