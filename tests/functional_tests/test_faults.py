@@ -2,16 +2,12 @@
 checkpoint has the losses of an undisturbed run. Every run of the chain is the restart after the fault of the last."""
 
 import os
-import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from support.launch import ENVIRONMENT, ROOT, TINY_GPT, free_port, torchrun
-from support.patience import patient
+from support.launch import ROOT, TINY_GPT, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "faulty_script.py"
 FLAGS = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2, "--sequence-splits", 2, "--train-iters", 7]
@@ -87,49 +83,15 @@ def test_a_loss_that_is_not_a_number_is_placed_and_needs_no_save(launch):
     assert "since --save is not given" in job.log and "Traceback" not in job.log
 
 
-@pytest.fixture
-def unwatched(tmp_path):
-    """Starts two ranks that no launcher watches, with a fault; gives their processes and logs."""
-    started = []
-
-    def start(fault, *flags):
-        environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "FAULT": fault}
-        environment["PYTHONPATH"] = str(ROOT)
-        command = [sys.executable, "-u", "-W", "ignore", SCRIPT, *FLAGS, *flags]
-        for rank in range(2):
-            with open(tmp_path / f"{rank}.log", "w") as log:
-                process = subprocess.Popen(
-                    [*map(str, command)],
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=tmp_path,
-                    env={**os.environ, **ENVIRONMENT, **environment, "RANK": str(rank)},
-                )
-            started.append(process)
-        return started, [tmp_path / f"{rank}.log" for rank in range(2)]
-
-    yield start
-    for process in started:
-        process.kill()
-
-
-def test_a_killed_rank_that_nobody_watches_ends_its_peer(unwatched, tmp_path):
+def test_a_killed_rank_that_nobody_watches_ends_its_peer(launch, tmp_path):
     """After a save: what writes the checkpoint must not keep the connections open at which the peer waits."""
-    ranks, logs = unwatched("kill forward 3 1", "--save", tmp_path / "saved", "--save-interval", 1)
-    assert ranks[1].wait(patient(120)) == -signal.SIGKILL
-    assert ranks[0].wait(patient(60)) == 1
-    assert "Traceback (most recent call last):" in logs[0].read_text()
+    saves = ("--save", tmp_path / "saved", "--save-interval", 1)
+    job = launch(2, [*FLAGS, *saves], SCRIPT, env={"FAULT": "kill forward 3 1"}, watched=False)
+    assert job.code == 1 and "Traceback (most recent call last):" in job.log, job.log[-4000:]
 
 
-def test_an_interrupt_is_one_line_and_ends_all_ranks(unwatched):
+def test_an_interrupt_is_one_line_and_ends_all_ranks(launch):
     """As Ctrl-C does it, in the middle of a training."""
-    ranks, logs = unwatched("", "--train-iters", 100_000)
-    deadline = time.monotonic() + patient(120)
-    while " iteration        2/" not in logs[1].read_text() and ranks[1].poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for rank in ranks:
-        rank.send_signal(signal.SIGINT)
-    assert all(rank.wait(patient(60)) for rank in ranks)
-    printed = [log.read_text() for log in logs]
-    assert "error: interrupted" in printed[0].splitlines()[-1], printed[0][-2000:]
-    assert not any("Traceback" in log for log in printed) and "error: " not in printed[1], printed[1][-2000:]
+    job = launch(2, FLAGS, SCRIPT, env={"FAULT": "interrupt forward 3 both"}, watched=False)
+    assert job.code > 0 and "Traceback" not in job.log, job.log[-4000:]
+    assert job.log.count("error: ") == 1 and "error: interrupted" in job.log.splitlines()[-1], job.log[-4000:]

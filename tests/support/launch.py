@@ -108,8 +108,12 @@ class Launcher:
         script: Path = PRETRAIN,
         timeout: float = 120,
         env: dict[str, str] | None = None,
+        watched: bool = True,
     ) -> Job:
-        """Run ``script`` on ``ranks`` ranks, as torchrun would; one job at a time."""
+        """Run ``script`` on ``ranks`` ranks, as torchrun would; one job at a time.
+
+        With `watched` off nothing ends the other ranks when one has failed.
+        """
         self._jobs += 1
         log = self._logs / f"{self._jobs}.log"
         log.write_text("")
@@ -119,6 +123,7 @@ class Launcher:
             "flags": [str(flag) for flag in flags],
             "timeout": patient(timeout),
             "env": env or {},
+            "watched": watched,
             "port": free_port(),
             "log": str(log),
         }

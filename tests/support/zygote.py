@@ -1,13 +1,18 @@
 """Runs training scripts in forks of one process that has imported Megatron: a job starts at once.
 
-Importing Megatron takes every rank of a fresh torchrun about 15 seconds of a core. Reads one job a
+Importing Megatron takes every rank of a fresh torchrun several seconds of a core. Reads one job a
 line from standard input, as JSON, and answers each with the exit codes of its ranks.
 """
 
+import argparse
 import atexit
 import contextlib
 import ctypes
+import functools
+import gc
+import importlib
 import importlib.util
+import inspect
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -18,6 +23,17 @@ import sys
 import time
 
 PR_SET_PDEATHSIG = 1
+# What every rank would import otherwise.
+COMMON = (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.datasets.helpers",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text.models",  # and transformers
+    "megatron.seq1f1b.executors",
+    "megatron.seq1f1b.runtime.training_loop",
+    "megatron.training.datasets.sft_dataset",
+)
 
 
 def run_rank(rank: int, job: dict) -> None:
@@ -46,7 +62,7 @@ def run_rank(rank: int, job: dict) -> None:
 
 
 def run(job: dict) -> list[int]:
-    """The exit codes of all ranks; as under torchrun, the first to fail ends the others."""
+    """The exit codes of all ranks; of a job that is watched, as by torchrun, the first to fail ends the others."""
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=run_rank, args=(r, job)) for r in range(job["ranks"])]
     for rank in ranks:
@@ -54,7 +70,7 @@ def run(job: dict) -> list[int]:
     deadline = time.monotonic() + job["timeout"]
     # The sentinels of multiprocessing would wait for what a killed rank leaves behind: its own children have them, too.
     running = {os.pidfd_open(rank.pid): rank for rank in ranks}
-    while running and not any(rank.exitcode for rank in ranks):
+    while running and not (job["watched"] and any(rank.exitcode for rank in ranks)):
         ended = multiprocessing.connection.wait(running, deadline - time.monotonic())
         if not ended:
             break
@@ -83,8 +99,15 @@ def main() -> None:
     if importlib.util.find_spec(te_double.PACKAGE):
         te_double.load()
     cpu.activate()
-    # What every rank would import for its tokenizer: transformers, which takes longer than a tiny training.
-    import megatron.core.tokenizers.text  # noqa: F401
+    for name in COMMON:
+        importlib.import_module(name)
+    from megatron.training.arguments import add_megatron_arguments
+
+    # Megatron's parser gets the help of its flags from the source of its classes.
+    inspect.getsource = functools.cache(inspect.getsource)
+    add_megatron_arguments(argparse.ArgumentParser())
+    gc.collect()
+    gc.freeze()  # so that the collections of the ranks leave the pages alone that they share
 
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line))) + "\n")

@@ -1,7 +1,8 @@
 """pretrain_gpt.py with one fault: FAULT is "what where iteration rank".
 
-What: `kill` and `stop` this process, where `stop` goes on after a while, or `fill` the file system of --save. Where: in
-`forward`, `backward`, `optimizer` (its step) or `save`. torchrun's restarts have no fault.
+What: `kill`, `interrupt` and `stop` this process, where `stop` goes on after a while, or `fill` the file system of
+--save. Where: in `forward`, `backward`, `optimizer` (its step) or `save`. The rank may be `both`. torchrun's restarts
+have no fault.
 """
 
 import os
@@ -25,7 +26,7 @@ from megatron.seq1f1b.runtime import interpreter
 
 def main() -> None:
     fault = os.environ.get("FAULT", "").split()
-    if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and fault[3] == os.environ["RANK"]:
+    if fault and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and fault[3] in (os.environ["RANK"], "both"):
         what, where, iteration, _ = fault
         if where == "forward":
             pretrain_gpt.forward_step = before(pretrain_gpt.forward_step, what, int(iteration))
@@ -63,8 +64,13 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in programs that a shell runs in the background
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def stop() -> None:
-    subprocess.Popen([sys.executable, "-S", "-c", f"import os, time; time.sleep(4); os.kill({os.getpid()}, 18)"])
+    subprocess.Popen([sys.executable, "-S", "-c", f"import os, time; time.sleep(2); os.kill({os.getpid()}, 18)"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -74,7 +80,7 @@ def fill() -> None:
         file.write(bytes(shutil.disk_usage(folder).free - 100_000))
 
 
-FAULTS = {"kill": kill, "stop": stop, "fill": fill}
+FAULTS = {"kill": kill, "interrupt": interrupt, "stop": stop, "fill": fill}
 
 if __name__ == "__main__":
     main()
