@@ -34,7 +34,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
-from benchmarking.results import meter_cost, table, write_profiles  # noqa: E402
+from benchmarking.results import table, write_profiles  # noqa: E402
 from benchmarking.variants import Variant, variants  # noqa: E402
 from megatron.seq1f1b.partition import STRATEGIES  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, PLACEMENTS  # noqa: E402
@@ -73,10 +73,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[1, 4], metavar="K", help="of our schedules")
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
     parser.add_argument("--sequence-split-profile", metavar="JSON", help="measured costs, for the strategy profile")
-    parser.add_argument("--untraced", action="store_true", help="run ours without a recorder, too: what tracing costs")
-    parser.add_argument(
-        "--metered", action="store_true", help="run ours untraced, and with the meter of every training run: its cost"
-    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, metavar="JSON", help="write the measured times of F, B, I and W")
     args = parser.parse_args()
@@ -111,11 +107,11 @@ def run_step(variant: Variant) -> None:
     torch.cuda.synchronize()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     measured = [None] * dist.get_world_size()
-    dist.all_gather_object(measured, (seconds, cpu_seconds, variant.recorder and variant.recorder.spans()))
+    dist.all_gather_object(measured, (seconds, cpu_seconds, variant.executor and variant.executor.recorder.spans()))
     seconds, cpu_seconds, spans = zip(*measured, strict=True)
     variant.seconds.append(max(seconds))
     variant.cpu_seconds.append(max(cpu_seconds))
-    if variant.recorder:
+    if variant.executor:
         variant.spans.append(list(spans[:: parallel_state.get_context_parallel_world_size()]))
 
 
@@ -149,8 +145,6 @@ def main() -> None:
             title = f"{num_microbatches} micro-batches, model chunks on a rank: {num_chunks}"
             title += " in a V" if args.placement == "v" and num_chunks > 1 else ""
             tables.append(f"{title}\n{table(timed)}")
-            if args.metered:
-                tables.append(meter_cost(timed))
     if dist.get_rank() == 0:
         print(
             f"\n{_ranks(args.context_parallel_size)}, micro-batches of one sequence of {args.seq_length} tokens, "

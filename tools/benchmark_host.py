@@ -5,7 +5,7 @@
 
 The middle rank of a pipeline of four, without the other ranks: messages are at hand at once. Beside it, in turn, the
 same calls of Megatron's forward_step and backward_step without a schedule around them; the difference is our share:
-the interpreter, the running segment, hooks, and the meter of every training run. Below, the share of an attention
+the interpreter, the running segment, hooks, and the recorder of every training run. Below, the share of an attention
 layer (choice of the kernel, cache, autograd), beside a layer that calls the same kernel and keeps nothing. A layer of
 a segment has to take a GPU longer than that, or the GPU waits for the host.
 
@@ -48,8 +48,8 @@ from megatron.seq1f1b.runtime.call import Call  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter, Services, Step  # noqa: E402
 from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
-from megatron.seq1f1b.runtime.meter import StepMeter  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
+from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
 
 RANKS, RANK = 4, 1
@@ -106,21 +106,15 @@ def forward_step_func(_, model):
 
 def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(tp=alone, cp=alone, pp=alone)
     call = Call(
         forward_step_func=forward_step_func,
-        chunks=[model],
-        iterators=[None],
+        data_iterator=None,
+        model=model,
         num_microbatches=num_microbatches,
         seq_length=num_segments,
         micro_batch_size=1,
-        decoder_seq_length=None,
-        forward_only=False,
-        collect_non_loss_data=False,
-        first_val_step=None,
-        force_all_reduce=False,
-        config=model.config,
-        groups=SimpleNamespace(tp=alone, cp=alone),
-        pipeline=alone,
+        pg_collection=groups,
     )
     segments = [
         [Segment(number, index, index, index + 1, num_segments) for index in range(num_segments)]
@@ -138,7 +132,7 @@ def scheduled(step: Step, actions: Program) -> None:
         losses=LossLedger(per_token_loss=False),
         sync=GradientSync(model.config, [model]),
         around_forward=lambda stage, length: nullcontext(),
-        recorders=(StepMeter(),),
+        recorder=Recorder(torch.device("cpu")),
         around=str,
     )
     Interpreter(step, services).run(actions)

@@ -43,8 +43,6 @@ _FIXED = {
     "schedule": ["zb-h1"],
     "placement": "looped",
     "context_parallel_size": 1,
-    "untraced": False,
-    "metered": False,
     "hybrid_layer_pattern": None,
     "sequence_split_profile": None,
 }

@@ -9,15 +9,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 
 from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
 from .model.kernels import AttentionRule, KernelChoice
-from .patches import Patch, PatchTable, Scope, patched
 from .ranks import warn_on_rank_0
-from .runtime import Packing, PipelineExecutor, Segmentation, StepMeter, Tracer, UpstreamSteps, trace_collectives
-from .schedule import Placement, Shape
+from .runtime import Packing, PipelineExecutor, Segmentation, Tracer, run_traced
 from .v_chunks import in_forward_step
 
 _log = logging.getLogger(__name__)
@@ -30,7 +26,6 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
         lambda: args.curr_iteration + 1,
         around_forward=partial(_around_forward, args, config.places_chunks_in_a_v),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        meter=StepMeter(),
         reports_on_last_rank=True,
         packing=_packing(config, end_of_document) if config.follows_documents else None,
     )
@@ -92,7 +87,7 @@ class ProgramExecutor:
 def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
     """Megatron's own `function`, its forwards and backwards timed if they are to be traced."""
     tracer = _tracer(config, lambda: args.curr_iteration + 1)
-    return function if tracer is None else partial(_traced, function, tracer)
+    return function if tracer is None else partial(run_traced, function, tracer)
 
 
 def watched(function: Callable, tracer: Any) -> Callable:
@@ -100,7 +95,7 @@ def watched(function: Callable, tracer: Any) -> Callable:
     if isinstance(function, PipelineExecutor):
         function.trace_with(tracer)
         return function
-    return partial(_traced, function, tracer)
+    return partial(run_traced, function, tracer)
 
 
 def _executor(
@@ -138,34 +133,3 @@ def _around_forward(args: Namespace, is_in_a_v: bool, stage: int, length: int) -
             yield
     finally:
         args.seq_length = whole
-
-
-def _traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **kwargs: Any) -> Any:
-    """A step of Megatron's own schedule, its forwards and backwards timed."""
-    run = partial(function, model=model, num_microbatches=num_microbatches, **kwargs)
-    if kwargs.get("forward_only"):
-        return run()
-    chunks = model if isinstance(model, list) else [model]
-    group = parallel_state.get_pipeline_model_parallel_group()
-    placement = Placement(group.size(), len(chunks))
-    device = next(chunks[0].parameters()).device
-    name = "Megatron's interleaved 1F1B" if len(chunks) > 1 else "Megatron's 1F1B"
-    with tracer.step(name, Shape(placement, num_microbatches), group, device) as recorder:
-        if recorder is None:
-            return run()
-        steps = UpstreamSteps(schedules.forward_step, schedules.backward_step, recorder, placement, group.rank())
-        stages = placement.stages_of(group.rank())
-        with patched(_timed(steps)), trace_collectives(chunks, stages, recorder.collective):
-            return run()
-
-
-def _timed(steps: UpstreamSteps) -> PatchTable:
-    reason = "Megatron's own schedules time no single forward and backward"
-    module = "megatron.core.pipeline_parallel.schedules"
-    return PatchTable(
-        Scope.STEP,
-        (
-            Patch(f"{module}.forward_step", steps.forward_step, reason),
-            Patch(f"{module}.backward_step", steps.backward_step, reason),
-        ),
-    )

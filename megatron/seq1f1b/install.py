@@ -30,7 +30,7 @@ from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
 from .arguments.summary import summary
-from .patches import Patch, PatchTable, Scope, patched, rebound
+from .patches import Patch, PatchTable, patched, rebound
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
 from .ranks import is_rank_0, warn_on_rank_0
@@ -75,7 +75,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         return
     net, patches = Net(), ExitStack()
     if not is_library:
-        patches.enter_context(patched(PatchTable(Scope.INSTALLED, (net.patch(),))))
+        patches.enter_context(patched((net.patch(),)))
     if not is_library and not is_rehearsal:
         net.connect()
     if is_rehearsal:
@@ -253,7 +253,8 @@ class Overlay:
 
     def last_step(self) -> Reading | None:
         """What our executor measured on this rank in the last training step."""
-        return self.executor.last_step() if hasattr(self.executor, "last_step") else None
+        recorder = getattr(self.executor, "recorder", None)
+        return None if recorder is None else recorder.reading()
 
     def with_our_flags(self, parse_args: Callable) -> Callable:
         """Megatron's `parse_args` for a script that does not have our flags."""
@@ -319,7 +320,7 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
         )
         for module in modules
     ]
-    rows += LOCAL_ATTENTION.patches
+    rows += LOCAL_ATTENTION
     rows.append(
         Patch(
             "megatron.core.datasets.utils.compile_helpers",
@@ -352,7 +353,7 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
                 ("pretrain", overlay.before),
             )
         ]
-    return PatchTable(Scope.INSTALLED, tuple(rows))
+    return tuple(rows)
 
 
 def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""The one form of every intervention into Megatron: what is bound to what, why, how long, and how it is undone.
+"""The one form of every intervention into Megatron: what is bound to what, why, and how it is undone.
 
 A table of patches is applied where its names live, on modules and classes:
 
@@ -16,18 +16,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
-
-
-class Scope(Enum):
-    """How long the patches of a table last."""
-
-    PROCESS = "from the moment it is applied to the end of the process"
-    INSTALLED = "while our schedules are installed"
-    MODEL = "as long as the model that it is applied to"
-    STEP = "during one step"
 
 
 class Patch(NamedTuple):
@@ -48,28 +38,25 @@ def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
     return Patch(target, partial(partial, function), reason, wraps=True)
 
 
-class PatchTable(NamedTuple):
-    """Patches that are applied, and undone, together."""
-
-    scope: Scope
-    patches: tuple[Patch, ...]
+# Patches that are applied, and undone, together.
+PatchTable = tuple[Patch, ...]
 
 
-def patched(table: PatchTable) -> ExitStack:
+def patched(table: Iterable[Patch]) -> ExitStack:
     """Bind every target of the table, in order, in its module or class. Raises AttributeError for a name that is gone.
 
     A target is looked up after those before it are bound, since importing its module may use them.
     """
-    return _bound((owner_of(patch.target)[0], patch, False) for patch in table.patches)
+    return _bound((owner_of(patch.target)[0], patch, False) for patch in table)
 
 
-def patched_on(objects: Iterable[Any], table: PatchTable) -> ExitStack:
+def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
     """Bind every target of the table on each of the `objects` that is of the target's class.
 
     Raises AttributeError for a name that an object lacks.
     """
     objects = list(objects)
-    kinds = [(owner_of(patch.target)[0], patch) for patch in table.patches]
+    kinds = [(owner_of(patch.target)[0], patch) for patch in table]
     return _bound((each, patch, True) for kind, patch in kinds for each in objects if isinstance(each, kind))
 
 

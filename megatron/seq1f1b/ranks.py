@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,24 @@ def warn_on_rank_0(log: logging.Logger, message: str) -> None:
     """Log a sentence once in a job, as a warning, which Python shows even before logging is set up."""
     if is_rank_0():
         log.warning(message)
+
+
+def check_agreement(plan: str) -> None:
+    """Compare the description of a plan over all ranks of the world, by one small all-gather.
+
+    Raises ValueError on all ranks if any differs, which would otherwise end in a hang or a message of the wrong size.
+    """
+    import torch.distributed as dist
+
+    plans: list[str] = [plan] * dist.get_world_size()
+    dist.all_gather_object(plans, plan)
+    usual, _ = Counter(plans).most_common(1)[0]
+    others = [f"rank {rank} has {other}" for rank, other in enumerate(plans) if other != usual]
+    if others:
+        raise ValueError(
+            f"the ranks disagree on what to run: {'; '.join(others)}; the other ranks have {usual}. Start all ranks "
+            "with the same flags and files"
+        )
 
 
 class Peers:

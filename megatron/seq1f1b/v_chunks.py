@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from .patches import Patch, PatchTable, Scope, patched, wrapping
+from .patches import Patch, PatchTable, patched, wrapping
 from .runtime.gradient_sync import tied_embeddings
 from .schedule import Placement
 
@@ -50,15 +50,12 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 def building(placement: Placement, stage: int) -> PatchTable:
     """What Megatron looks up besides its process groups while it builds the chunk of `stage`."""
     reason = "a chunk that runs back lies as deep as the looped one of another rank"
-    return PatchTable(
-        Scope.STEP,
-        (
-            _rank_of(Depth(stage, placement.num_ranks), reason),
-            wrapping(
-                "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
-                partial(_part_of_stage, stage),
-                reason,
-            ),
+    return (
+        _rank_of(Depth(stage, placement.num_ranks), reason),
+        wrapping(
+            "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
+            partial(_part_of_stage, stage),
+            reason,
         ),
     )
 
@@ -69,7 +66,7 @@ def in_forward_step(stage: int) -> ExitStack:
     Scripts ask Megatron for the rank, not for a chunk, to tell what a stage reads of a batch.
     """
     depth = Depth(stage, parallel_state.get_pipeline_model_parallel_world_size())
-    return patched(PatchTable(Scope.STEP, (_rank_of(depth, "a script reads for a looped chunk"),)))
+    return patched((_rank_of(depth, "a script reads for a looped chunk"),))
 
 
 def _rank_of(depth: Depth, reason: str) -> Patch:
@@ -97,23 +94,20 @@ def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 def patches() -> PatchTable:
     """What makes Megatron's training loop build, feed and save V-shaped chunks."""
     built, state = "builds looped chunks", "megatron.core.parallel_state"
-    return PatchTable(
-        Scope.INSTALLED,
-        (
-            wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
-            wrapping("megatron.training.training.get_model", _v_shaped, built),
-            wrapping(f"{state}.is_pipeline_last_stage", _is_last_stage, "seeks the loss on the last rank"),
-            wrapping(
-                f"{state}.initialize_model_parallel",
-                _with_embedding_ranks,
-                "seeks the output layer, whose weights may be the embedding's, on the last rank, as scripts do",
-            ),
-            Patch(
-                "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.get_layer_offset",
-                _layer_offset,
-                "counts the layers before a looped chunk",
-                wraps=True,
-            ),
+    return (
+        wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
+        wrapping("megatron.training.training.get_model", _v_shaped, built),
+        wrapping(f"{state}.is_pipeline_last_stage", _is_last_stage, "seeks the loss on the last rank"),
+        wrapping(
+            f"{state}.initialize_model_parallel",
+            _with_embedding_ranks,
+            "seeks the output layer, whose weights may be the embedding's, on the last rank, as scripts do",
+        ),
+        Patch(
+            "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.get_layer_offset",
+            _layer_offset,
+            "counts the layers before a looped chunk",
+            wraps=True,
         ),
     )
 

@@ -16,7 +16,7 @@ from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active
 from megatron.seq1f1b.patches import owner_of
 
 def bound():
-    return [getattr(*owner_of(patch.target)) for patch in REDIRECTS.patches]
+    return [getattr(*owner_of(patch.target)) for patch in REDIRECTS]
 
 def ours(thing):
     thing = getattr(thing, "func", thing)  # a functools.partial
@@ -31,7 +31,7 @@ cpu.activate()
 cpu.activate()
 after = bound()
 assert is_active()
-same = [patch.target for patch, old, new in zip(REDIRECTS.patches, before, after) if old is new]
+same = [patch.target for patch, old, new in zip(REDIRECTS, before, after) if old is new]
 assert not same, same
 
 # Megatron was imported first, and yet:

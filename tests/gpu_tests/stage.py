@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
-from megatron.seq1f1b.runtime.meter import PeakMemory
+from megatron.seq1f1b.runtime.recorder import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
 
 STAGES = 8

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
+from megatron.seq1f1b.patches import Patch, patched
 from support import te_operators
 
 PACKAGE, EXTENSION = "transformer_engine", "transformer_engine_torch"
@@ -51,7 +51,7 @@ def load() -> None:
     Importing its package loads the CUDA libraries, so an empty package of the same name and path takes its place, from
     which its modules are imported as always. From then on `--transformer-impl transformer_engine` trains on a CPU.
     """
-    patched(PatchTable(Scope.PROCESS, _OF_TORCH))
+    patched(_OF_TORCH)
     sys.modules[EXTENSION] = _extension()
     spec = importlib.util.find_spec(PACKAGE)
     assert spec is not None and spec.submodule_search_locations is not None
@@ -65,7 +65,7 @@ def load() -> None:
     del os.environ["NVTE_PROJECT_BUILDING"]
     package.common.load_framework_extension = lambda framework: None
     package.pytorch = importlib.import_module(f"{PACKAGE}.pytorch")
-    patched(PatchTable(Scope.PROCESS, _OF_ITS_LAYERS))
+    patched(_OF_ITS_LAYERS)
     # Kernels have no fp64, in which equality is tested.
     constants = importlib.import_module(f"{PACKAGE}.pytorch.constants")
     constants.TE_DType[torch.float64] = torch.float64

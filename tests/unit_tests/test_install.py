@@ -10,7 +10,7 @@ from megatron.core import package_info
 
 import megatron.seq1f1b
 from megatron.seq1f1b.install import TESTED, _names_of, check_version, megatron_version
-from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
+from megatron.seq1f1b.patches import Patch, patched
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_the_version_is_that_of_the_megatron_that_is_imported():
 
 
 def test_a_name_that_another_megatron_lacks_is_a_sentence():
-    table = PatchTable(Scope.STEP, (Patch("megatron.core.parallel_state.gone", None, "is not there"),))
+    table = (Patch("megatron.core.parallel_state.gone", None, "is not there"),)
     with (
         pytest.raises(
             ImportError, match=r"does not fit megatron-core 0.20.0 \(cannot patch .*gone.*\); it is tested with"

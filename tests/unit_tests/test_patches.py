@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched, patched_on
+from megatron.seq1f1b.patches import Patch, patched, patched_on
 
 
 class Base:
@@ -33,13 +33,10 @@ def louder(kind, greet):
 
 def test_names_are_bound_inside_and_as_before_outside(module):
     answer = module.answer
-    table = PatchTable(
-        Scope.STEP,
-        (
-            Patch("patched_module.answer", lambda old: lambda: old() + 1, "one is missing", wraps=True),
-            Patch("patched_module.answer", lambda old: lambda: old() * 10, "and later ones see it", wraps=True),
-            Patch("patched_module.Kind.greet", lambda self: self.name, "it has a name"),
-        ),
+    table = (
+        Patch("patched_module.answer", lambda old: lambda: old() + 1, "one is missing", wraps=True),
+        Patch("patched_module.answer", lambda old: lambda: old() * 10, "and later ones see it", wraps=True),
+        Patch("patched_module.Kind.greet", lambda self: self.name, "it has a name"),
     )
     with patched(table):
         assert module.answer() == 420 and Kind("kind").greet() == "kind"
@@ -50,7 +47,7 @@ def test_names_are_bound_inside_and_as_before_outside(module):
 def test_on_objects_only_those_of_the_class_are_touched(module):
     first, second, other = Kind("first"), Kind("second"), Base()
     second.greet = lambda: "its own"
-    table = PatchTable(Scope.MODEL, (Patch("patched_module.Kind.greet", louder, "quiet", wraps=True),))
+    table = (Patch("patched_module.Kind.greet", louder, "quiet", wraps=True),)
     undo = patched_on([first, second, other], table)
     assert [each.greet() for each in (first, second, other)] == ["first: BASE", "second: ITS OWN", "base"]
     assert Kind("third").greet() == "base"
@@ -64,7 +61,7 @@ def test_a_submodule_can_be_replaced(module):
     module.Linear = torch.nn.Sequential
     model = torch.nn.Sequential()
     model.inner = inner = torch.nn.Linear(1, 1)
-    with patched_on([model], PatchTable(Scope.MODEL, (Patch("patched_module.Linear.inner", torch.nn.ReLU(), "why"),))):
+    with patched_on([model], (Patch("patched_module.Linear.inner", torch.nn.ReLU(), "why"),)):
         assert isinstance(model.inner, torch.nn.ReLU) and [*model.parameters()] == []
     assert model.inner is inner and len([*model.parameters()]) == 2
 
@@ -73,5 +70,5 @@ def test_what_is_bound_before_a_failure_is_undone(module):
     answer = module.answer
     rows = (Patch("patched_module.answer", None, "why"), Patch("patched_module.gone", None, "why"))
     with pytest.raises(AttributeError, match="cannot patch patched_module.gone"):
-        patched(PatchTable(Scope.STEP, rows))
+        patched(rows)
     assert module.answer is answer

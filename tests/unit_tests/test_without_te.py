@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b import without_te
-from megatron.seq1f1b.patches import PatchTable, Scope, owner_of, patched
+from megatron.seq1f1b.patches import owner_of, patched
 from support.launch import ROOT
 from support.patience import patient
 
@@ -30,7 +30,7 @@ print("repaired")
 
 @pytest.fixture
 def repaired():
-    with patched(PatchTable(Scope.STEP, without_te.LOCAL_LAYERS + without_te.TORCH_ADAM)):
+    with patched(without_te.LOCAL_LAYERS + without_te.TORCH_ADAM):
         yield
 
 
@@ -88,7 +88,7 @@ def test_an_output_layer_without_apex_is_trained_by_autograd(monkeypatch):
     monkeypatch.setattr("megatron.core.tensor_parallel.layers._grad_accum_fusion_available", False)
     with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
         fused_linear()
-    with patched(PatchTable(Scope.STEP, without_te.OUTPUT_LAYER)):
+    with patched(without_te.OUTPUT_LAYER):
         with pytest.raises(RuntimeError, match="fused_weight_gradient_mlp_cuda"):
             fused_linear(tp_comm_buffer_name="qkv")
         layer = fused_linear()

@@ -2,12 +2,10 @@
 
 import json
 import statistics
-import time
 from math import sqrt
 from pathlib import Path
 
-from megatron.seq1f1b.runtime import StepMeter
-from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, simulate
+from megatron.seq1f1b.schedule import Costs, Kind, Schedule, simulate
 
 from .variants import Variant
 
@@ -34,27 +32,6 @@ def table(timed: list[Variant]) -> str:
             line += f"{planned:11.3f}{seconds / planned:9.3f}"
         lines.append(line)
     return "\n".join(lines)
-
-
-def meter_cost(timed: list[Variant]) -> str:
-    """What the meter takes in a step of a rank, counted apart, beside the median step of the metered variant."""
-    variant = next(variant for variant in timed if variant.meter)
-    device = next(variant.model[0].parameters()).device
-    shape, action = variant.shape, Action(Kind.F, 0, 0, 0)
-    num_actions = (3 if "zb" in variant.schedule else 2) * shape.num_units * shape.num_chunks
-    meter, steps = StepMeter(), []
-    for _ in range(5):
-        start = time.perf_counter()
-        with meter.step(device):
-            for _ in range(num_actions):
-                with meter.span(action):
-                    pass
-        steps.append(time.perf_counter() - start)
-    cost, whole = statistics.median(steps), statistics.median(variant.seconds)
-    return (
-        f"The meter of {variant.name}: {num_actions} actions, {1e6 * cost:.0f} us in all, "
-        f"{1e6 * cost / num_actions:.1f} us an action, {cost / whole:.4%} of the step."
-    )
 
 
 def busiest(ranks: list) -> float:

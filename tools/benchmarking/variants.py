@@ -1,8 +1,7 @@
 """What a benchmark compares: training steps of one model, and what is known of them."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,32 +22,16 @@ from megatron.seq1f1b.planning.costs import (
     check_profile,
     read_profile,
 )
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, StepMeter
-from megatron.seq1f1b.runtime.recorder import Recorder
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
 
 from .model import Batch, build_model, delta_net
 from .torch_pipeline import schedule_1f1b
 
 
-class KeepsRecorder:
-    """Takes the place of a Tracer: keeps the recorder of the latest step instead of writing a file."""
-
-    def __init__(self) -> None:
-        self._latest: Recorder | None = None
-
-    @contextmanager
-    def step(self, schedule, shape, group, device, lengths) -> Iterator[Recorder]:
-        self._latest = Recorder(device)
-        yield self._latest
-
-    def spans(self) -> list[Span]:
-        return self._latest.spans()
-
-
 @dataclass
 class Variant:
-    """A training step of a model to time. `recorder`, `shape`, `lengths` and `meter` are those of our own
+    """A training step of a model to time. `executor`, `shape` and `lengths` are those of our own
     schedules.
 
     Measured, a value for each repeat: `seconds` and `cpu_seconds`, of the slowest rank; `spans` of one rank of each
@@ -59,10 +42,9 @@ class Variant:
     schedule: str
     model: list[torch.nn.Module]
     step: Callable[[], None]
-    recorder: KeepsRecorder | None = None
+    executor: PipelineExecutor | None = None
     shape: Shape | None = None
     lengths: tuple[int, ...] = ()
-    meter: StepMeter | None = None
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     spans: list[list[list[Span]]] = field(default_factory=list)
@@ -88,7 +70,7 @@ def variants(args: argparse.Namespace, model: list[torch.nn.Module], num_microba
             found.append(Variant("torch Schedule1F1B", schedule, whole, schedule_1f1b(whole, batch, num_microbatches)))
         else:
             for strategy, lengths in splits:
-                found += ours(args, schedule, strategy, lengths, model, batch, num_microbatches)
+                found.append(ours(args, schedule, strategy, lengths, model, batch, num_microbatches))
     return found
 
 
@@ -108,10 +90,8 @@ def ours(
     model: list[torch.nn.Module],
     batch: Batch,
     num_microbatches: int,
-) -> Iterator[Variant]:
-    """One of our schedules on segments of `lengths`; with `--untraced` and `--metered` the same with nothing measured,
-    and with what every training run measures.
-    """
+) -> Variant:
+    """One of our schedules on segments of `lengths`."""
     name = schedule if len(lengths) == 1 else f"{schedule}, k = {len(lengths)}, {strategy}"
     layers = _layers_per_stage(args, len(model))
     name += ", V" if args.placement == "v" and len(model) > 1 else ""
@@ -120,19 +100,13 @@ def ours(
         num_microbatches,
         len(lengths),
     )
-    measuring: list[tuple[str, KeepsRecorder | None, StepMeter | None]] = [("", KeepsRecorder(), None)]
-    measuring += [(", untraced", None, None)] if args.untraced or args.metered else []
-    measuring += [(", metered", None, StepMeter())] if args.metered else []
-    for suffix, recorder, meter in measuring:
-        executor = PipelineExecutor(
-            choose(schedule, args.placement),
-            Segmentation(len(lengths), lambda _: lengths),
-            costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
-            meter=meter,
-        )
-        executor.trace_with(recorder)
-        step = _megatron_step(executor, args, model, batch, num_microbatches)
-        yield Variant(f"{name}{suffix}", schedule, model, step, recorder, shape, lengths, meter)
+    executor = PipelineExecutor(
+        choose(schedule, args.placement),
+        Segmentation(len(lengths), lambda _: lengths),
+        costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
+    )
+    step = _megatron_step(executor, args, model, batch, num_microbatches)
+    return Variant(name, schedule, model, step, executor, shape, lengths)
 
 
 def _megatron_step(

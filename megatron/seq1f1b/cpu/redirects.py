@@ -14,7 +14,7 @@ import torch
 
 from megatron.seq1f1b import without_te
 from megatron.seq1f1b.cpu import recurrent, stand_ins, upstream
-from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
+from megatron.seq1f1b.patches import Patch, patched
 
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
@@ -33,110 +33,107 @@ _INITIALIZE = "asserts CUDA by default; hides nothing"
 _TRITON = "its kernels are for GPUs only; hides their versions and bugs (checked at start-up)"
 
 # torch comes first: importing megatron.core already uses some of it.
-REDIRECTS = PatchTable(
-    Scope.PROCESS,
-    (
-        # The device
-        Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used; hides branches for GPUs"),
-        Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0; hides nothing"),
-        Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
-        Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
-        Patch(
-            "torch.distributed.distributed_c10d.ProcessGroupGloo",
-            stand_ins.on_one_device,
-            "each group would poll its sockets in a thread of its own; hides nothing",
-            wraps=True,
-        ),
-        # Streams and events
-        Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
-        Patch("torch.cuda.Event", stand_ins.Event, _DONE),
-        Patch("torch.cuda.stream", contextlib.nullcontext, _DONE),
-        Patch("torch.cuda.current_stream", stand_ins.Stream, _DONE),
-        Patch("torch.cuda.default_stream", stand_ins.Stream, _DONE),
-        Patch("torch.cuda.set_stream", stand_ins.nothing, _DONE),
-        Patch(
-            "torch.cuda.synchronize",
-            stand_ins.nothing,
-            "CPU work is finished when the call returns; hides waits within a step, which never end behind a posted "
-            "receive: --timing-log-level 2 and CUDA_LAUNCH_BLOCKING are refused with NCCL",
-        ),
-        Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),
-        # Memory
-        *(Patch(f"torch.cuda.{name}", stand_ins.resident_bytes, _MEMORY) for name in _NOW),
-        *(Patch(f"torch.cuda.max_{name}", stand_ins.peak_resident_bytes, _MEMORY) for name in _NOW[:2]),
-        Patch("torch.cuda.reset_peak_memory_stats", stand_ins.forget_peak, _MEMORY),
-        Patch("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
-        Patch("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty; hides nothing"),
-        # Random numbers
-        Patch("torch.cuda.get_rng_state", stand_ins.get_rng_state, _RANDOM),
-        Patch("torch.cuda.set_rng_state", stand_ins.set_rng_state, _RANDOM),
-        Patch("torch.cuda.manual_seed", stand_ins.seed, _RANDOM),
-        # Tensors
-        *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
-        Patch("torch.Tensor.cuda", stand_ins.stay, "the CPU is where it belongs; hides tensors on the wrong device"),
-        Patch(
-            "torch.Tensor.type",
-            stand_ins.cuda_type_name,
-            "optimizers and clipping compare with 'torch.cuda.FloatTensor'; hides nothing",
-            wraps=True,
-        ),
-        Patch(
-            "torch.compile",
-            upstream.not_compiled,
-            "compiling takes minutes and saves nothing here; hides kernels that are compiled, and loaded, at their "
-            "first use: the first step with segments of new lengths has no message under way meanwhile",
-        ),
-        # Megatron
-        Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
-        Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
-        Patch(
-            "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-            upstream.fork,
-            "warns when the CPU's generator moves, as here it must; hides nothing",
-        ),
-        Patch(
-            "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
-            upstream.on_cpu,
-            "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
-            "of experts and segment (GPU suite)",
-        ),
-        Patch(
-            "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-            upstream.forked,
-            "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
-            "training script, too (a test saves with it)",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.training.build_pretraining_data_loader",
-            upstream.loader_with_own_generator,
-            "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.arguments.parse_args",
-            upstream.with_cpu_defaults,
-            "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels",
-            wraps=True,
-        ),
-        Patch(
-            "megatron.training.arguments.get_device_arch_version",
-            upstream.newest_architecture,
-            "there is no CUDA device; hides that one hardware queue is demanded before Blackwell (the launchers' test)",
-        ),
-        # Recurrent layers, and the hybrid models that have them
-        *(Patch(f"megatron.core.ssm.{name}", new, _TRITON) for name, new in recurrent.KERNELS.items()),
-        Patch(
-            "megatron.training.models.hybrid.HybridModelBuilder.build_model",
-            upstream.from_local_layers,
-            "its layers are Transformer Engine's unless a specification is given; hides those (a double tests them)",
-            wraps=True,
-        ),
-        # One function, bound in three places by `from … import`
-        *(
-            Patch(f"{module}.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True)
-            for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
-        ),
+REDIRECTS = (
+    # The device
+    Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used; hides branches for GPUs"),
+    Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0; hides nothing"),
+    Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
+    Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
+    Patch(
+        "torch.distributed.distributed_c10d.ProcessGroupGloo",
+        stand_ins.on_one_device,
+        "each group would poll its sockets in a thread of its own; hides nothing",
+        wraps=True,
+    ),
+    # Streams and events
+    Patch("torch.cuda.Stream", stand_ins.Stream, _DONE),
+    Patch("torch.cuda.Event", stand_ins.Event, _DONE),
+    Patch("torch.cuda.stream", contextlib.nullcontext, _DONE),
+    Patch("torch.cuda.current_stream", stand_ins.Stream, _DONE),
+    Patch("torch.cuda.default_stream", stand_ins.Stream, _DONE),
+    Patch("torch.cuda.set_stream", stand_ins.nothing, _DONE),
+    Patch(
+        "torch.cuda.synchronize",
+        stand_ins.nothing,
+        "CPU work is finished when the call returns; hides waits within a step, which never end behind a posted "
+        "receive: --timing-log-level 2 and CUDA_LAUNCH_BLOCKING are refused with NCCL",
+    ),
+    Patch("torch.cuda.is_current_stream_capturing", stand_ins.no, "no CUDA graphs, which are refused"),
+    # Memory
+    *(Patch(f"torch.cuda.{name}", stand_ins.resident_bytes, _MEMORY) for name in _NOW),
+    *(Patch(f"torch.cuda.max_{name}", stand_ins.peak_resident_bytes, _MEMORY) for name in _NOW[:2]),
+    Patch("torch.cuda.reset_peak_memory_stats", stand_ins.forget_peak, _MEMORY),
+    Patch("torch.cuda.memory_stats", stand_ins.memory_stats, _MEMORY),
+    Patch("torch.cuda.empty_cache", stand_ins.nothing, "there is no cache to empty; hides nothing"),
+    # Random numbers
+    Patch("torch.cuda.get_rng_state", stand_ins.get_rng_state, _RANDOM),
+    Patch("torch.cuda.set_rng_state", stand_ins.set_rng_state, _RANDOM),
+    Patch("torch.cuda.manual_seed", stand_ins.seed, _RANDOM),
+    # Tensors
+    *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
+    Patch("torch.Tensor.cuda", stand_ins.stay, "the CPU is where it belongs; hides tensors on the wrong device"),
+    Patch(
+        "torch.Tensor.type",
+        stand_ins.cuda_type_name,
+        "optimizers and clipping compare with 'torch.cuda.FloatTensor'; hides nothing",
+        wraps=True,
+    ),
+    Patch(
+        "torch.compile",
+        upstream.not_compiled,
+        "compiling takes minutes and saves nothing here; hides kernels that are compiled, and loaded, at their "
+        "first use: the first step with segments of new lengths has no message under way meanwhile",
+    ),
+    # Megatron
+    Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
+    Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
+    Patch(
+        "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
+        upstream.fork,
+        "warns when the CPU's generator moves, as here it must; hides nothing",
+    ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        upstream.on_cpu,
+        "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
+        "of experts and segment (GPU suite)",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+        upstream.forked,
+        "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
+        "training script, too (a test saves with it)",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.training.training.build_pretraining_data_loader",
+        upstream.loader_with_own_generator,
+        "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.training.arguments.parse_args",
+        upstream.with_cpu_defaults,
+        "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels",
+        wraps=True,
+    ),
+    Patch(
+        "megatron.training.arguments.get_device_arch_version",
+        upstream.newest_architecture,
+        "there is no CUDA device; hides that one hardware queue is demanded before Blackwell (the launchers' test)",
+    ),
+    # Recurrent layers, and the hybrid models that have them
+    *(Patch(f"megatron.core.ssm.{name}", new, _TRITON) for name, new in recurrent.KERNELS.items()),
+    Patch(
+        "megatron.training.models.hybrid.HybridModelBuilder.build_model",
+        upstream.from_local_layers,
+        "its layers are Transformer Engine's unless a specification is given; hides those (a double tests them)",
+        wraps=True,
+    ),
+    # One function, bound in three places by `from … import`
+    *(
+        Patch(f"{module}.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True)
+        for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
     ),
 )
 
@@ -156,10 +153,10 @@ def apply() -> None:
     importlib.import_module("torch._dynamo")  # torch's optimizers import it in any case
     with torch.device("cpu"):
         torch.empty(0)
-    of_torch = [patch for patch in REDIRECTS.patches if patch.target.startswith("torch.")]
-    patched(REDIRECTS._replace(patches=tuple(of_torch)))
+    of_torch = [patch for patch in REDIRECTS if patch.target.startswith("torch.")]
+    patched(of_torch)
     # Megatron fails to start where it finds Transformer Engine's Python without its C++ extension.
     if find_spec("transformer_engine") is not None and find_spec("transformer_engine_torch") is None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    patched(REDIRECTS._replace(patches=REDIRECTS.patches[len(of_torch) :]))
-    patched(PatchTable(Scope.PROCESS, without_te.repairs()))
+    patched(REDIRECTS[len(of_torch) :])
+    patched(without_te.repairs())

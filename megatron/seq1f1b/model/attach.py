@@ -10,7 +10,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from ..patches import PatchTable, Scope, patched_on, wrapping
+from ..patches import patched_on, wrapping
 from . import experts, recurrent_layers
 from .attention import SegmentAttention
 from .latents import keep_latents
@@ -83,15 +83,12 @@ def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int,
 
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
-_POSITIONS = PatchTable(
-    Scope.MODEL,
-    (
-        wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
-        wrapping(
-            f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
-            _from_segment_start,
-            "takes no offset, and begins at 0",
-        ),
+_POSITIONS = (
+    wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
+    wrapping(
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
+        _from_segment_start,
+        "takes no offset, and begins at 0",
     ),
 )
 

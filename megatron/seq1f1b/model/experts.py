@@ -25,7 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import PatchTable, Scope, wrapping
+from ..patches import wrapping
 from .segment import Segment
 
 
@@ -201,15 +201,12 @@ def _apply_z_loss(
 
 _ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
 # The losses of a router become those of the micro-batch whose segments run.
-FOLLOWS = PatchTable(
-    Scope.MODEL,
-    (
-        wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
-        wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, before a forward is repeated"),
-        *(
-            wrapping(f"{_ROUTER}.{balance.method}", partial(_apply_balance, balance), "multiplies sums over a segment")
-            for balance in _BALANCES
-        ),
+FOLLOWS = (
+    wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
+    wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, before a forward is repeated"),
+    *(
+        wrapping(f"{_ROUTER}.{balance.method}", partial(_apply_balance, balance), "multiplies sums over a segment")
+        for balance in _BALANCES
     ),
 )
 

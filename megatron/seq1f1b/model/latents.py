@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import PatchTable, Scope, patched_on, wrapping
+from ..patches import patched_on, wrapping
 from .attention import SegmentAttention
 from .kernels import Gradients
 from .kv_cache import GradientSums, SegmentCache
@@ -73,9 +73,7 @@ def _with_prefix(linear: torch.nn.Module, forward: Callable[..., Any], latent: T
     return cache.project(_Join.apply(latent, cache, segment), segment)
 
 
-_JOINING = PatchTable(
-    Scope.MODEL, (wrapping("torch.nn.Module.forward", _with_prefix, "projects the latents of its own segment only"),)
-)
+_JOINING = (wrapping("torch.nn.Module.forward", _with_prefix, "projects the latents of its own segment only"),)
 
 
 class LatentCache(SegmentCache):

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import Patch, PatchTable, Scope, patched_on
+from ..patches import Patch, PatchTable, patched_on
 from .weight_gradient import WeightGradientStore, Work, accumulated
 from .weight_gradient_te import products_left_in
 
@@ -37,17 +37,14 @@ def _deferring(store: WeightGradientStore) -> PatchTable:
     def left_in_store(linear: torch.nn.Module, forward: Any) -> Any:
         return deferring(forward, store)
 
-    return PatchTable(
-        Scope.STEP,
-        tuple(
-            Patch(
-                f"megatron.core.tensor_parallel.layers.{kind}._forward_impl",
-                left_in_store,
-                "computes the weight gradient with the input gradient",
-                wraps=True,
-            )
-            for kind in ("ColumnParallelLinear", "RowParallelLinear")
-        ),
+    return tuple(
+        Patch(
+            f"megatron.core.tensor_parallel.layers.{kind}._forward_impl",
+            left_in_store,
+            "computes the weight gradient with the input gradient",
+            wraps=True,
+        )
+        for kind in ("ColumnParallelLinear", "RowParallelLinear")
     )
 
 

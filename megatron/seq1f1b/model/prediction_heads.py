@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, Scope
+from ..patches import Patch, PatchTable
 from .segment import Segment, SegmentContext
 
 
@@ -45,19 +45,16 @@ class PredictionHeads:
         module = "megatron.core.transformer.multi_token_prediction"
         shifts = "fills the end of a segment with zeros"
         loss = "divides by the tokens of a segment"
-        return PatchTable(
-            Scope.STEP,
-            (
-                Patch(f"{module}.roll_tensor", self._shifted, shifts),
-                Patch(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts, wraps=True),
-                Patch("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss, wraps=True),
-                Patch("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss, wraps=True),
-                Patch(
-                    f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker",
-                    self._logged,
-                    "takes the mean of what context-parallel ranks log, which here adds up to the loss",
-                    wraps=True,
-                ),
+        return (
+            Patch(f"{module}.roll_tensor", self._shifted, shifts),
+            Patch(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts, wraps=True),
+            Patch("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss, wraps=True),
+            Patch("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss, wraps=True),
+            Patch(
+                f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker",
+                self._logged,
+                "takes the mean of what context-parallel ranks log, which here adds up to the loss",
+                wraps=True,
             ),
         )
 

@@ -15,7 +15,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, common, gdn
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
-from ..patches import PatchTable, Scope, wrapping
+from ..patches import wrapping
 from .passed_state import State, causal_convolution, run_recurrence
 
 
@@ -37,9 +37,7 @@ def _delta_net(
 
 
 _REASON = "starts every segment without a state"
-DELTA_NET_FOLLOWS = PatchTable(
-    Scope.MODEL, (wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),)
-)
+DELTA_NET_FOLLOWS = (wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),)
 
 
 def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -93,12 +91,9 @@ def _mamba(
 
 
 # Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
-MAMBA_FOLLOWS = PatchTable(
-    Scope.MODEL,
-    tuple(
-        wrapping(f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}", _mamba, _REASON)
-        for method in ("_ssm_training", "_ssm_prefill")
-    ),
+MAMBA_FOLLOWS = tuple(
+    wrapping(f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}", _mamba, _REASON)
+    for method in ("_ssm_training", "_ssm_prefill")
 )
 
 

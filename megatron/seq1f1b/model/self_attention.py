@@ -12,7 +12,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, Scope, patched_on
+from ..patches import Patch, PatchTable, patched_on
 from .attention import SegmentAttention
 from .head_exchange import HeadExchange
 from .kernels import KernelChoice
@@ -45,7 +45,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
 
 def _in_place_of_attention(replacement: SegmentAttention) -> PatchTable:
     target = "megatron.core.transformer.attention.Attention.core_attention"
-    return PatchTable(Scope.MODEL, (Patch(target, replacement, "attends to the keys of its own input only"),))
+    return (Patch(target, replacement, "attends to the keys of its own input only"),)
 
 
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
@@ -142,10 +142,7 @@ def _not_run(forward: Callable) -> Callable:
 
 _LOCAL = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 
-LOCAL_ATTENTION = PatchTable(
-    Scope.INSTALLED,
-    (
-        Patch(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place", wraps=True),
-        Patch(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank where ours does not", wraps=True),
-    ),
+LOCAL_ATTENTION = (
+    Patch(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place", wraps=True),
+    Patch(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank where ours does not", wraps=True),
 )

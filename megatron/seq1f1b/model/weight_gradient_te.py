@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, Scope, patched_on
+from ..patches import Patch, patched_on
 from .weight_gradient import WeightGradientStore, Work, accumulated
 
 
@@ -81,7 +81,7 @@ def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Modu
         Patch(f"{base}.wgrad_store", products, "assigns gradients, and does not keep units apart", wraps=True),
         Patch(f"{base}.forward", _on_aliases, "lets hooks of parameters fire before there is a gradient", wraps=True),
     )
-    return patched_on(layers, PatchTable(Scope.STEP, rows))
+    return patched_on(layers, rows)
 
 
 def _on_aliases(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:

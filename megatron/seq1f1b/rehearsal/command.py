@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..patches import Patch, PatchTable, Scope
+from ..patches import Patch, PatchTable
 
 if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
     from .report import RehearsalReport, StageReport
@@ -45,24 +45,19 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
 
     `watched(function, tracer)` makes a forward-backward function report its steps to `tracer`.
     """
-    return PatchTable(
-        Scope.INSTALLED,
-        (
-            Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
-            Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
-            Patch(
-                "megatron.training.global_vars.build_tokenizer",
-                _of_as_many_words,
-                "reads files of the cluster, or a hub, for the size of the vocabulary",
-                wraps=True,
-            ),
-            Patch(
-                "megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"
-            ),
-            *(
-                Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
-                for module in ("megatron.training.training", "megatron.training")
-            ),
+    return (
+        Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
+        Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
+        Patch(
+            "megatron.training.global_vars.build_tokenizer",
+            _of_as_many_words,
+            "reads files of the cluster, or a hub, for the size of the vocabulary",
+            wraps=True,
+        ),
+        Patch("megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"),
+        *(
+            Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
+            for module in ("megatron.training.training", "megatron.training")
         ),
     )
 

@@ -110,9 +110,8 @@ class StepRecorder:
         if self._num_actions % max(1, self._num_actions_in_all // 100) == 0:
             self._progress(min(1.0, self._num_actions / self._num_actions_in_all))
 
-    def collective(self, kind: str, stage: int) -> Callable[[Any], None]:
-        """As `Recorder.collective`: nothing runs beside the actions of a rehearsal."""
-        return lambda handle: None
+    def reading(self) -> None:
+        """As `Recorder.reading`: a rehearsal has no times."""
 
     def watch(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Look for keys and values in the caches of these model chunks, and for logits in their output layers."""

@@ -12,7 +12,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..model import use_segment_attention
-from ..patches import Patch, PatchTable, Scope, patched
+from ..patches import Patch, patched
 from .ledger import Category, StorageCounter
 from .operators import ExpertCounts, WithoutValues
 from .recorder import StepRecorder
@@ -62,12 +62,9 @@ class Stage:
             ("build_train_valid_test_data_iterators", self._data, "its batches come from the host, so are not counted"),
             ("train_step", self._step, "is counted, and the last"),
         )
-        table = PatchTable(
-            Scope.STEP,
-            (
-                *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
-                Patch("torch.UntypedStorage.resize_", self.counter.resize, "is counted", wraps=True),
-            ),
+        table = (
+            *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
+            Patch("torch.UntypedStorage.resize_", self.counter.resize, "is counted", wraps=True),
         )
         with patched(table), patched(spared(self._args.device)) if self._is_fake else nullcontext():
             yield

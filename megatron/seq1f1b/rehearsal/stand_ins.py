@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from ..model import Documents
 from ..model.kernels import CudaFlash
-from ..patches import Patch, PatchTable, Scope
+from ..patches import Patch, PatchTable
 from ..planning.costs.machine import MIB
+from ..runtime.call import Call
 
 _SHARES = (0.4, 0.3, 0.2)  # of a sequence; one more document has the rest
 
@@ -141,19 +142,15 @@ def _lengths(sequence_length: int) -> list[int]:
     return [*lengths, sequence_length - sum(lengths)]
 
 
-def documents_of_step(batches: Any, shape: tuple[int, int, int], *_: Any) -> list[Documents]:
-    """Those of every micro-batch, as the function of the same name in the runtime finds them in batches.
-
-    `shape` = (micro-batches, sequences, tokens).
-    """
-    num_microbatches, num_sequences, sequence_length = shape
-    starts = tuple(accumulate(_lengths(sequence_length)[:-1], initial=0))
-    return [(starts,) * num_sequences] * num_microbatches
+def documents_of_step(call: Call, *_: Any) -> list[Documents]:
+    """Those of every micro-batch, as the function of the same name in the runtime finds them in batches."""
+    starts = tuple(accumulate(_lengths(call.seq_length)[:-1], initial=0))
+    return [(starts,) * call.micro_batch_size] * call.num_microbatches
 
 
 def spared(device: str) -> PatchTable:
     """What is bound while a stage runs on tensors without values; kernels are a GPU's unless `device` is the CPU."""
-    return PatchTable(Scope.STEP, _FOR_FAKES + (() if device == "cpu" else _AS_ON_A_GPU))
+    return _FOR_FAKES + (() if device == "cpu" else _AS_ON_A_GPU)
 
 
 def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:

@@ -1,18 +1,8 @@
 """Running a schedule: the interpreter of its actions, messages, losses, gradient reduction and traces."""
 
 from .executor import PipelineExecutor
-from .meter import Reading, StepMeter
-from .recorder import UpstreamSteps, trace_collectives
+from .recorder import Reading
 from .segmentation import Packing, Segmentation
-from .tracer import Tracer
+from .tracer import Tracer, run_traced
 
-__all__ = [
-    "Packing",
-    "PipelineExecutor",
-    "Reading",
-    "Segmentation",
-    "StepMeter",
-    "Tracer",
-    "UpstreamSteps",
-    "trace_collectives",
-]
+__all__ = ["Packing", "PipelineExecutor", "Reading", "Segmentation", "Tracer", "run_traced"]

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -13,76 +13,47 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class Call:
     """The arguments of one step; see megatron/core/pipeline_parallel/schedules.py.
 
     `chunks` and `iterators` are the model chunks of this rank and their data, `pipeline` the ranks of the pipeline.
-    `seq_length` is 0 where Megatron leaves it out, since no message is sent.
+    `seq_length` is 0 where Megatron leaves it out, since no message is sent. Raises ValueError for what our schedules
+    cannot follow.
     """
 
     forward_step_func: Callable
-    chunks: list[torch.nn.Module]
-    iterators: list[Any]
+    data_iterator: InitVar[Any]
+    model: InitVar[torch.nn.Module | list[torch.nn.Module]]
     num_microbatches: int
     seq_length: int
     micro_batch_size: int | None
-    decoder_seq_length: int | None
-    forward_only: bool
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    force_all_reduce: bool
-    config: Any
-    groups: ProcessGroupCollection
-    pipeline: dist.ProcessGroup
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable | None = None
+    p2p_communicator: Any = None
+    pg_collection: InitVar[ProcessGroupCollection | None] = None
+    force_all_reduce: bool = False
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        forward_step_func: Callable,
-        data_iterator: Any,
-        model: torch.nn.Module | list[torch.nn.Module],
-        num_microbatches: int,
-        seq_length: int | None,
-        micro_batch_size: int | None,
-        decoder_seq_length: int | None = None,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        adjust_tensor_shapes_fn: Callable | None = None,
-        p2p_communicator: Any = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        force_all_reduce: bool = False,
-    ) -> "Call":
-        """From the arguments as Megatron gives them. Raises ValueError for what our schedules cannot follow."""
-        chunks = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-        if len(iterators) != len(chunks):
-            raise ValueError(f"{len(chunks)} model chunks need a data iterator each, but {len(iterators)} were given")
-        config = get_model_config(chunks[0])
-        _check_messages(config, p2p_communicator, pg_collection, adjust_tensor_shapes_fn)
-        if not hasattr(config, "calculate_per_token_loss"):
-            config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
-        groups = pg_collection or _build_default_pg_collection()
-        pipeline = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
-        _check_waits(config, pipeline)
-        return cls(
-            forward_step_func=forward_step_func,
-            chunks=chunks,
-            iterators=iterators,
-            num_microbatches=num_microbatches,
-            seq_length=seq_length or 0,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            force_all_reduce=force_all_reduce,
-            config=config,
-            groups=groups,
-            pipeline=pipeline,
-        )
+    def __post_init__(self, data_iterator: Any, model: Any, pg_collection: ProcessGroupCollection | None) -> None:
+        self.chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
+        self.iterators: list[Any] = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if len(self.iterators) != len(self.chunks):
+            raise ValueError(
+                f"{len(self.chunks)} model chunks need a data iterator each, but {len(self.iterators)} were given"
+            )
+        self.seq_length = self.seq_length or 0
+        self.config: Any = get_model_config(self.chunks[0])
+        if not hasattr(self.config, "calculate_per_token_loss"):
+            self.config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
+        if self.p2p_communicator is not None and pg_collection is None:
+            raise ValueError("a p2p_communicator needs its pg_collection")
+        _check_messages(self.config, self.p2p_communicator, self.adjust_tensor_shapes_fn)
+        self.groups = pg_collection or _build_default_pg_collection()
+        self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
+        _check_waits(self.config, self.pipeline)
 
     @property
     def device(self) -> torch.device:
@@ -110,20 +81,13 @@ class Call:
         )
 
 
-def _check_messages(
-    config: Any,
-    p2p_communicator: Any,
-    pg_collection: ProcessGroupCollection | None,
-    adjust_tensor_shapes_fn: Callable | None,
-) -> None:
+def _check_messages(config: Any, p2p_communicator: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
     """Raise ValueError for what changes the messages between stages."""
     if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
         raise ValueError(
             "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, which "
             "our schedules lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
         )
-    if p2p_communicator is not None and pg_collection is None:
-        raise ValueError("a p2p_communicator needs its pg_collection")
     if config.variable_seq_lengths:
         raise ValueError(
             "variable_seq_lengths negotiates the shape of every message, which our schedules fix in advance; run this "

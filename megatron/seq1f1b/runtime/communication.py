@@ -5,24 +5,21 @@ fixes the order, the same at both ends, and when each receive is posted, so neit
 `schedule/lowering.py` shows why this cannot hang. A rank may use messages in another order than they come in.
 """
 
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedule import Action, Channel, Kind
-from .watch import Watch
+from ..schedule import Action, Channel, Kind, Placement, channel_of
+from .waits import Waits, report_if_late
 
 _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
 
@@ -30,6 +27,21 @@ _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
 # would take up to 32 over NVLink, an eighth of an H100.
 MAX_CTAS = 4
 _NCCL_UNDEFINED = -(2**31)
+
+
+def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
+    """By kind of message and stage on this rank, the channels to neighbouring stages that are on others."""
+    channels = {}
+    for stage in placement.stages_of(rank):
+        for kind, neighbour in (
+            (Kind.RECV_F, stage - 1),
+            (Kind.SEND_B, stage - 1),
+            (Kind.SEND_F, stage + 1),
+            (Kind.RECV_B, stage + 1),
+        ):
+            if 0 <= neighbour < placement.num_stages and placement.rank_of(neighbour) != rank:
+                channels[kind, stage] = channel_of(Action(kind, stage), placement)
+    return channels
 
 
 class Communicator:
@@ -48,7 +60,7 @@ class Communicator:
         device: torch.device,
         timeout: timedelta,
     ) -> None:
-        channels = sorted(channels)
+        channels = sorted(set(channels))
         self._ranks = dist.get_process_group_ranks(group)
         self._group = group
         self._dtype = dtype
@@ -60,10 +72,10 @@ class Communicator:
         # gloo moves host memory only; through pinned buffers several ranks can share one GPU.
         self._is_staged = self._is_gloo and device.type == "cuda"
         self._groups = {} if self._is_gloo or not channels else groups_per_communicator(group, channels, timeout)
-        # Only waiting shows that a gloo send has left, so a thread waits beside the compute.
-        self._waiter = _Waiter() if self._is_gloo else None
-        on_start = partial(torch.cuda.set_device, device)  # else the thread would take memory on the first GPU
-        self._watch = Watch(timeout, on_start) if self.is_on_device else None
+        # Only waiting shows that a gloo send has left; with NCCL, no host waits for a receive.
+        self._waits = Waits("sends" if self._is_gloo else "receives")
+        if not self._is_gloo:
+            self._waits.submit(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
         # By (stage, micro-batch, segment) of the action that a message is for; without work once it is there.
         self._receiving: dict[Channel, dict[tuple | None, tuple[dist.Work | None, Tensor, Action | None]]] = {}
         self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
@@ -109,7 +121,7 @@ class Communicator:
             message = torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message)
         message = message.contiguous()
         work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
-        left = (work, message) if self._waiter is None else self._waiter.submit(partial(self._wait, work, message))
+        left = self._waits.submit(partial(self._wait, work, message)) if self._is_gloo else (work, message)
         self._sending.append((left, channel, action))
         while self._sending and (self._goes_in_turn or _has_left(self._sending[0][0])):
             self._finish(*self._sending.popleft())
@@ -144,10 +156,11 @@ class Communicator:
         except RuntimeError as error:
             seconds = time.monotonic() - start
             raise RuntimeError(f"{_message(channel, action)} did not come in {seconds:.0f} s: {error}") from error
-        if self._watch is not None:
+        if not self._is_gloo:
             mark = torch.cuda.Event()
             mark.record()
-            self._watch.expect(mark, partial(_message, channel, action))
+            describe = partial(_message, channel, action)
+            self._waits.submit(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
         self._settle()
 
     def _settle(self) -> None:
@@ -190,34 +203,6 @@ def _message(channel: Channel, action: Action | None) -> str:
     what = "activations" if is_forward else "gradient"
     unit = f"micro-batch {action.microbatch}, segment {action.segment}"
     return f"the {what} of {unit} from {stages} ({ranks}; {action})"
-
-
-class _Waiter:
-    """A thread that waits for one thing after the other.
-
-    It is a daemon: a program that fails must not wait at its end for messages that no rank receives.
-    """
-
-    def __init__(self) -> None:
-        self._waits: SimpleQueue[tuple[Future, Callable] | None] = SimpleQueue()
-        threading.Thread(target=_wait_for_each, args=(self._waits,), name="sends", daemon=True).start()
-        weakref.finalize(self, self._waits.put, None)
-
-    def submit(self, wait: Callable[[], None]) -> Future:
-        """Call `wait` after all that was submitted before."""
-        future = Future()
-        self._waits.put((future, wait))
-        return future
-
-
-def _wait_for_each(waits: SimpleQueue) -> None:
-    while (submitted := waits.get()) is not None:
-        future, wait = submitted
-        try:
-            future.set_result(wait())
-        except Exception as error:
-            future.set_exception(error)
-        del submitted, future, wait  # while waiting for the next, hold no message
 
 
 def groups_per_communicator(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,18 +21,17 @@ from ..model import (
     refuse_attention_to_later_tokens,
 )
 from ..patches import patched
-from ..schedule import Channel, CostsOfLengths, Kind, Placement, ScheduleChoice, Shape
-from .agreement import check_agreement
+from ..ranks import check_agreement
+from ..schedule import CostsOfLengths, Placement, ScheduleChoice, Shape
 from .call import Call
-from .communication import Communicator
+from .communication import Communicator, channels_of
 from .data import SegmentIterator
 from .gradient_sync import GradientSync, add_up_tied_embeddings
 from .interpreter import Interpreter, Services, Step
 from .loss import LossLedger
-from .meter import Reading, StepMeter
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
-from .recorder import Recorder, trace_collectives
+from .recorder import Recorder
 from .segmentation import Segmentation, documents_of_step
 from .tracer import Tracer
 
@@ -45,8 +45,8 @@ class PipelineExecutor:
 
     `costs(lengths)` are the costs that `auto` plans for, equal ones if it is None. `around_forward(stage, length)` is
     entered around the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a
-    message is longer than `timeout`. A `meter` measures every training step. With `reports_on_last_rank` the last rank
-    of the pipeline has the reports, too, where another computes the loss.
+    message is longer than `timeout`. With `reports_on_last_rank` the last rank of the pipeline has the reports, too,
+    where another computes the loss.
 
     The first step with segments of certain lengths may load or compile kernels, for which CUDA may wait for all of the
     GPU, so where messages are kernels it has none under way while another kernel starts.
@@ -62,7 +62,6 @@ class PipelineExecutor:
         costs: CostsOfLengths | None = None,
         around_forward: Callable[[int, int], AbstractContextManager] = _nothing,
         timeout: timedelta = timedelta(minutes=10),
-        meter: StepMeter | None = None,
         reports_on_last_rank: bool = False,
     ) -> None:
         self._programs = Programs(schedule, costs, streams_share_queues())
@@ -70,7 +69,7 @@ class PipelineExecutor:
         self._around_forward = around_forward
         self._timeout = timeout
         self._tracer: Tracer | None = None
-        self._meter = meter
+        self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
@@ -83,10 +82,6 @@ class PipelineExecutor:
         """Let `tracer` record the steps from now on."""
         self._tracer = tracer
 
-    def last_step(self) -> Reading | None:
-        """What the meter measured in the last training step, if there is one."""
-        return None if self._meter is None else self._meter.reading()
-
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
 
@@ -97,7 +92,7 @@ class PipelineExecutor:
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks are out of step since then; "
                 "end the program, and start it again from a checkpoint"
             )
-        call = Call.of(**arguments)
+        call = Call(**arguments)
         if self._segmentation.num_segments > 1:
             refuse_attention_to_later_tokens(call.chunks)
             if call.decoder_seq_length not in (None, call.seq_length):
@@ -116,8 +111,7 @@ class PipelineExecutor:
         if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
             self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
-        if program.another_goes_backward_first:
-            add_up_all_weight_gradients(call.chunks)
+        add_up_all_weight_gradients(call.chunks)
 
         timers = call.config.timers
         if timers is not None:
@@ -145,15 +139,8 @@ class PipelineExecutor:
         batches = [iterator and SegmentIterator(iterator, check) for iterator in call.iterators]
         documents: Sequence[Documents | None] = [None] * shape.num_microbatches
         if self._segmentation.packing is not None:
-            documents = documents_of_step(
-                batches[shape.placement.chunk_of(0)],
-                (shape.num_microbatches, call.micro_batch_size, call.seq_length),
-                self._segmentation.packing.end_of_document,
-                shape.placement.rank_of(0),
-                call.pipeline,
-                call.groups.tp,
-                call.device,
-            )
+            end_of_document = self._segmentation.packing.end_of_document
+            documents = documents_of_step(call, shape.placement, batches, end_of_document)
         segments = [
             self._segmentation.segments(number, call.seq_length, packed) for number, packed in enumerate(documents)
         ]
@@ -167,24 +154,19 @@ class PipelineExecutor:
         sync = GradientSync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             around.callback(sync.close)
-            recorders: list[Recorder | StepMeter] = []
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, call.chunks))
             if shape.num_segments > 1 or call.groups.cp.size() > 1 or self._segmentation.packing is not None:
                 heads = prediction_heads(call, shape.placement, step.rank, step.batches, self._context)
                 if heads is not None:
                     around.enter_context(patched(heads.patches()))
-            if self._tracer is not None and not call.forward_only:
-                tracing = self._tracer.step(self._programs.name, shape, call.pipeline, call.device, lengths)
+            if self._tracer is None or call.forward_only:
+                recorder = around.enter_context(Recorder(call.device))
+            else:
+                tracing = self._tracer.step(self._programs.name, shape, call.chunks, call.pipeline, lengths)
                 recorder = around.enter_context(tracing)
-                if recorder is not None:
-                    recorders.append(recorder)
-                    stages = shape.placement.stages_of(step.rank)
-                    around.enter_context(trace_collectives(call.chunks, stages, recorder.collective))
-            measured: AbstractContextManager = nullcontext()
-            if self._meter is not None and not call.forward_only:
-                recorders.append(self._meter)
-                measured = self._meter.step(call.device)
+            if not call.forward_only:
+                self.recorder = recorder
             services = Services(
                 communicator=communicator,
                 context=self._context,
@@ -192,11 +174,10 @@ class PipelineExecutor:
                 losses=losses,
                 sync=sync,
                 around_forward=self._around_forward,
-                recorders=recorders,
+                recorder=recorder,
                 around=partial(self._programs.around, shape, lengths, step.rank),
             )
-            with measured:
-                Interpreter(step, services).run(program)
+            Interpreter(step, services).run(program)
             sync.close()
             losses.make_up_checks()
             self._context.masks.settle()
@@ -229,11 +210,8 @@ class PipelineExecutor:
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement
         if key not in self._communicators:
-            channels = []
-            for stage in range(placement.num_stages - 1):
-                here, there = placement.rank_of(stage), placement.rank_of(stage + 1)
-                if here != there:
-                    channels += Channel(Kind.F, here, there), Channel(Kind.B, there, here)
+            ranks = range(placement.num_ranks)
+            channels = chain.from_iterable(channels_of(placement, rank).values() for rank in ranks)
             self._communicators[key] = Communicator(
                 call.pipeline, channels, call.config.pipeline_dtype, call.device, self._timeout
             )

@@ -7,11 +7,12 @@ parameter must be ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
+from megatron.core.utils import unwrap_model
 
 
 class GradientSync:
@@ -26,23 +27,22 @@ class GradientSync:
         self._start_reduction = None if ends_last else _per_chunk(config.grad_sync_func, len(chunks))
         self._start_gather = _per_chunk(config.param_sync_func, len(chunks))
         self._make_no_sync = _per_chunk(config.no_sync_func, len(chunks)) or [nullcontext] * len(chunks)
-        self._no_sync: list[Any] = [None] * len(chunks)
+        self._no_sync = [ExitStack() for _ in chunks]
         for chunk in range(len(chunks)):
             self._enter_no_sync(chunk)
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
         """Inside, the DDP hooks may reduce, unless Megatron sets `grad_sync_func`."""
-        if self._start_reduction:
-            yield
-            return
-        self._leave_no_sync(chunk)
+        if not self._start_reduction:
+            self._no_sync[chunk].close()
         yield
-        self._enter_no_sync(chunk)
+        if not self._start_reduction:
+            self._enter_no_sync(chunk)
 
     def after_last_backward(self, chunk: int) -> None:
         """Start the reduction of the whole chunk if Megatron aligns reductions (`align_grad_reduce`)."""
-        self._leave_no_sync(chunk)
+        self._no_sync[chunk].close()
         if self._start_reduction:
             self._start_reduction[chunk](self._chunks[chunk].parameters())
 
@@ -53,17 +53,11 @@ class GradientSync:
 
     def close(self) -> None:
         """Leave every `no_sync`, at the end of a step or after it failed."""
-        for chunk in range(len(self._chunks)):
-            self._leave_no_sync(chunk)
+        for context in self._no_sync:
+            context.close()
 
     def _enter_no_sync(self, chunk: int) -> None:
-        self._no_sync[chunk] = self._make_no_sync[chunk]()
-        self._no_sync[chunk].__enter__()
-
-    def _leave_no_sync(self, chunk: int) -> None:
-        context, self._no_sync[chunk] = self._no_sync[chunk], None
-        if context is not None:
-            context.__exit__(None, None, None)
+        self._no_sync[chunk].enter_context(self._make_no_sync[chunk]())
 
 
 def _per_chunk(hook: Callable | list[Callable] | None, num_chunks: int) -> list[Callable] | None:
@@ -78,7 +72,7 @@ def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 
     The last chunk has them in an output layer that is tied to the embedding, or as multi-token prediction's copy.
     """
-    first, last = _bare(chunks[0]), _bare(chunks[-1])
+    first, last = unwrap_model(chunks[0]), unwrap_model(chunks[-1])
     if first is last or not (getattr(first, "pre_process", False) and getattr(last, "post_process", False)):
         return []
     if not (first.share_embeddings_and_output_weights or getattr(last, "mtp_process", False)):
@@ -95,9 +89,3 @@ def add_up_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
     if embedding is not None and output is not None:  # None if the weights are frozen
         embedding += output
         output.copy_(embedding)
-
-
-def _bare(chunk: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
-        chunk = chunk.module
-    return chunk

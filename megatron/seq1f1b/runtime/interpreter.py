@@ -7,7 +7,6 @@ It contains nothing of families, phases or neighbours: all that is in the progra
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -20,13 +19,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..model import Segment, SegmentContext, WeightGradientStore
-from ..schedule import Action, Channel, Kind, Placement, channel_of
+from ..schedule import Action, Kind, Placement
 from .call import Call
-from .communication import Communicator
+from .communication import Communicator, channels_of
 from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
-from .meter import StepMeter
 from .prediction import rows_per_token
 from .program import Program
 from .recorder import Recorder
@@ -67,7 +65,7 @@ class Services:
     losses: LossLedger
     sync: GradientSync
     around_forward: Callable[[int, int], AbstractContextManager]
-    recorders: Sequence[Recorder | StepMeter]
+    recorder: Recorder
     around: Callable[[Action], str]
     handlers: "Mapping[Kind, Handler]" = field(default_factory=dict)
 
@@ -85,7 +83,7 @@ class Interpreter:
         self._timers = step.call.config.timers
         self._last_stage = step.placement.num_stages - 1
         self._chunk_of = {stage: step.placement.chunk_of(stage) for stage in step.placement.stages_of(step.rank)}
-        self._channels = _channels(step.placement, step.rank)
+        self._channels = channels_of(step.placement, step.rank)
         self._started_chunks: set[int] = set()
         self._message_shapes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._splits_backwards = False
@@ -144,7 +142,8 @@ class Interpreter:
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
         is_last = stage == self._last_stage
-        with self._running(action, segment), services.around_forward(stage, segment.length):
+        running = services.context.running(segment, not call.forward_only)
+        with running, services.recorder.span(action), services.around_forward(stage, segment.length):
             output, _ = forward_step(
                 services.losses.observe(call.forward_step_func, segment),
                 batches and batches.at(segment),
@@ -175,7 +174,7 @@ class Interpreter:
             gradient, output = None, services.losses.ready_for_backward(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
-        with self._running(action, segment):
+        with services.context.running(segment, True), services.recorder.span(action):
             if self._splits_backwards:
                 with services.weight_gradients.collecting(action[1:]):
                     gradient = self._input_gradient(action, arrived, output, gradient)
@@ -196,8 +195,8 @@ class Interpreter:
             return backward_step(arrived, output, gradient, self._call.config)
 
     def _weight_gradient(self, action: Action) -> None:
-        segment = self._step.segments[action.microbatch][action.segment]
-        with self._running(action, segment):
+        segment, services = self._step.segments[action.microbatch][action.segment], self._services
+        with services.context.running(segment, True), services.recorder.span(action):
             self._start("backward-compute")
             self._compute_weight_gradients(action)
             self._stop("backward-compute")
@@ -254,13 +253,6 @@ class Interpreter:
     def _reduce(self, action: Action) -> None:
         self._services.sync.after_last_backward(self._chunk_of[action.stage])
 
-    def _running(self, action: Action, segment: Segment) -> AbstractContextManager:
-        keeps_for_backward = not self._call.forward_only
-        running = self._services.context.running(segment, keeps_for_backward)
-        for recorder in self._services.recorders:
-            running = _Both(running, recorder.span(action))
-        return running
-
     def _start(self, name: str) -> None:
         """Start a timer of Megatron's log by its name; its `forward_step` and `backward_step` time themselves."""
         if self._timers is not None:
@@ -287,38 +279,3 @@ class Interpreter:
 
 # Runs one action of a kind.
 Handler = Callable[[Interpreter, Action], None]
-
-
-class _Both:
-    """One context in another; an ExitStack would take the host several times as long, twice in every unit."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, outer: AbstractContextManager, inner: AbstractContextManager) -> None:
-        self._outer = outer
-        self._inner = inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._inner.__exit__(*error)
-        finally:
-            self._outer.__exit__(*error)
-
-
-def _channels(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
-    """By kind of message and stage on this rank, the channels to neighbouring stages that are on others."""
-    channels = {}
-    for stage in placement.stages_of(rank):
-        for kind, neighbour in (
-            (Kind.RECV_F, stage - 1),
-            (Kind.SEND_B, stage - 1),
-            (Kind.SEND_F, stage + 1),
-            (Kind.RECV_B, stage + 1),
-        ):
-            if 0 <= neighbour < placement.num_stages and placement.rank_of(neighbour) != rank:
-                channels[kind, stage] = channel_of(Action(kind, stage), placement)
-    return channels

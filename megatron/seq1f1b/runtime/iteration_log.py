@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from ..patches import Patch
-from .meter import Reading
+from .recorder import Reading
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
 _BATCH = re.compile(r" global batch size: +(\d+) \|")

@@ -51,17 +51,14 @@ def prediction_heads(
     `batches` are the data of the model chunks of this rank.
     """
     predicting = prediction_stage(call.config, placement)
-    if predicting is None:
-        return None
-    stages = {predicting, placement.num_stages - 1}
+    stages = set() if predicting is None else {predicting, placement.num_stages - 1}
     readers = [batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == rank]
     if not readers:
         return None
 
     def ahead(segment: Segment) -> LookAhead:
         running = next(each for each in readers if each is None or each.segment is segment)
-        depth, groups = call.config.mtp_num_layers, call.groups
-        return look_ahead(running, segment, call.micro_batch_size, depth, groups.tp, groups.cp, call.device)
+        return look_ahead(running, segment, call)
 
     return PredictionHeads(context, ahead, call.groups.cp.size())
 
@@ -80,15 +77,7 @@ class LookAhead:
     ends_document: Tensor | None = None
 
 
-def look_ahead(
-    batches: SegmentIterator | None,
-    segment: Segment,
-    num_sequences: int,
-    depth: int,
-    tensor: dist.ProcessGroup,
-    context: dist.ProcessGroup,
-    device: torch.device,
-) -> LookAhead:
+def look_ahead(batches: SegmentIterator | None, segment: Segment, call: Call) -> LookAhead:
     """Called on all tensor-parallel ranks of a stage; the first of them has the `batches`.
 
     A context-parallel rank has two runs of tokens, see model/head_exchange.py. One small message tells the others.
@@ -96,9 +85,10 @@ def look_ahead(
     with an attention mask alone go on from one to the next. Raises ValueError if a batch is no dict with tokens,
     position_ids and labels.
     """
-    runs = _runs(segment, context)
-    shape = len(_ENTRIES), len(runs), num_sequences, depth
-    packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=device)
+    depth, tensor = call.config.mtp_num_layers, call.groups.tp
+    runs = _runs(segment, call.groups.cp)
+    shape = len(_ENTRIES), len(runs), call.micro_batch_size, depth
+    packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=call.device)
     if tensor.rank() == 0:
         packed.copy_(_packed(batches.latest, segment.documents, [end for _, end in runs], shape), non_blocking=True)
     if tensor.size() > 1:
@@ -106,7 +96,8 @@ def look_ahead(
     entries, counts, stays_within = packed.split((packed.numel() - depth - 2, depth + 1, 1))
     ends_document = None
     if segment.documents is not None:
-        ends_document = _ends_of_documents(segment.documents, runs).to(device, non_blocking=True) & (stays_within > 0)
+        at_ends = _ends_of_documents(segment.documents, runs).to(call.device, non_blocking=True)
+        ends_document = at_ends & (stays_within > 0)
     return LookAhead(dict(zip(_ENTRIES, entries.view(shape), strict=True)), counts, ends_document)
 
 

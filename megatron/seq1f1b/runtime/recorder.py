@@ -1,55 +1,96 @@
-"""When the actions of a step ran: of our schedules, of Megatron's own, and of collectives that run beside compute."""
+"""When the actions of a step ran, how busy this rank was, and what the step held in memory."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from ..patches import Patch, PatchTable, Scope, patched_on
-from ..schedule import Action, Kind, Placement, Span
-from .meter import clock_of
-
-# Of a group of buckets: the method that starts a collective, the attribute with its handle, the kind of action.
-_COLLECTIVES = (
-    ("start_grad_sync", "grad_reduce_handle", "REDUCE"),
-    ("start_param_sync", "param_gather_handle", "GATHER"),
-)
+from ..schedule import Action, Kind, Span
 
 
-class Recorder:
-    """The spans of one rank in one step. `origin` is when it was made, by this machine's clock.
-
-    On a GPU the ends of an action are events on the current stream, read when the step is over, so that recording does
-    not wait for the device.
-    """
+class Clock:
+    """Marks moments of what runs on `device`: on a GPU events on its current stream, so that marking does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_on_gpu = device.type == "cuda"
-        self._clock = clock_of(device)
+
+    def now(self) -> Any:
+        if not self._is_on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The time between two marks, which the device must have passed."""
+        return start.elapsed_time(end) / 1e3 if self._is_on_gpu else end - start
+
+
+class PeakMemory:
+    """Counts from its creation: activations, caches, messages and workspace, but not weights or optimizer state.
+
+    The numbers are those of `torch.cuda`: PyTorch's allocator on a GPU, the resident set of the process on a CPU (see
+    cpu/stand_ins.py). On a GPU `resets_peak` also resets the peak in Megatron's reports; without it the peak is that
+    of the whole run.
+    """
+
+    def __init__(self, device: torch.device, resets_peak: bool = True) -> None:
+        self._device = device
+        if resets_peak or device.type != "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._baseline = torch.cuda.memory_allocated(device)
+
+    def peak(self) -> int:
+        """Bytes."""
+        return torch.cuda.max_memory_allocated(self._device) - self._baseline
+
+
+class Reading(NamedTuple):
+    """One rank in one step: seconds in actions, seconds from its start to the end of the last action, bytes beyond
+    those before it.
+    """
+
+    busy: float
+    duration: float
+    peak_memory: float
+
+
+class Recorder:
+    """One rank in one step, which runs inside `with`. An action costs two marks; nothing waits for the device.
+
+    A step that is `traced` begins when the device has nothing left to do, at `origin` of this machine's clock.
+    """
+
+    def __init__(self, device: torch.device, traced: bool = False) -> None:
+        self._memory = PeakMemory(device, resets_peak=traced)
+        self._clock = Clock(device)
         self._marks: list[tuple[Action, Any, Any]] = []
         self._collectives: list[tuple[Action, Any, torch.futures.Future]] = []
-        if self._is_on_gpu:
+        self._peak = 0
+        if traced and device.type == "cuda":
             torch.cuda.synchronize(device)
         self._start = self._clock.now()
         self.origin = time.perf_counter()
 
-    @contextmanager
-    def span(self, action: Action) -> Iterator[None]:
-        """Time the body as `action`."""
-        start = self._clock.now()
-        yield
-        self._marks.append((action, start, self._clock.now()))
+    def __enter__(self) -> Self:
+        return self
 
-    def collective(self, kind: str, stage: int) -> Callable[[Any], None]:
+    def __exit__(self, *_: object) -> None:
+        self._peak = self._memory.peak()
+
+    def span(self, action: Action) -> AbstractContextManager[None]:
+        """Time the body as `action`."""
+        return _Timed(self._clock, self._marks, action)
+
+    def collective(self, kind: Kind, stage: int) -> Callable[[Any], None]:
         """Time a REDUCE or GATHER from now; call the result with the handle as soon as the collective runs.
 
         Only what runs beside compute is recorded. Its end is taken in the thread of gloo, or on the stream that waits
         for NCCL; a reduce-scatter by gloo, which has no callback, ends when it has been waited for.
         """
-        action, start = Action(Kind(kind), stage), self._clock.now()
+        action, start = Action(kind, stage), self._clock.now()
 
         def running(handle: Any) -> None:
             for part in getattr(handle, "works", ()):
@@ -61,15 +102,11 @@ class Recorder:
 
         return running
 
-    def _when_waited_for(self, handle: Any) -> torch.futures.Future:
-        end, wait = torch.futures.Future(), handle.wait
-
-        def waited() -> None:
-            wait()
-            end.set_result(self._clock.now())
-
-        handle.wait = waited
-        return end
+    def reading(self) -> Reading:
+        """The step in three numbers. On a GPU its work has to be done."""
+        seconds = self._clock.seconds
+        busy = sum(seconds(start, end) for _, start, end in self._marks)
+        return Reading(busy, seconds(self._start, self._marks[-1][-1]) if self._marks else 0.0, self._peak)
 
     def spans(self) -> list[Span]:
         """What was recorded, in the order of the starts; times in seconds of this machine's monotonic clock.
@@ -77,8 +114,6 @@ class Recorder:
         The collectives of one chunk, which has several buckets, are one span. All have to have been waited for.
         """
         marks = self._marks + [(action, start, end.wait()) for action, start, end in self._collectives]
-        if self._is_on_gpu:
-            torch.cuda.synchronize()
         spans: dict[Action, Span] = {}
         for action, start, end in marks:
             start, end = self._time(start), self._time(end)
@@ -89,72 +124,29 @@ class Recorder:
     def _time(self, mark: Any) -> float:
         return self.origin + self._clock.seconds(self._start, mark)
 
+    def _when_waited_for(self, handle: Any) -> torch.futures.Future:
+        end, wait = torch.futures.Future(), handle.wait
 
-class UpstreamSteps:
-    """Megatron's `forward_step` and `backward_step`, timed; they take the places of those during one call."""
+        def waited() -> None:
+            wait()
+            end.set_result(self._clock.now())
 
-    def __init__(
-        self, forward_step: Callable, backward_step: Callable, recorder: Recorder, placement: Placement, rank: int
-    ) -> None:
-        self._forward_step = forward_step
-        self._backward_step = backward_step
-        self._recorder = recorder
-        self._placement = placement
-        self._rank = rank
-        self._running: dict[int, Action] = {}
-
-    def forward_step(self, *args: Any, current_microbatch: int, vp_stage: int | None = None, **kwargs: Any) -> Any:
-        """Time a forward as F of its stage and micro-batch."""
-        action = Action(Kind.F, self._placement.stage_of(self._rank, vp_stage or 0), current_microbatch, 0)
-        with self._recorder.span(action):
-            result = self._forward_step(*args, current_microbatch=current_microbatch, vp_stage=vp_stage, **kwargs)
-        self._running[_identity(result[0])] = action
-        return result
-
-    def backward_step(self, input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
-        """Time a backward as B of the unit whose forward gave `output_tensor`."""
-        action = self._running.pop(_identity(output_tensor))._replace(kind=Kind.B)
-        with self._recorder.span(action):
-            return self._backward_step(input_tensor, output_tensor, *args)
+        handle.wait = waited
+        return end
 
 
-def _identity(output: Any) -> int:
-    """Megatron passes outputs bare or as lists of one."""
-    return id(output[0] if isinstance(output, list) else output)
+class _Timed:
+    """A class: a generator would take the host several times as long, twice in every unit."""
 
+    __slots__ = ("_action", "_clock", "_marks", "_start")
 
-def trace_collectives(
-    chunks: Iterable[torch.nn.Module], stages: Sequence[int], begin: Callable[[str, int], Callable[[Any], None]]
-) -> ExitStack:
-    """Inside, `begin(kind, stage)` is called when Megatron's DistributedDataParallel starts to reduce the gradients of
-    a bucket (REDUCE) or to gather its parameters (GATHER); its result is called with the handle of the collective.
-    """
-    with ExitStack() as undo:
-        for chunk, stage in zip(chunks, stages, strict=True):
-            groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-            undo.enter_context(patched_on(groups, _traced(stage, begin)))
-        return undo.pop_all()
+    def __init__(self, clock: Clock, marks: list[tuple[Action, Any, Any]], action: Action) -> None:
+        self._clock = clock
+        self._marks = marks
+        self._action = action
 
+    def __enter__(self) -> None:
+        self._start = self._clock.now()
 
-def _traced(stage: int, begin: Callable[[str, int], Callable[[Any], None]]) -> PatchTable:
-    module = "megatron.core.distributed.param_and_grad_buffer"
-    return PatchTable(
-        Scope.STEP,
-        tuple(
-            Patch(
-                f"{module}._ParamAndGradBucketGroup.{name}",
-                partial(partial, partial(_start, partial(begin, kind, stage), handle)),
-                "starts a collective that a trace would not show",
-                wraps=True,
-            )
-            for name, handle, kind in _COLLECTIVES
-        ),
-    )
-
-
-def _start(
-    begin: Callable[[], Callable[[Any], None]], handle: str, group: Any, start: Callable, *args: Any, **kwargs: Any
-) -> None:
-    running = begin()
-    start(*args, **kwargs)
-    running(getattr(group, handle))
+    def __exit__(self, *_: object) -> None:
+        self._marks.append((self._action, self._start, self._clock.now()))

@@ -6,6 +6,7 @@ The rank that reads the data finds the starts of documents and sends them to all
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from ..model import Documents, Segment
 from ..model.masks import differs
+from ..schedule import Placement
+from .call import Call
 from .data import SegmentIterator
 
 
@@ -127,31 +130,25 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | N
 
 
 def documents_of_step(
-    batches: SegmentIterator | None,
-    shape: tuple[int, int, int],
-    end_of_document: int | None,
-    source: int,
-    pipeline: dist.ProcessGroup,
-    tensor: dist.ProcessGroup,
-    device: torch.device,
+    call: Call, placement: Placement, batches: Sequence[SegmentIterator | None], end_of_document: int | None
 ) -> list[Documents]:
-    """The documents of every micro-batch of a step, on all ranks of a model; `shape` = (m, b, s).
+    """The documents of every micro-batch of a step, on all ranks of a model.
 
-    Rank `source` of the pipeline holds the first stage; of its tensor-parallel ranks the first has the `batches`, and
-    reads all m of them ahead. One bit a token is broadcast: to the other stages, then to the other tensor-parallel
-    ranks.
+    The rank of the first stage, and of its tensor-parallel ranks the first, reads the `batches` of its chunk ahead. One
+    bit a token is broadcast: to the other stages, then to the other tensor-parallel ranks.
     """
-    num_microbatches, *of_batch = shape
-    bits = torch.empty(-(-num_microbatches * of_batch[0] * of_batch[1] // 8), dtype=torch.uint8)
+    shape = call.num_microbatches, call.micro_batch_size, call.seq_length
+    source, pipeline, tensor = placement.rank_of(0), call.pipeline, call.groups.tp
+    bits = torch.empty(-(-prod(shape) // 8), dtype=torch.uint8)
     if pipeline.rank() == source and tensor.rank() == 0:
-        read = batches.read_ahead(num_microbatches)
-        starts = torch.stack([document_starts(batch, tuple(of_batch), end_of_document) for batch in read])
+        read = batches[placement.chunk_of(0)].read_ahead(call.num_microbatches)
+        starts = torch.stack([document_starts(batch, shape[1:], end_of_document) for batch in read])
         bits = torch.from_numpy(np.packbits(starts.numpy()))
-    bits = bits if dist.get_backend(pipeline) == "gloo" else bits.to(device)
+    bits = bits if dist.get_backend(pipeline) == "gloo" else bits.to(call.device)
     if tensor.rank() == 0:
         dist.broadcast(bits, dist.get_global_rank(pipeline, source), group=pipeline)
     dist.broadcast(bits, dist.get_global_rank(tensor, 0), group=tensor)
-    starts = np.unpackbits(bits.cpu().numpy(), count=num_microbatches * of_batch[0] * of_batch[1]).reshape(shape)
+    starts = np.unpackbits(bits.cpu().numpy(), count=prod(shape)).reshape(shape)
     return [tuple(tuple(np.flatnonzero(row).tolist()) for row in batch) for batch in starts]
 
 

@@ -3,14 +3,16 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from ..schedule import Shape, Span, Timeline, write_timeline
-from .meter import PeakMemory
+from ..schedule import Placement, Shape, Span, Timeline, write_timeline
+from .megatron_traced import actions_timed, collectives_timed
 from .recorder import Recorder
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ class Measured(NamedTuple):
     clock: str
     origin: float
     spans: list[Span]
-    peak_memory: int
+    peak_memory: float
 
 
 class Tracer:
@@ -42,24 +44,29 @@ class Tracer:
         self,
         schedule: str,
         shape: Shape,
+        chunks: Sequence[torch.nn.Module],
         group: dist.ProcessGroup,
-        device: torch.device,
         lengths: Sequence[int] | None = None,
-    ) -> Iterator[Recorder | None]:
-        """Record one training step of the pipeline `group`; gives None for an iteration that is not chosen.
+    ) -> Iterator[Recorder]:
+        """Record one training step of the pipeline `group`, with collectives and a file if its iteration is chosen.
 
-        `lengths` are those of the segments in tokens, if they are the same in all micro-batches.
+        `chunks` are the model chunks of this rank, `lengths` those of the segments in tokens, if they are the same in
+        all micro-batches.
         """
+        device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
         self._warn_if_too_late(iteration, group)
         if iteration not in self._iterations:
-            yield None
+            with Recorder(device) as recorder:
+                yield recorder
             return
-        memory = PeakMemory(device)
         dist.barrier(group)
-        recorder = Recorder(device)
-        yield recorder
-        measured = Measured(_clock(), recorder.origin, recorder.spans(), memory.peak())
+        stages = shape.placement.stages_of(group.rank())
+        with Recorder(device, traced=True) as recorder, collectives_timed(chunks, stages, recorder):
+            yield recorder
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        measured = Measured(_clock(), recorder.origin, recorder.spans(), recorder.reading().peak_memory)
         is_writer = dist.get_rank(group) == 0
         gathered = [None] * dist.get_world_size(group) if is_writer else None
         first_rank = dist.get_process_group_ranks(group)[0]
@@ -86,6 +93,20 @@ class Tracer:
                 "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced", iteration, chosen
             )
         self._is_first_step = False
+
+
+def run_traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **options: Any) -> Any:
+    """A step by `function`, one of Megatron's own schedules, recorded like one of ours."""
+    run = partial(function, model=model, num_microbatches=num_microbatches, **options)
+    if options.get("forward_only"):
+        return run()
+    chunks = model if isinstance(model, list) else [model]
+    group = parallel_state.get_pipeline_model_parallel_group()
+    placement = Placement(group.size(), len(chunks))
+    name = "Megatron's interleaved 1F1B" if len(chunks) > 1 else "Megatron's 1F1B"
+    recording = tracer.step(name, Shape(placement, num_microbatches), chunks, group)
+    with recording as recorder, actions_timed(recorder, placement, group.rank()):
+        return run()
 
 
 def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any]) -> Timeline:

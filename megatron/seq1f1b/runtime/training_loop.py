@@ -22,7 +22,7 @@ from ..patches import Patch
 from ..ranks import warn_on_rank_0
 from . import corpora
 from .iteration_log import IterationLog
-from .meter import Reading
+from .recorder import Reading
 
 _log = logging.getLogger(__name__)
 

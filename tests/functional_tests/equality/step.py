@@ -11,7 +11,7 @@ from functional_tests.equality.cases import Case
 from functional_tests.equality.experts import set_biases
 from functional_tests.equality.layout import named
 from functional_tests.equality.models import SEQUENCE
-from megatron.seq1f1b.patches import Patch, PatchTable, Scope, patched
+from megatron.seq1f1b.patches import Patch, PatchTable, patched
 
 
 def forward_step(data_iterator, model):
@@ -40,7 +40,7 @@ def rolls_within(bounds: torch.Tensor | None) -> PatchTable:
     """Makes multi-token prediction shift within documents, which Megatron does for one sequence in the packed format,
     while its attention is given a mask, which is all that it takes on a CPU."""
     if bounds is None:
-        return PatchTable(Scope.STEP, ())
+        return ()
 
     def rolled(upstream):
         def roll_rows(tensor, **options):
@@ -53,7 +53,7 @@ def rolls_within(bounds: torch.Tensor | None) -> PatchTable:
         return roll_rows
 
     name = "megatron.core.transformer.multi_token_prediction.roll_tensor"
-    return PatchTable(Scope.STEP, (Patch(name, rolled, "rolls across documents without the format", wraps=True),))
+    return (Patch(name, rolled, "rolls across documents without the format", wraps=True),)
 
 
 def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool = False, groups=None):

@@ -14,7 +14,7 @@ cpu.activate()
 
 from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout, latents_kept  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
-from megatron.seq1f1b.patches import PatchTable, Scope, patched  # noqa: E402
+from megatron.seq1f1b.patches import patched  # noqa: E402
 from megatron.seq1f1b.without_te import OUTPUT_LAYER  # noqa: E402
 
 
@@ -32,7 +32,7 @@ def agreed(name: str, verdict: Verdict) -> str:
 
 def main() -> None:
     # As `install` does where Transformer Engine is there without apex.
-    patched(PatchTable(Scope.PROCESS, OUTPUT_LAYER))
+    patched(OUTPUT_LAYER)
     dist.init_process_group("gloo")
     selected = set(Path(sys.argv[1]).read_text().split())
     references = References()

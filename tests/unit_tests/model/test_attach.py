@@ -27,6 +27,6 @@ def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
 
 @pytest.mark.parametrize("table", [table for _, table in _FOLLOWERS])
 def test_what_is_bound_on_layers_exists_in_this_version(table):
-    for patch in table.patches:
+    for patch in table:
         owner, name = owner_of(patch.target)
         assert callable(getattr(owner, name)) and patch.reason, patch.target

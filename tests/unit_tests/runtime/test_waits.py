@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.seq1f1b.runtime import communication
 from megatron.seq1f1b.runtime.communication import Communicator
-from megatron.seq1f1b.runtime.watch import Watch
+from megatron.seq1f1b.runtime.waits import Waits, report_if_late
 from megatron.seq1f1b.schedule import Channel, Kind, parse_action
 
 BACKWARD = Channel(Kind.B, 1, 0)
@@ -35,10 +35,10 @@ def wait_for(condition) -> None:
 
 
 def test_the_first_message_that_does_not_come_is_named_once(caplog):
-    watch, late = Watch(SECOND), Mark()
-    watch.expect(Mark(is_passed=True), lambda: "the first message")
-    watch.expect(late, lambda: "the second message")
-    watch.expect(Mark(), lambda: "the third message")
+    waits, late = Waits("receives"), Mark()
+    for mark, name in ((Mark(is_passed=True), "first"), (late, "second"), (Mark(), "third")):
+        describe = partial("the {} message".format, name)
+        waits.submit(partial(report_if_late, mark, describe, time.monotonic(), SECOND))
     wait_for(lambda: caplog.messages)
     assert len(caplog.messages) == 1
     assert re.match(r"the second message has not come for \d+ s; look", caplog.messages[0])
@@ -47,12 +47,12 @@ def test_the_first_message_that_does_not_come_is_named_once(caplog):
     assert [text.split(" has")[0] for text in caplog.messages] == ["the second message", "the third message"]
 
 
-def test_the_thread_ends_with_its_watch():
-    before = set(threading.enumerate())  # those of earlier watches may be about to end
-    watch = Watch(SECOND)
+def test_the_thread_ends_with_its_owner():
+    before = set(threading.enumerate())  # those of earlier tests may be about to end
+    waits = Waits("sends")
     (thread,) = set(threading.enumerate()) - before
-    assert thread.is_alive()
-    del watch
+    assert thread.is_alive() and thread.daemon
+    del waits
     gc.collect()
     wait_for(lambda: not thread.is_alive())
     assert not thread.is_alive()
