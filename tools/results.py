@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Headline claims of the papers and what this package gains, predicted, as docs/results.md.
+"""Headline claims of the papers, predicted, as docs/results.md.
 
     python tools/results.py --output docs/results.md --pictures docs/images
     python tools/results.py --output docs/results.md --only claims
 
---only renews some sections and leaves the others of the file as they are. All takes half an hour of one core, nearly
-all of it for the planner's searches behind `time-to-train` and `gains`.
+--only renews some sections and leaves the others of the file as they are. All takes minutes of one core,
+nearly all of them for the searches behind `layered`.
 """
 
 import argparse
@@ -14,16 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from megatron.seq1f1b.planning.planner import Plan
 from megatron.seq1f1b.report.training_time import plot_training_time
 from paper import headlines, layered
-from paper.gains import COLUMNS, MACHINE, TOKENS, Case, cases
 
-# Until the gains are searched again.
-NOTICE = (
-    "**To be redone.** The column of Megatron has no context parallelism across nodes (ring attention, or all-to-all "
-    "in levels), which Megatron has and this planner does not model. On more than one node, Megatron's best can be "
-    "faster than shown, and the gain over it smaller, by an unknown amount. Only the row of 8 GPUs is untouched."
+WITHDRAWN = (
+    "**Withdrawn.** This page compared the planner's best configuration with the best of Megatron's 1F1B and "
+    "interleaved 1F1B, on H100 and for 4 Mi tokens a step, and claimed gains of up to 289 %. Megatron's side had "
+    "context parallelism within a node only. With context parallelism across nodes, by this package's own costs, most "
+    "of the gains turn: 70B at 128k tokens on 1,024 GPUs -0.9 %, 7B at 1M on 32 -14 %, 30B at 1M on 256 -10 %, 70B at "
+    "128k on 256 +0.9 %, 30B at 128k on 64 +7.2 %, 7B at 128k on 32 +2.9 %. The gains that remain are near the error "
+    "of prediction. A new comparison will come with a model of the strongest opponent: Megatron's schedules with all "
+    "of its context parallelism, recomputation and offloading."
 )
 
 
@@ -99,88 +100,6 @@ def layered_picture(found: Sequence[layered.Case], path: Path) -> None:
     plot_training_time(lines, f"{layered.MODEL}, {layered.TOKENS:.3g} tokens, by method and network of a node", path)
 
 
-def gains_text(found: Sequence[Case]) -> str:
-    lines = [
-        "## What this package gains",
-        "",
-        *wrap(NOTICE, 118),
-        "",
-        *wrap(
-            f"The best configuration in each column by the planner, on {MACHINE}, for {TOKENS >> 20} Mi tokens a step "
-            "and the same memory of a device. *Megatron*: 1F1B and its interleaved form on whole sequences, with "
-            "context parallelism and recomputation. *Published*: also ZB-H1, and Seq1F1B with its own partition. The "
-            f"command of a row is `seq1f1b plan --machine {MACHINE} --model MODEL --gpus GPUS --seq-length TOKENS "
-            "--global-batch-size BATCH`, which has more choices: other micro-batches, numbers of segments and ways to "
-            "cut. Context parallelism is by heads and within a node, with segments in the last two columns; replicas "
-            "exchange beside compute.",
-            118,
-        ),
-        "",
-        "| model | GPUs | tokens | batch | Megatron | published | this package | over Megatron | over published |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for case in found:
-        cells = [_cell(case.best[name]) for name in COLUMNS]
-        shares = [_share(case.gain(name), case.best["this package"]) for name in ("Megatron", "published")]
-        sizes = map(str, (case.model, case.gpus, case.length, case.batch))
-        lines.append(f"| {' | '.join([*sizes, *cells, *shares])} |")
-    lines += [
-        "",
-        *wrap(
-            "In the cells: tokens/s of all GPUs, GiB of the fullest, tensor x context x pipeline size, k segments, C "
-            "chunks. Where sequences are short or GPUs few, the pipeline hardly idles and there is nothing to gain: "
-            "Megatron's own schedules are as fast, and differences below 3 % are within the error of prediction.",
-            118,
-        ),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(plan: Plan | None) -> str:
-    if plan is None:
-        return "does not fit"
-    setup = plan.prediction.setup
-    sizes = f"{setup.tensor_parallel}x{setup.context_parallel}x{setup.pipeline_parallel}"
-    words = [f"{plan.prediction.tokens_per_second:.0f}, {plan.memory_gib:.0f} GiB, {sizes}"]
-    words += [f"k {len(setup.segments)}"] * (len(setup.segments) > 1)
-    words += [f"C {setup.placement.num_chunks}"] * (setup.placement.num_chunks > 1)
-    words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute == "full")
-    return ", ".join(words)
-
-
-def _share(gain: float | None, ours: Plan | None) -> str:
-    if gain is None:
-        return "-" if ours is None else "only this fits"
-    return f"{100 * gain:+.1f} %" if gain > 0.0005 else "none"
-
-
-def picture(found: Sequence[Case], path: Path) -> None:
-    """Throughput of each column over that of Megatron, or of the first that fits."""
-    from matplotlib.figure import Figure
-
-    fitting = [case for case in found if case.best["this package"] is not None]
-    figure = Figure(figsize=(8, 0.45 * len(fitting) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    for number, (name, colour) in enumerate(zip(COLUMNS, ("#b0b7c0", "#7da7d9", "#e07b39"), strict=True)):
-        ours = [case.best["this package"] for case in fitting]
-        plans = [case.best[name] for case in fitting]
-        shares = [
-            0.0 if plan is None or best is None else 100 * best.prediction.seconds / plan.prediction.seconds
-            for plan, best in zip(plans, ours, strict=True)
-        ]
-        axes.barh([row + 0.26 * (number - 1) for row in range(len(fitting))], shares, 0.24, color=colour, label=name)
-        for row, share in enumerate(shares):
-            if not share:
-                axes.text(1, row + 0.26 * (number - 1), "does not fit", va="center", fontsize=6)
-    names = [f"{case.model}, {case.gpus} GPUs, {case.length >> 10}k" for case in fitting]
-    axes.set_yticks(range(len(fitting)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("throughput, % of that of this package")
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.06), ncols=3, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
-
-
 HEAD = """\
 # Results
 
@@ -204,12 +123,7 @@ def layered_section(pictures: Path | None) -> str:
 
 
 def gains_section(pictures: Path | None) -> str:
-    found = list(cases(progress))
-    text = gains_text(found)
-    if pictures is not None:
-        picture(found, pictures / "results.png")
-        text += "\n![Throughput by schedules](images/results.png)\n"
-    return text
+    return "\n".join(["## What this package gains", "", *wrap(WITHDRAWN, 118)]) + "\n"
 
 
 # Name -> what writes the section; the order is that of the page.

@@ -54,12 +54,13 @@ def test_a_launch_on_eight_gpus(launch, tmp_path):
 
 
 def test_no_tokenizer_is_loaded(launch, tmp_path):
-    """The flags of the authors' scripts; Megatron would look their tokenizer up at a hub."""
+    """The flags of the authors' scripts; Megatron would look their tokenizer up at a hub. In fp32, with dropout."""
     words = {f"word{i}": i for i in range(1000)}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     at = MODEL.index("--tokenizer-type")
     theirs = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json", "--merge-file", "merges")
     flags = [*MODEL[:at], *theirs, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
+    flags += ["--attention-dropout", 0.1]
     job = launch(1, flags, env={"WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1"}, timeout=400).check()
     assert "Memory: fits. " in job.log
 

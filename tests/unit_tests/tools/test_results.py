@@ -1,12 +1,9 @@
 """What docs/results.md is made of."""
 
 from dataclasses import replace
-from pathlib import Path
-from textwrap import wrap
 
 from megatron.seq1f1b.planning.planner import Training, candidates
 from paper import headlines, layered
-from results import NOTICE, gains_text
 from unit_tests.planning.planner.question import MODEL, small
 
 
@@ -15,16 +12,6 @@ def test_30b_fits_by_segments_only():
     verdicts = {row.split(" | ")[0].strip("| "): row for row in rows}
     assert all("out of memory" in verdicts[method] for method in ("1F1B", "1F1B-I"))
     assert all("tokens/s" in verdicts[method] for method in ("Seq1F1B", "Seq1F1B-I of 2 chunks"))
-
-
-def test_a_table_without_cases_has_its_head():
-    assert "| model | GPUs | tokens |" in gains_text([])
-
-
-def test_the_gains_carry_a_notice_until_they_are_redone():
-    notice = "\n".join(wrap(NOTICE, 118))
-    page = Path(__file__).parents[3] / "docs" / "results.md"
-    assert notice in gains_text([]) and notice in page.read_text(encoding="utf-8")
 
 
 def test_the_derivation_sets_the_methods_side_by_side():
