@@ -6,6 +6,7 @@ segment.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,77 +23,45 @@ State = tuple[Tensor, ...]
 Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
 
 
-class PassedState:
-    """The states of one layer and one micro-batch after each of its segments.
-
-    A state lives from the forward of the segment that leaves it to the backward of that segment; in between, the
-    backward of the next segment adds its gradient. Leaving a state again changes nothing, since recomputation runs a
-    forward twice.
-    """
-
-    def __init__(self) -> None:
-        self._after: dict[int, State] = {}
-
-    def after(self, index: int) -> State | None:
-        """The state after segment `index`, as leaves of the graph of the next segment; None before the first."""
-        return self._after.get(index)
-
-    def leave(self, index: int, state: State) -> None:
-        """Keep the state after segment `index`."""
-        if index not in self._after:
-            self._after[index] = tuple(x.detach().requires_grad_() for x in state)
-
-    def take_gradients(self, index: int) -> tuple[Tensor | None, ...]:
-        """The gradients of the state after segment `index`, which is forgotten."""
-        return tuple(x.grad for x in self._after.pop(index))
-
-    def forget(self, index: int) -> None:
-        """Forget the state after segment `index`, if there is one."""
-        self._after.pop(index, None)
-
-
 def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, inputs: Tensor) -> Tensor:
     """The output [n, b, ...] of `recurrence` for the running segment's inputs [n, b, ...].
 
-    Each document of a packed sequence starts without a state.
+    Each document of a packed sequence starts without a state. The state after a segment is a leaf of the graph of the
+    next one; it lives from the forward of the segment that leaves it to the backward of that segment.
     """
     segment = context.segment
     assert segment is not None, "outside segments a layer runs by itself"
-    passed = context.cache(layer, PassedState)
-    output, state = _within_documents(recurrence, inputs, passed.after(segment.index - 1), segment)
+    states: dict[int, State] = context.cache(layer, dict)  # after each segment, by its number
+    output, state = _within_documents(recurrence, inputs, states.get(segment.index - 1), segment)
     if not context.keeps_for_backward:
-        passed.forget(segment.index - 1)
+        states.pop(segment.index - 1, None)
     if not segment.is_last:
-        return _Leave.apply(output, context, layer, segment, passed, *state)
+        release = partial(context.release, layer, segment.microbatch)
+        return _Leave.apply(output, segment, states, release, *state)
     if not context.keeps_for_backward or segment.is_first:
         context.release(layer, segment.microbatch)
     return output
 
 
 class _Leave(torch.autograd.Function):
-    """Returns the output unchanged; the state goes to `passed`, and its gradient comes from there."""
+    """Returns the output unchanged; the state goes to `states`, and its gradient comes from there."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        output: Tensor,
-        context: SegmentContext,
-        layer: Any,
-        segment: Segment,
-        passed: PassedState,
-        *state: Tensor,
+        ctx: Any, output: Tensor, segment: Segment, states: dict[int, State], release: Callable, *state: Tensor
     ) -> Tensor:
-        passed.leave(segment.index, state)
-        ctx.context, ctx.layer, ctx.segment, ctx.passed = context, layer, segment, passed
+        # Recomputation runs a forward twice, and leaves the state that the next segment's graph has.
+        states.setdefault(segment.index, tuple(x.detach().requires_grad_() for x in state))
+        ctx.segment, ctx.states, ctx.release = segment, states, release
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        grads = ctx.passed.take_gradients(ctx.segment.index)
+        grads = (x.grad for x in ctx.states.pop(ctx.segment.index))
         if ctx.segment.is_first:
-            ctx.context.release(ctx.layer, ctx.segment.microbatch)
-        return grad_output, None, None, None, None, *grads
+            ctx.release()
+        return grad_output, None, None, None, *grads
 
 
 def _within_documents(

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..patches import Patch, PatchTable
+from ..patches import Patch, PatchTable, wrapping
 from .segment import Segment, SegmentContext
 
 
@@ -48,13 +48,12 @@ class PredictionHeads:
         return (
             Patch(f"{module}.roll_tensor", self._shifted, shifts),
             Patch(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts, wraps=True),
-            Patch("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss, wraps=True),
-            Patch("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss, wraps=True),
-            Patch(
+            wrapping("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss),
+            wrapping("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss),
+            wrapping(
                 f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker",
                 self._logged,
                 "takes the mean of what context-parallel ranks log, which here adds up to the loss",
-                wraps=True,
             ),
         )
 
@@ -78,30 +77,22 @@ class PredictionHeads:
 
         return embeddings
 
-    def _loss(self, upstream: Callable) -> Callable:
-        @wraps(upstream)
-        def loss(*, labels: Tensor, config: Any, **options: Any) -> Tensor:
-            if labels is None:
-                raise ValueError("multi-token prediction on segments needs labels; drop --sequence-splits")
-            depth = config.mtp_num_layers
-            self._shifts = ((name, shift) for shift in range(1, depth + 1) for name in ("labels", "loss_mask"))
-            # Megatron sums gradients per token over all ranks, and divides by the number of unmasked tokens; otherwise
-            # it takes their mean.
-            is_sum = config.calculate_per_token_loss
-            factor = self._now().counts[0] if is_sum else self._num_shares
-            config = copy(config)
-            config.calculate_per_token_loss = False
-            config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
-            return upstream(labels=labels, config=config, **options)
+    def _loss(self, upstream: Callable[..., Tensor], *, labels: Tensor, config: Any, **options: Any) -> Tensor:
+        if labels is None:
+            raise ValueError("multi-token prediction on segments needs labels; drop --sequence-splits")
+        depth = config.mtp_num_layers
+        self._shifts = ((name, shift) for shift in range(1, depth + 1) for name in ("labels", "loss_mask"))
+        # Megatron sums gradients per token over all ranks, and divides by the number of unmasked tokens; otherwise it
+        # takes their mean.
+        is_sum = config.calculate_per_token_loss
+        factor = self._now().counts[0] if is_sum else self._num_shares
+        config = copy(config)
+        config.calculate_per_token_loss = False
+        config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
+        return upstream(labels=labels, config=config, **options)
 
-        return loss
-
-    def _logged(self, upstream: Callable) -> Callable:
-        @wraps(upstream)
-        def logged(loss: Tensor, *args: Any, **options: Any) -> None:
-            upstream(loss if self._num_shares == 1 else loss * self._num_shares, *args, **options)
-
-        return logged
+    def _logged(self, upstream: Callable[..., None], loss: Tensor, *args: Any, **options: Any) -> None:
+        upstream(loss if self._num_shares == 1 else loss * self._num_shares, *args, **options)
 
     def _now(self) -> Ahead:
         """Found once for a segment."""

@@ -159,7 +159,7 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tenso
     """Keys, values and their gradients, and whatever else layers keep of a micro-batch from segment to segment."""
     for context in {chunk.segment_context for chunk in chunks if hasattr(chunk, "segment_context")}:
         for cache in context.kept():
-            yield from _tensors_in(vars(cache))
+            yield from _tensors_in(cache if isinstance(cache, dict) else vars(cache))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
