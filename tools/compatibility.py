@@ -59,7 +59,15 @@ SUPPORTED: tuple[Supported, ...] = (
         _equality("per-token"),
         "the loss of a micro-batch, not a mean of segments",
     ),
-    Supported("`--recompute-granularity` `selective`, `full`", _equality("'selective or full'")),
+    Supported(
+        "`--recompute-granularity` `selective`, `full`",
+        _equality("'selective or full or kept-attention'"),
+        "`full` repeats attention unless `--recompute-keeps-attention` is given",
+    ),
+    Supported(
+        "`--recompute-modules` `core_attn`, `layernorm`, `mlp`, `moe`, `moe_act`, `shared_experts`, `mla_up_proj`",
+        _equality("'recompute-modules or selective'"),
+    ),
     Supported(
         "`--group-query-attention`",
         "tests/unit_tests/model/test_kernels.py::test_segments_equal_dense_attention",

@@ -33,7 +33,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
 
 def attention_kernel(config: PipelineConfig) -> str:
     """What computes the attention of the layers; Megatron's own where no segment needs another."""
-    if config.num_segments == 1:
+    if config.num_segments == 1 and not config.keeps_attention:
         return "as with Megatron's own schedules"
     settings = config.run.settings
     dropout = settings.get("attention_dropout") or 0.0
@@ -110,6 +110,8 @@ def _executor(
         **options,
     )
     executor.trace_with(_tracer(config, iteration_now))
+    if config.keeps_attention:
+        executor.keep_attention()
     return executor
 
 

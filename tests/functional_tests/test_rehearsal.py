@@ -27,6 +27,7 @@ LAYOUTS = {
     "seq1f1b": (2, "--sequence-splits 4 --use-distributed-optimizer --bf16"),
     "zb-h1": (2, "--sequence-splits 4 --pipeline-schedule zb-h1"),
     "full recomputation": (2, f"--sequence-splits 4 {RECOMPUTED}"),
+    "all but attention": (2, f"--sequence-splits 4 {RECOMPUTED} --recompute-keeps-attention"),
     "selective recomputation": (2, "--sequence-splits 4 --recompute-granularity selective"),
     "distributed optimizer": (4, "--sequence-splits 2 --use-distributed-optimizer --bf16"),
     "megatron-interleaved": (2, CHUNKS),

@@ -151,7 +151,8 @@ def test_attention_dropout_and_recomputation_that_repeats_it(launch):
     assert stored.losses() != without.losses()
     assert stored.log.count("attention dropout on a CPU has no fused kernel") == 1
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    for recompute in (full, ["--recompute-granularity", "selective"]):
+    kept = [*full, "--recompute-keeps-attention"]
+    for recompute in (full, kept, ["--recompute-granularity", "selective"]):
         assert launch(2, [*dropout, *recompute]).check().losses() == stored.losses()
 
 

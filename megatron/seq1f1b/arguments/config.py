@@ -22,13 +22,15 @@ class PipelineConfig:
     """All that runs our schedules in this process: `pipeline_config` makes it, once.
 
     `schedule` is None if Megatron's own is to run untouched.
-    `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens.
+    `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens. `keeps_attention`:
+    layers are recomputed all but their attention.
     """
 
     run: MegatronRun
     schedule: ScheduleChoice | None
     partition: SequencePartition
     lengths: tuple[int, ...]
+    keeps_attention: bool
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
     is_on_cpu: bool
@@ -126,6 +128,8 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predict
             partition = replace(partition, num_segments=_best_number(schedule, partition))
         lengths = partition.cut(run.sequence_length)
         _refuse(run.settings, schedule, len(lengths) > 1)
+    if flags.recompute_keeps_attention:
+        _check_recomputation(schedule, run.settings)
     if isinstance(schedule, Given):
         _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(
@@ -133,6 +137,7 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predict
         schedule=schedule,
         partition=partition,
         lengths=lengths,
+        keeps_attention=flags.recompute_keeps_attention,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
         is_on_cpu=is_on_cpu(flags),
@@ -175,6 +180,21 @@ def _check_placement(placement: str, schedule: ScheduleChoice | None, run: Megat
         )
 
 
+def _check_recomputation(schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where nothing repeats attention that could be kept, or Megatron's own schedule runs."""
+    if settings.get("recompute_granularity") != "full":
+        raise ValueError(
+            "--recompute-keeps-attention is for --recompute-granularity full, which alone repeats whole layers; add "
+            "that, or drop it"
+        )
+    if schedule is None:
+        raise ValueError(
+            "--recompute-keeps-attention is not for Megatron's own schedules; add --sequence-splits or "
+            "--pipeline-schedule 1f1b"
+        )
+    _refuse_as_segments(settings, "--recompute-keeps-attention")
+
+
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
         try:
@@ -204,11 +224,14 @@ def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments:
     sentence = first_unsupported(settings, uses)
     if sentence is not None:
         raise ValueError(sentence)
-    if settings.get("keep_documents_apart"):  # a program's, whose whole sequences have the attention of segments, too
-        for row in unsupported(settings, {Use.SEGMENTS}):
-            raise ValueError(
-                f"keep_documents_apart attends as segments do, and {row.feature} {row.because}; drop one of the two"
-            )
+    if settings.get("keep_documents_apart"):  # a program's
+        _refuse_as_segments(settings, "keep_documents_apart")
+
+
+def _refuse_as_segments(settings: Mapping[str, Any], asked: str) -> None:
+    """Raise ValueError for what segments do not support where whole sequences have their attention, too."""
+    for row in unsupported(settings, {Use.SEGMENTS}):
+        raise ValueError(f"{asked} attends as segments do, and {row.feature} {row.because}; drop one of the two")
 
 
 def _check_sizes(shape: Shape, run: MegatronRun, num_segments: int, placement: str) -> None:

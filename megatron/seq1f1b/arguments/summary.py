@@ -19,6 +19,8 @@ def summary(config: PipelineConfig, attention: str) -> str:
         ("segments", _segments(config)),
         ("attention", attention),
     ]
+    if config.keeps_attention:
+        rows.append(("recomputation", "all of a layer but its attention"))
     rows += _predictions(config)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))

@@ -3,6 +3,7 @@ starts, weight gradients apart from input gradients."""
 
 from ..local_hybrid import local_hybrid_spec
 from .attach import attach
+from .kept_attention import KeptAttention
 from .linear_layers import defer_weight_gradients
 from .packed_documents import Documents
 from .prediction_heads import PredictionHeads
@@ -13,6 +14,7 @@ from .weight_gradient_te import add_up_all_weight_gradients
 
 __all__ = [
     "Documents",
+    "KeptAttention",
     "PredictionHeads",
     "Segment",
     "SegmentContext",

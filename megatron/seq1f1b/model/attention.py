@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
-from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, on_parts
+from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, default_generator, on_parts
 from .kv_cache import KVCache, SegmentCache, WindowCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
@@ -102,6 +102,9 @@ class SegmentAttention(torch.nn.Module):
             self.context.check_mask(attention_mask)
         rule = self.training_rule if self.training else self.evaluation_rule
         kernel = self._kernel(rule, query, key, value, sink, segment)
+        if segment is not None and self.context.kept_attention is not None and self.context.keeps_for_backward:
+            generator = default_generator(query.device) if rule.dropout else None
+            kernel = self.context.kept_attention.around(kernel, (self, segment.microbatch, segment.index), generator)
         if segment is None or segment.is_whole_sequence:
             with self._random_numbers(rule):
                 return _Attend.apply(query, key, value, sink, None, _Call(kernel))

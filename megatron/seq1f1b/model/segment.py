@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .kept_attention import KeptAttention
 from .masks import MaskCheck
 from .packed_documents import Documents, VisibleDocuments
 
@@ -62,6 +63,8 @@ class SegmentContext:
         self.keeps_for_backward = True
         # Whether weight gradients are computed apart, from inputs and output gradients that are kept until then.
         self.splits_backwards = False
+        # Where layers are recomputed all but their attention.
+        self.kept_attention: KeptAttention | None = None
         self.masks = MaskCheck()
         self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
@@ -104,7 +107,11 @@ class SegmentContext:
         """Forget everything, after a step that failed."""
         self._caches.clear()
         self.masks.clear()
+        if self.kept_attention is not None:
+            self.kept_attention.clear()
 
     def assert_empty(self) -> None:
         """No keys, values or gradients outlive a step."""
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
+        if self.kept_attention is not None:
+            self.kept_attention.assert_empty()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..model import (
     Documents,
+    KeptAttention,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -82,6 +83,10 @@ class PipelineExecutor:
         """Let `tracer` record the steps from now on."""
         self._tracer = tracer
 
+    def keep_attention(self) -> None:
+        """Let the attention of a layer that is recomputed run once: what it left serves the repeated forward."""
+        self._context.kept_attention = KeptAttention()
+
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
 
@@ -108,7 +113,8 @@ class PipelineExecutor:
         kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
         in_turn = communicator.is_on_device and kernels not in self._ran_before
         program = self._programs.program(shape, lengths, call.pipeline.rank(), call.forward_only, in_turn)
-        if not self._segmentation.is_trivial:  # else nothing is needed, and the model keeps its own attention
+        # Else nothing is needed, and the model keeps its own attention.
+        if not self._segmentation.is_trivial or self._context.kept_attention is not None:
             self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
         add_up_all_weight_gradients(call.chunks)

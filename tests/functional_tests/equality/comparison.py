@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isclose
+from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
@@ -21,7 +22,10 @@ from functional_tests.equality.layout import build, groups_of, has_loss, replica
 from functional_tests.equality.models import Model
 from functional_tests.equality.step import run
 from megatron.seq1f1b.model import latents
+from megatron.seq1f1b.model.kernels.cpu import CpuFlash
+from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.partition import balanced
+from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import choose
@@ -47,7 +51,7 @@ class References:
             expert_tensor=layout.expert_tensor,
         )
         cases = [replace(case, packed=case.packed and _form(model, case.packed)) for case in cases]
-        model = replace(model, transformer_engine=None, keeps_latents=False)
+        model = replace(model, transformer_engine=None, keeps_latents=False, keeps_attention=False)
         chunks = None
         found = []
         for case in cases:
@@ -106,6 +110,37 @@ def latents_kept(model: Model) -> Iterator[None]:
         latents.LARGEST_SHARE = usual
 
 
+@contextmanager
+def counted_attention() -> Iterator[SimpleNamespace]:
+    """Inside, `calls` counts the forwards of kernels of attention."""
+    count = SimpleNamespace(calls=0)
+
+    def counting(forward):
+        def counted(kernel, *tensors):
+            count.calls += 1
+            return forward(kernel, *tensors)
+
+        return counted
+
+    kernels = (f"{kernel.__module__}.{kernel.__name__}.forward" for kernel in (CpuFlash, Unfused))
+    with patched([Patch(name, counting, "counts", wraps=True) for name in kernels]):
+        yield count
+
+
+@contextmanager
+def without_recomputation(chunks: list[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the layers keep all their activations."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    configs = [each.config for each in modules if hasattr(getattr(each, "config", None), "recompute_granularity")]
+    for config in configs:
+        config.recompute_granularity = None
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.recompute_granularity = "full"
+
+
 def compare(
     references: References, model: Model, layout: Layout, cases: dict[str, Case]
 ) -> Iterator[tuple[str, Verdict]]:
@@ -119,8 +154,11 @@ def compare(
         cut = Segmentation(case.k, lambda length, case=case: case.lengths, packing)
         executor = PipelineExecutor(choose(case.family, layout.style), cut)
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
+        if model.keeps_attention:
+            executor.keep_attention()
         evaluations = [step(forward_only=True)[0]]
-        reports, grads = step()
+        with counted_attention() as kept:
+            reports, grads = step()
         logs = logged(case.m, model.layers, model.auxiliary)
         evaluations.append(step(forward_only=True)[0])
 
@@ -132,6 +170,14 @@ def compare(
             for microbatch, (mine, theirs) in enumerate(zip(got, wanted, strict=False)):
                 errors[f"loss of micro-batch {microbatch}"] = error(mine["lm loss"], theirs["lm loss"])
         wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
+        if model.keeps_attention:
+            with without_recomputation(chunks), counted_attention() as plain:
+                _, plain_grads = step()
+            logged(case.m, model.layers, model.auxiliary)  # and forgotten
+            wrong += [
+                (inf, f"{each}, not bitwise") for each, grad in grads.items() if not grad.equal(plain_grads[each])
+            ]
+            wrong += [(inf, f"{kept.calls} calls of kernels, not {plain.calls}")] * (kept.calls != plain.calls)
         # Megatron keeps what it logs in fp32.
         wrong += [
             (logs[name] / value - 1, name)

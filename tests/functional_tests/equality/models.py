@@ -32,7 +32,8 @@ class Model:
 
     With a `pattern` of layers it is a HybridModel. `transformer_engine` makes it of Transformer Engine's layers, which
     add weight gradients to `main_grad` themselves where it is "fused", or leave that to autograd where it is "unfused".
-    `keeps_latents`: multi-latent attention keeps latents, however short its segments are.
+    `keeps_latents`: multi-latent attention keeps latents, however short its segments are. `keeps_attention`: full
+    recomputation leaves attention out.
     """
 
     dtype: torch.dtype = torch.float64
@@ -48,6 +49,7 @@ class Model:
     pattern: str | None = None
     transformer_engine: str | None = None
     keeps_latents: bool = False
+    keeps_attention: bool = False
 
     @property
     def label(self) -> str:
@@ -57,7 +59,8 @@ class Model:
         words += [self.positions if self.positions != "rope" else "", "tied" if self.tied else ""]
         words += [(self.pattern or "").translate(PLAIN), self.transformer_engine or ""]
         words += ["latents"] * self.keeps_latents
-        words += [self.recompute or "", "per-token" if self.per_token_loss else ""]
+        words += [self.recompute or "", "but-attention" if self.keeps_attention else ""]
+        words += ["per-token"] * self.per_token_loss
         return "-".join(filter(None, words))
 
     @property
@@ -106,8 +109,7 @@ class Model:
             # Megatron's local layers have no product that is grouped.
             moe_grouped_gemm=self.transformer_engine is not None and "num_moe_experts" in given,
             calculate_per_token_loss=self.per_token_loss,
-            **recompute,
-            **given,
+            **(recompute | given),
             **layout,
         )
         vars(config).update(undeclared)

@@ -323,6 +323,49 @@ def gathered_context_suite():
     yield replace(model, kv_heads=1), layout, packed
 
 
+def recomputed_modules_suite():
+    """Megatron's --recompute-modules; some discard an output and make it again when its gradient comes."""
+    layout, cases = Layout(pipeline=2), few_cases()
+    some = cases[1:3] + few_cases(("zb-h1",))[2:3]
+
+    def selective(model: Model, *modules: str) -> Model:
+        return replace(model, recompute="selective").with_config(recompute_modules=modules, add_bias_linear=False)
+
+    yield selective(Model(), "layernorm", "mlp"), layout, some
+    yield selective(Model(), "layernorm"), replace(layout, chunks=2, style="v"), few_cases(("auto",))[2:3]
+    yield selective(latent(), "mla_up_proj", "layernorm", "mlp"), layout, some
+    yield selective(mixture(**SHARED), "shared_experts", "layernorm"), layout, some
+    yield selective(hybrid("G*-M"), "layernorm", "mlp"), layout, some[1:]
+    for kind in ("unfused", "fused"):
+        yield selective(replace(mixture(**SHARED), transformer_engine=kind), "moe_act", "layernorm"), layout, some[1:]
+
+
+def kept_attention_suite():
+    """Full recomputation that leaves attention out; gradients are bitwise those without recomputation, too."""
+    kept = {"recompute": "full", "keeps_attention": True}
+    layout, in_v = Layout(pipeline=2), Layout(pipeline=2, chunks=2, style="v")
+    in_heads, in_queries = Layout(context=2), Layout(context=2, gathers_keys=True)
+    cases, split = few_cases(), few_cases(("zb-h1",))
+    packed = [
+        replace(case, packed=form) for case, form in zip(cases[:3], ("tokens", "mask", "cu_seqlens"), strict=True)
+    ]
+    window = {"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+    yield replace(Model(kv_heads=2), **kept), layout, cases + split[1:4]
+    yield replace(Model(), **kept).with_config(recompute_method="block"), layout, cases[1:3]
+    yield replace(Model().with_config(**window), **kept), layout, cases[2:4]
+    yield replace(Model().with_config(**window), **kept, per_token_loss=True), layout, packed[1:2]
+    yield replace(Model(), **kept), layout, packed
+    yield replace(Model(), **kept), in_v, few_cases(("1f1b", "auto"))[1:4]
+    yield replace(latent(), **kept), layout, cases[1:3]
+    yield replace(latent(), **kept, keeps_latents=True, layers=4), replace(layout, chunks=2), cases[1:4] + packed[1:2]
+    yield replace(balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1), **kept), layout, cases[1:3]
+    yield replace(hybrid("GM*-"), **kept), layout, cases[1:3] + split[2:3]
+    yield replace(Model().with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7), **kept), layout, cases[1:3]
+    yield replace(Model(), **kept), Layout(tensor=2, sequence_parallel=True), split[1:3]
+    for model, shared in ((Model(kv_heads=1), in_heads), (Model(heads=3, kv_heads=3), in_queries)):
+        yield replace(model.with_config(**window), **kept), shared, list(context_cases())[:3]
+
+
 def prediction_suite():
     """Two more tokens are predicted, also across segments that are shorter than that."""
     layout, cases = Layout(pipeline=2), few_cases()
@@ -352,6 +395,8 @@ def context_prediction_suite():
 
 
 RANKS = {
+    "kept-attention": 2,
+    "recompute-modules": 2,
     "pp2-mtp": 2,
     "pp2-hybrid-mtp": 2,
     "pp2-v-mtp": 2,
@@ -425,6 +470,8 @@ def transformer_engine_experts_suite():
 
 
 SUITES = {
+    "kept-attention": kept_attention_suite,
+    "recompute-modules": recomputed_modules_suite,
     "pp2-mtp": prediction_suite,
     "pp2-hybrid-mtp": hybrid_prediction_suite,
     "pp2-v-mtp": lambda: [

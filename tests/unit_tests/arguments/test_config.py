@@ -415,6 +415,28 @@ def test_documents_that_cannot_be_kept_apart_are_refused(feature):
     assert follows_documents(parsed("--pipeline-schedule", "1f1b", keep_documents_apart=True))
 
 
+@pytest.mark.parametrize(
+    "flags, settings, sentence",
+    [
+        (["--sequence-splits", "4"], {}, "is for --recompute-granularity full, which"),
+        (["--sequence-splits", "4"], {"recompute_granularity": "selective"}, "is for --recompute-granularity full"),
+        ([], {"recompute_granularity": "full"}, "is not for Megatron's own schedules; add --sequence-splits or"),
+        (
+            ["--pipeline-schedule", "1f1b"],
+            {"recompute_granularity": "full", "qk_clip": True},
+            "attends as segments do, and --qk-clip needs .*; drop one of the two$",
+        ),
+    ],
+)
+def test_attention_is_kept_where_layers_are_recomputed(flags, settings, sentence):
+    with pytest.raises(ValueError, match=f"^--recompute-keeps-attention {sentence}"):
+        pipeline_config(parsed(*flags, "--recompute-keeps-attention", **settings))
+    full = {"recompute_granularity": "full"}
+    for one in (["--sequence-splits", "4"], ["--pipeline-schedule", "1f1b"]):
+        assert pipeline_config(parsed(*one, "--recompute-keeps-attention", **full)).keeps_attention
+        assert not pipeline_config(parsed(*one, **full)).keeps_attention
+
+
 def test_lengths_follow_documents_where_the_strategy_can():
     documents = [(0, 8192, *range(8448, 16384, 256))]
 

@@ -35,6 +35,11 @@ def test_of_experts_the_block_gives_a_ratio(capsys):
     assert "of those of Megatron's 1F1B on the fullest rank" in capsys.readouterr().out
 
 
+def test_the_block_tells_what_is_recomputed(capsys):
+    validate(parsed("--sequence-splits", "4", "--recompute-keeps-attention", recompute_granularity="full", **SIZES))
+    assert "recomputation          all of a layer but its attention" in capsys.readouterr().out
+
+
 def test_the_block_names_what_is_not_predicted(capsys):
     validate(parsed("--sequence-splits", "4", fp8="hybrid", fp8_recipe="mxfp8", **SIZES))
     assert "the gains of --fp8-format: predictions are for 16 bits" in capsys.readouterr().out

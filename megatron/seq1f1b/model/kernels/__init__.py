@@ -10,6 +10,7 @@ from .choice import KernelChoice
 from .flash import CudaFlash
 from .interface import AttentionRule, Gradients, Kernel, Saved
 from .parts import on_parts
+from .unfused import default_generator
 
 __all__ = [
     "AttentionRule",
@@ -19,5 +20,6 @@ __all__ = [
     "KernelChoice",
     "Saved",
     "WithSink",
+    "default_generator",
     "on_parts",
 ]

@@ -25,7 +25,7 @@ class Unfused:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, k, v = (_by_group(x, key.shape[2]) for x in (query, key, value))
-        masks = _Masks(self.rule.dropout, _default_generator(query.device))
+        masks = _Masks(self.rule.dropout, default_generator(query.device))
         state = (masks.generator.get_state(),) if self.rule.dropout else ()
         outputs, logsumexps = [], []
         for rows, keys in self._blocks(q, key.shape[0]):
@@ -43,7 +43,7 @@ class Unfused:
             _by_group(x, key.shape[2])
             for x in (query, key, value, output.unflatten(2, heads), grad_output.unflatten(2, heads))
         )
-        again = torch.Generator(_default_generator(query.device).device).set_state(*state) if state else None
+        again = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
         masks = _Masks(self.rule.dropout, again)
         # Σ weight · its gradient, over the keys of a query; dropout leaves this identity as it is.
         expected = (o * grad).sum(-1, keepdim=True)
@@ -93,7 +93,8 @@ class _Masks:
         return weights if mask is None else weights.mul_(mask)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """The one that kernels on `device` draw from."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

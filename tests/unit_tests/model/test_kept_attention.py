@@ -1,0 +1,92 @@
+"""Recomputation of all but attention: kernels run once, and gradients are bitwise those without recomputation."""
+
+import gc
+import weakref
+from itertools import accumulate
+
+import pytest
+import torch
+
+from megatron.seq1f1b.model import KeptAttention
+from megatron.seq1f1b.model.kernels.unfused import Unfused
+from support.segments import attention, inputs, run, segments_of
+
+LENGTHS = (20, 3, 17)
+DOCUMENTS = ((0, 9, 21), (0, 20))
+
+
+class Counted(Unfused):
+    """Counts its forwards in `calls`, which a test sets to an empty list."""
+
+    def forward(self, *tensors):
+        self.calls.append(1)
+        return super().forward(*tensors)
+
+
+def layer_that_keeps(**options):
+    Counted.calls = []
+    layer = attention(8, Counted, **options)
+    layer.context.kept_attention = KeptAttention()
+    return layer
+
+
+KINDS = {
+    "plain": {},
+    "window": {"window": 7},
+    "sink": {"sink": torch.linspace(-1, 2, 4, dtype=torch.float64)},
+    "dropout": {"dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (40,)], ids=str)
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_kernels_run_once_and_gradients_are_bitwise_equal(options, lengths, documents):
+    *tensors, grad = inputs(40, (2, 4, 2, 8, 8))
+    segments = segments_of([0, *accumulate(lengths)], documents)
+    results, calls, states = [], [], []
+    for recompute in (False, True):
+        layer = layer_that_keeps(**options)
+        torch.manual_seed(5)
+        results.append(run(layer, tensors, grad, segments, recompute))
+        calls.append(len(Counted.calls))
+        states.append(torch.get_rng_state())
+    assert calls[0] == calls[1] >= len(segments)
+    assert all(map(torch.equal, *results))
+    # What a layer drops behind its attention has the masks of the first forward.
+    assert torch.equal(*states)
+
+
+def test_evaluation_keeps_nothing():
+    layer = layer_that_keeps()
+    *tensors, _ = inputs(40, (2, 4, 2, 8, 8))
+    with torch.no_grad():
+        for segment in segments_of([0, 25, 40]):
+            with layer.context.running(segment, keeps_for_backward=False):
+                layer(*(x[segment.start : segment.end] for x in tensors))
+    layer.context.assert_empty()
+
+
+def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
+    layer = layer_that_keeps()
+    *tensors, grad = inputs(40, (1, 2, 2, 8, 8))
+    (segment,) = segments_of([0, 40])
+    gc.disable()
+    try:
+        with layer.context.running(segment, keeps_for_backward=True):
+            with torch.no_grad():
+                left = weakref.ref(layer(*tensors).untyped_storage())
+            output = layer(*(x.requires_grad_() for x in tensors))
+            assert output.untyped_storage() is left()
+            output.backward(grad)
+            del output
+            assert left() is None
+            layer.context.assert_empty()
+            with torch.no_grad():
+                layer(*tensors)
+    finally:
+        gc.enable()
+    with pytest.raises(AssertionError, match="1 forwards was kept and not used"):
+        layer.context.assert_empty()
+    layer.context.clear()
+    layer.context.assert_empty()
