@@ -1,19 +1,18 @@
 """The flags that the launchers make, for every preset and every set of installed packages."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
+from collections.abc import Iterable
 from itertools import batched
 from pathlib import Path
 
 import pytest
 
-from support.patience import patient
+from support.launchers import run
 
-ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "workers" / "flags_worker.py"
 
 # Parameters, with 32768 words, of the shapes that the authors trained; the GPUs that they had.
 PRESETS = {
@@ -39,44 +38,6 @@ INSTALLED = {
 }
 SCHEDULES = ({}, {"PIPELINE_SCHEDULE": "megatron"}, {"SEQUENCE_SPLITS": "1"})
 
-# Reads lines of JSON, each with the flags of a launch and its environment, and prints what Megatron and we make of it.
-PARSE = """
-import argparse, json, os, sys, traceback
-import megatron.seq1f1b
-sys.argv = ["pretrain_gpt.py", "--device", "cpu"]
-megatron.seq1f1b.install()
-from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
-from megatron.seq1f1b import add_arguments, validate
-from megatron.seq1f1b.cpu.upstream import FLAGS
-parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-of_gpus = {name for name, _, _ in FLAGS}  # replaced on a CPU, where this runs
-names = "num_layers hidden_size vocab_size bf16 sequence_parallel data_parallel_size global_batch_size lr manual_gc"
-names += " transformer_impl gradient_accumulation_fusion masked_softmax_fusion no_persist_layer_norm"
-for line in sys.stdin:
-    job = json.loads(line)
-    os.environ.update(job["environment"])
-    sys.argv[1:] = job["flags"]
-    seen = {}
-    try:
-        args = parse_args(add_arguments)
-        validate_args(args)
-        args.padded_vocab_size = args.vocab_size
-        config = validate(args)
-        asked = vars(parser.parse_args(job["flags"]))
-        seen = {name: asked[name] if name in of_gpus else getattr(args, name) for name in names.split()}
-        seen["attention_backend"] = args.attention_backend.name
-        seen["cut"] = config.cut(args.seq_length) if config.schedule is not None else None
-    except BaseException:
-        seen["error"] = traceback.format_exc()
-    print("SEEN", json.dumps(seen), flush=True)
-"""
-
-
-def environment(**settings: str) -> dict[str, str]:
-    obeyed = r"MODEL_SIZE|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|CUDA_DEVICE_MAX_CONNECTIONS|PYTORCH_.*|SLURM_.*"
-    clean = {name: value for name, value in os.environ.items() if not re.fullmatch(obeyed, name)}
-    return clean | {"PYTHON": sys.executable} | settings
-
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
@@ -89,7 +50,7 @@ def packages(tmp_path_factory):
     return folders
 
 
-def launch(folder: Path, *settings: dict[str, str], arguments: str = "") -> subprocess.CompletedProcess:
+def launched(folder: Path, *settings: dict[str, str], arguments: str = "") -> subprocess.CompletedProcess:
     """What the launcher makes of each of the settings: a line with its environment, then one with its flags."""
     command = f'set -- {arguments}\nfound=$(source scripts/models.sh; check_python; echo "$installed")\n'
     for each in settings:
@@ -99,10 +60,7 @@ def launch(folder: Path, *settings: dict[str, str], arguments: str = "") -> subp
             'echo "$CUDA_DEVICE_MAX_CONNECTIONS $PYTORCH_ALLOC_CONF $PYTORCH_CUDA_ALLOC_CONF $GPUS_PER_NODE"; '
             'echo "${flags[*]@Q}")\n'
         )
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=ROOT, env=environment(PYTHONPATH=str(folder)), capture_output=True, text=True, timeout=patient(300),
-    )  # fmt: skip
+    return run(["bash", "-euo", "pipefail", "-c", command], timeout=300, PYTHONPATH=str(folder))
 
 
 def with_gpus(size: str, **settings: str) -> dict[str, str]:
@@ -119,7 +77,7 @@ def launches(packages) -> dict[tuple[str, str, int], dict]:
         keys = [
             (size, installed, index) for size in PRESETS for index in range(len(SCHEDULES)) if fits(size, installed)
         ]
-        run = launch(packages[installed], *(with_gpus(size, **SCHEDULES[index]) for size, _, index in keys))
+        run = launched(packages[installed], *(with_gpus(size, **SCHEDULES[index]) for size, _, index in keys))
         assert run.returncode == 0, run.stderr
         for key, (variables, flags) in zip(keys, batched(run.stdout.splitlines(), 2), strict=True):
             connections, allocator, old_allocator, gpus = variables.split()
@@ -131,25 +89,27 @@ def launches(packages) -> dict[tuple[str, str, int], dict]:
     return made
 
 
+def parsed(launch, jobs: Iterable[dict]) -> list[dict]:
+    """What Megatron and we make of launches, each with `flags` and its `environment`; see workers/flags_worker.py."""
+    jobs = [json.dumps(job) for job in jobs]
+    printed = launch(1, jobs, WORKER, timeout=800).check().log
+    found = [json.loads(line) for line in re.findall("^SEEN (.*)$", printed, re.MULTILINE)]
+    assert len(found) == len(jobs), printed[-2000:]
+    return found
+
+
 def fits(size: str, installed: str) -> bool:
     """Tensor parallelism needs layers that mark their parameters."""
     return PRESETS[size][1] < 32 or not {"transformer_engine", "apex"}.isdisjoint(INSTALLED[installed])
 
 
 @pytest.fixture(scope="module")
-def seen(launches) -> dict[tuple[str, str, int], dict]:
+def seen(launch, launches) -> dict[tuple[str, str, int], dict]:
     """What Megatron's parser and our validation make of every launch; many differ in what is installed only."""
     jobs = {key: json.dumps({name: job[name] for name in ("flags", "environment")}) for key, job in launches.items()}
     different = list(dict.fromkeys(jobs.values()))
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PARSE],
-        cwd=ROOT, input="\n".join(different),
-        capture_output=True, text=True, timeout=patient(800), env=environment(RANK="0"),
-    )  # fmt: skip
-    found = [json.loads(line.removeprefix("SEEN ")) for line in run.stdout.splitlines() if line.startswith("SEEN ")]
-    assert len(found) == len(different), run.stderr[-2000:]
-    seen = dict(zip(different, found, strict=True))
-    return {key: seen[job] for key, job in jobs.items()}
+    found = dict(zip(different, parsed(launch, map(json.loads, different)), strict=True))
+    return {key: found[job] for key, job in jobs.items()}
 
 
 @pytest.mark.exhaustive
@@ -187,14 +147,14 @@ def test_presets_are_the_authors_models(seen, size):
 
 @pytest.mark.parametrize("installed", ["nothing", "flash-attn"])
 def test_tensor_parallelism_without_its_packages_is_refused(packages, installed):
-    run = launch(packages[installed], with_gpus("7b"))
+    run = launched(packages[installed], with_gpus("7b"))
     assert run.returncode == 1
     assert run.stderr.startswith("error: TP=8 on GPUs needs Transformer Engine or NVIDIA apex: pip install")
 
 
 def test_apex_without_extensions_is_refused(tmp_path):
     (tmp_path / "apex.py").touch()
-    run = launch(tmp_path, with_gpus("7b"))
+    run = launched(tmp_path, with_gpus("7b"))
     assert run.returncode == 1 and run.stderr.startswith("error: NVIDIA apex is installed without its extensions")
 
 
@@ -202,14 +162,15 @@ def test_apex_without_extensions_is_refused(tmp_path):
 def test_context_parallel_ranks_count(packages, flag):
     """Megatron requires one hardware queue for them, too, and they take no part of the batch."""
     size = with_gpus("2.7b", GPUS_PER_NODE="16")
-    run = launch(packages["te"], size, arguments=flag)
+    run = launched(packages["te"], size, arguments=flag)
     variables, flags = run.stdout.splitlines()
     assert variables.split()[0] == "1", run.stderr
     assert shlex.split(flags)[shlex.split(flags).index("--global-batch-size") + 1] == "16"
-    assert "--context-parallel-size 3: change" in launch(packages["te"], size, arguments=flag.replace("2", "3")).stderr
+    refused = launched(packages["te"], size, arguments=flag.replace("2", "3"))
+    assert "--context-parallel-size 3: change" in refused.stderr
 
 
 def test_what_the_user_set_stays(packages):
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-    run = launch(packages["te"], with_gpus("7b", **own))
+    run = launched(packages["te"], with_gpus("7b", **own))
     assert run.stdout.split("\n")[0] == "8 max_split_size_mb:512 max_split_size_mb:512 32"

@@ -1,55 +1,41 @@
 """The launcher trains the tiny model on the CPU, and refuses what cannot work with one sentence."""
 
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.launch import ROOT, Job
+from support.launchers import run, started
 from support.patience import patient
-from support.slurm_cluster import environment
 
-ROOT = Path(__file__).parents[2]
 TORCHRUN = "scripts/pretrain_gpt.sh"
 ITERATIONS = 4
+COMMAND = ["bash", TORCHRUN, "--train-iters", ITERATIONS]
 
 
-def losses(log: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]
-
-
-def assert_trained(log: str) -> None:
-    found = losses(log)
-    assert len(found) == ITERATIONS, log[-3000:]
-    assert all(map(math.isfinite, found)) and found[-1] < found[0], found
-    assert "[after training is done]" in log
-
-
-def launched(**settings: str) -> str:
-    run = subprocess.run(
-        ["bash", TORCHRUN, "--train-iters", str(ITERATIONS)],
-        cwd=ROOT, env=environment(PYTHON=sys.executable, **settings), capture_output=True, text=True,
-        timeout=patient(240),
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
-    return run.stdout
+def assert_trained(job: Job) -> None:
+    losses = job.check().losses()
+    assert len(losses) == ITERATIONS and all(map(math.isfinite, losses)) and losses[-1] < losses[0], losses
+    assert "[after training is done]" in job.log
 
 
 def test_torchrun_launcher_trains():
-    assert_trained(launched())
+    done = run(COMMAND, timeout=240)
+    assert_trained(Job(done.returncode, done.stdout + done.stderr))
+    assert done.stderr.count("No GPU is visible") <= 1
 
 
-def test_a_hybrid_model_in_segments_has_the_same_losses():
-    segments, whole = (
-        launched(MODEL="hybrid", SEQ_LENGTH="96", PIPELINE_SCHEDULE=schedule) for schedule in ("1f1b", "megatron")
-    )
-    assert_trained(segments)
-    assert losses(segments) == pytest.approx(losses(whole), abs=1e-5)
-
-
-# --------------------------------------------------------------------------------------------- errors
+def test_a_hybrid_model_in_segments_has_the_same_losses(launch, tmp_path):
+    jobs = []
+    for schedule in ("1f1b", "megatron"):
+        start = started(COMMAND, tmp_path, MODEL="hybrid", SEQ_LENGTH="96", PIPELINE_SCHEDULE=schedule)
+        jobs.append(launch(start.ranks, start.flags, start.script))
+        assert_trained(jobs[-1])
+    segments, whole = jobs
+    assert segments.losses() == pytest.approx(whole.losses(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,58 +65,26 @@ def test_a_hybrid_model_in_segments_has_the_same_losses():
     ],
 )
 def test_what_cannot_work_is_refused_with_one_sentence(settings, sentence):
-    run = subprocess.run(
-        ["bash", TORCHRUN],
-        cwd=ROOT,
-        env=environment(**{"PYTHON": sys.executable} | settings),
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
-    assert run.returncode == 1 and run.stdout == ""
-    assert sentence in run.stderr and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+    done = run(["bash", TORCHRUN], **settings)
+    assert done.returncode == 1 and done.stdout == ""
+    assert sentence in done.stderr and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("setting", ["TRAIN_ITERS=x", "SEQUENCE_SPLITS=0", "VOCAB_SIZE=-1"])
 def test_the_quick_start_refuses_before_it_installs_anything(setting):
     name, value = setting.split("=")
-    run = subprocess.run(
-        ["bash", "scripts/quickstart.sh"],
-        cwd=ROOT,
-        env=environment(**{name: value}),
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr == f"error: {setting} is not a positive integer.\n"
-
-
-# Stands in for a Python that has torch and Megatron, and prints its command line.
-SHOWING_PYTHON = """#!/usr/bin/env bash
-if [ "$1" = - ]; then echo "torch megatron.core "; else echo "WORLD_SIZE=$WORLD_SIZE $*"; fi
-"""
+    done = run(["bash", "scripts/quickstart.sh"], **{name: value})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: {setting} is not a positive integer.\n"
 
 
 @pytest.mark.parametrize("script", [TORCHRUN, "scripts/slurm/pretrain_gpt.sbatch"])
 @pytest.mark.parametrize("given, world_size, global_batch_size", [({}, 64, 16), ({"WORLD_SIZE": "512"}, 512, 128)])
 def test_dry_run_starts_one_process_that_rehearses(script, given, world_size, global_batch_size, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(SHOWING_PYTHON)
-    python.chmod(0o755)
-    settings = environment(DRY_RUN="1", MODEL_SIZE="30b", PYTHON=str(python), **given)
-    run = subprocess.run(
-        ["bash", script, "--seed", "7"],
-        cwd=ROOT,
-        env=settings,
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=True,
-    )
-    assert run.stdout.startswith(f"WORLD_SIZE={world_size} pretrain_gpt.py --device cuda")
-    assert f"--global-batch-size {global_batch_size} " in run.stdout
-    assert run.stdout.endswith(" --dry-run --seed 7\n") and "--transformer-impl" not in run.stdout
+    start = started(["bash", script, "--seed", "7"], tmp_path, DRY_RUN="1", MODEL_SIZE="30b", **given)
+    assert (start.script.name, start.ranks, start.world_size) == ("pretrain_gpt.py", 1, world_size)
+    assert start.flags[:2] == ["--device", "cuda"] and start.flags[-3:] == ["--dry-run", "--seed", "7"]
+    assert f"--global-batch-size {global_batch_size} " in " ".join(start.flags)
 
 
 def test_shellcheck():

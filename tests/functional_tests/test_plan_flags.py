@@ -1,19 +1,15 @@
 """What the planner prints goes through Megatron's parser and its checks, and through ours."""
 
-import json
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
-from functional_tests.test_launch_flags import PARSE, environment
+from functional_tests.test_launch_flags import parsed
 from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
 from megatron.seq1f1b.planning.costs import Experts, ModelShape
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner import Candidate, Question, candidates
-from support.patience import patient
 
 DENSE = ModelShape(8, 1024, 2816, 8, 128, 32768, num_kv_heads=4, is_gated=True)
 MIXTURE = replace(DENSE, experts=Experts(8, 2, 512, shared_ffn_hidden_size=256), expert_layers=tuple(range(2, 8)))
@@ -45,22 +41,14 @@ def planned(model: ModelShape, sizes: tuple[int, ...], chunks: int, segments: in
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict]:
+def seen(launch) -> dict[str, dict]:
     jobs = []
     for plan in PLANS.values():
-        candidate = planned(*plan)
-        flags = [*model_flags(plan[0], 8192), *decided_flags(candidate), REST]
-        words = shlex.split(" ".join(flags))
+        flags = [*model_flags(plan[0], 8192), *decided_flags(planned(*plan)), REST]
         # For grouped products Megatron asks the GPU what it can do.
-        words = [word for word in words if word != "--moe-grouped-gemm"]
-        jobs.append(json.dumps({"flags": words, "environment": {"WORLD_SIZE": "16"}}))
-    run = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        input="\n".join(jobs), env=environment(), capture_output=True, text=True, timeout=patient(300),
-    )  # fmt: skip
-    found = [json.loads(line.removeprefix("SEEN ")) for line in run.stdout.splitlines() if line.startswith("SEEN ")]
-    assert len(found) == len(PLANS), run.stderr
-    return dict(zip(PLANS, found, strict=True))
+        words = [word for word in shlex.split(" ".join(flags)) if word != "--moe-grouped-gemm"]
+        jobs.append({"flags": words, "environment": {"WORLD_SIZE": "16"}})
+    return dict(zip(PLANS, parsed(launch, jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", PLANS)

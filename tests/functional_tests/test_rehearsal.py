@@ -1,14 +1,12 @@
 """`--dry-run` from end to end: it starts, counts what a real step takes, and fails as a real launch does."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from support.few import few_of
 from support.launch import ROOT
-from support.slurm_cluster import environment
+from support.launchers import started
 
 # Long enough for activations to outweigh what is the same for any length.
 MODEL = (
@@ -166,25 +164,19 @@ def test_a_launch_that_does_not_fit_fails(launch):
     assert f"Memory: {problem}" in job.log and f"error: {problem}" in job.log
 
 
-@pytest.mark.parametrize("script", ["scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch"])
-def test_launch_scripts(script):
-    fits = start(script, "--seq-length", "128", "--num-layers", "2")
-    assert fits.returncode == 0, fits.stderr[-3000:]
-    assert "Rehearsed: 2 layers of " in fits.stdout and "Memory: fits." in fits.stdout
-
-
-def test_launch_scripts_end_with_the_sentence_of_the_launch():
-    fails = start("scripts/pretrain_gpt.sh", "--sequence-split-strategy", "uniform_comp", "--sequence-splits", "0")
-    assert fails.returncode != 0
-    assert "error: --sequence-splits" in fails.stderr and "Traceback" not in fails.stderr
-
-
-def start(script, *flags):
-    return subprocess.run(
-        ["bash", script, *flags],
-        cwd=ROOT,
-        env=environment(DRY_RUN="1", MODEL_SIZE="tiny", PYTHON=sys.executable),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+@pytest.mark.parametrize(
+    "words, code, found",
+    [
+        (["--seq-length", "128", "--num-layers", "2"], 0, ["Rehearsed: 2 layers of ", "Memory: fits."]),
+        (["--sequence-split-strategy", "uniform_comp", "--sequence-splits", "0"], 2, ["error: --sequence-splits"]),
+    ],
+    ids=["fits", "refused"],
+)
+def test_launch_scripts(launch, tmp_path, words, code, found):
+    """Both start the same."""
+    scripts = ("scripts/pretrain_gpt.sh", "scripts/slurm/pretrain_gpt.sbatch")
+    starts = [started(["bash", script, *words], tmp_path, DRY_RUN="1", MODEL_SIZE="tiny") for script in scripts]
+    assert starts[0] == starts[1]
+    environment = {"WORLD_SIZE": str(starts[0].world_size)}
+    job = launch(1, starts[0].flags, starts[0].script, env=environment, timeout=400)
+    assert job.code == code and all(each in job.log for each in found) and "Traceback" not in job.log, job.log[-3000:]

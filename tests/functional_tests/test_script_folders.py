@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.launchers import environment
 from support.patience import patient
-from support.slurm_cluster import environment
 
 ROOT = Path(__file__).parents[2]
 # Instead of Python, uv, npm and Slurm's commands. They empty and write the folders that the real ones do.

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.launch import ROOT, free_port
+from support.launchers import SBIN_PATH, environment
 from support.patience import patient
 
 NODES = ("node1", "node2")
@@ -31,7 +32,6 @@ BINARIES = (
     "ip",
     "unshare",
 )
-SBIN_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # where Debian keeps daemons
 
 CONFIGURATION = """\
 ClusterName=test
@@ -56,16 +56,6 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=30 State=UP
 """
-
-
-def environment(**settings: str) -> dict[str, str]:
-    """The environment of a launcher: none of the variables that it would obey but those given."""
-    obeyed = (
-        r"DRY_RUN|WORLD_SIZE|MODEL_SIZE|GPUS_PER_NODE|DEVICE|DATA_PATH|TP|PP|SEQUENCE_.*|TRAIN_ITERS|"
-        r"CUDA_.*|SLURM_.*|SBATCH_.*"
-    )
-    clean = {name: value for name, value in os.environ.items() if not re.fullmatch(obeyed, name)}
-    return clean | {"PATH": SBIN_PATH} | settings
 
 
 class Cluster:
