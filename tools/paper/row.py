@@ -14,8 +14,8 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
 @dataclass(frozen=True)
 class Row:
-    """`published` and `predicted` in `unit`; None stands for out of memory. `goal` is the relative error (for bubbles
-    the absolute one) that the prediction is held to."""
+    """`published` and `predicted` in `unit`; None stands for out of memory. Where `less_is_better`, a prediction below
+    what is published misses nothing."""
 
     table: str
     label: str
@@ -26,6 +26,7 @@ class Row:
     group: str = ""
     setup: TrainingSetup | None = None
     machine: Machine | None = None
+    less_is_better: bool = False
 
     @property
     def error(self) -> float | None:
@@ -36,13 +37,18 @@ class Row:
             return self.predicted - self.published
         return self.predicted / self.published - 1
 
+    @property
+    def miss(self) -> float | None:
+        """How far the prediction is from the published value, or above it where less is better."""
+        return self.error if self.error is None else max(self.error, 0.0 if self.less_is_better else -self.error)
+
     def with_prediction(self, value: float | None) -> "Row":
         return replace(self, predicted=value)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """The errors of the rows of one table."""
+    """The misses of the rows of one table, and their mean error, the bias."""
 
     count: int
     mean: float
@@ -51,8 +57,9 @@ class Errors:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> "Errors":
-        errors = [row.error for row in rows if row.error is not None]
-        return cls(len(errors), mean(map(abs, errors)), mean(errors), max(map(abs, errors)))
+        pairs = [(row.miss, row.error) for row in rows if row.error is not None and row.miss is not None]
+        misses, errors = zip(*pairs, strict=True)
+        return cls(len(errors), mean(misses), mean(errors), max(misses))
 
 
 def slug(label: str) -> str:

@@ -10,7 +10,7 @@ from ..arguments import Forecast, MegatronRun
 from ..arguments.device import device_memory, gpu_name, is_on_cpu
 from ..errors import ParameterError
 from ..partition import SegmentTime
-from ..schedule import Costs, Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, peak_memory
+from ..schedule import Costs, Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, build, peak_memory
 from .costs import (
     A100,
     CPU_CORE,
@@ -155,7 +155,7 @@ class RunCosts:
             if isinstance(schedule, Given):
                 return schedule.schedule
             family = Named("1f1b", schedule.placement) if isinstance(schedule, Planned) else schedule
-            return family.of_all_ranks(Shape(self._placement(schedule), num_microbatches, len(lengths)), lengths, None)
+            return build(family.name, Shape(self._placement(schedule), num_microbatches, len(lengths)))
 
         estimate = estimate_step(schedule_of, self.run.num_microbatches, costs)
         total = None

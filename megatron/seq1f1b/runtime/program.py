@@ -1,12 +1,24 @@
 """What one rank does in steps of any size, and what follows from it."""
 
+import gc
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 
 from ..ranks import warn_on_rank_0
-from ..schedule import Action, CostsOfLengths, Kind, Planned, ScheduleChoice, Shape, lower_rank
+from ..schedule import (
+    Action,
+    Clock,
+    CostsOfLengths,
+    Kind,
+    Named,
+    Planned,
+    ScheduleChoice,
+    Shape,
+    lower_rank,
+)
 from ..schedule.validate import neighbourhood
 
 _log = logging.getLogger(__name__)
@@ -25,7 +37,7 @@ _SERVED = {
 # As many queues a GPU has at most; they are enough for all streams of a process.
 _ALL_QUEUES = "32"
 # Forwards of all stages from which on planning takes seconds.
-_MANY_FORWARDS = 10_000
+_MANY_FORWARDS = 5_000
 
 
 def streams_share_queues() -> bool:
@@ -58,7 +70,7 @@ class Programs:
         self.placement = choice.placement
         self._choice = choice
         self._one_queue = one_queue
-        self._schedule = lru_cache(maxsize=1)(partial(choice.of_all_ranks, costs=costs))
+        self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
         self._programs: dict[tuple[Shape, tuple[int, ...], int, bool, bool], Program] = {}
 
     def program(
@@ -70,25 +82,39 @@ class Programs:
         """
         key = shape, tuple(lengths), rank, forward_only, in_turn
         if key not in self._programs:
-            if forward_only:
-                schedule = self._choice.forwards().of_all_ranks(shape, lengths, None)
-            else:
-                if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
-                    warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
-                schedule = self._schedule(shape, tuple(lengths))
-            actions = lower_rank(schedule, rank, self._one_queue, in_turn)
-            if forward_only:
-                actions = [action for action in actions if action.kind in _FORWARD_KINDS]
-            self._programs[key] = Program(actions)
+            with _without_collection():
+                self._programs[key] = self._made(*key)
         return self._programs[key]
+
+    def _made(self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool) -> Program:
+        if forward_only:  # in an order that fits any shape
+            named = self._choice if isinstance(self._choice, Named) else Named("1f1b")
+            actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
+            return Program([action for action in actions if action.kind in _FORWARD_KINDS])
+        if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
+            warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
+        return Program(lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn))
 
     def around(self, shape: Shape, lengths: Sequence[int], rank: int, action: Action) -> str:
         """What all ranks do around an action of this one in a training step, for the message of a failure."""
-        schedule = self._schedule(shape, tuple(lengths))
+        plan = self._plan(shape, tuple(lengths))
+        schedule = plan.schedule() if isinstance(plan, Clock) else plan
         order = schedule.ranks[rank]
         kinds = _SERVED.get(action.kind, (action.kind,))
         places = (i for i, other in enumerate(order) if other[1:] == action[1:] and other.kind in kinds)
         return neighbourhood(schedule, rank, [next(places, len(order) - 1)] * len(schedule.ranks))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collecting garbage while many actions are made would take most of the time: it walks through torch each time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _ends(actions: Sequence[Action]) -> set[tuple[Kind, Action]]:

@@ -16,6 +16,7 @@ from .choice import (
     choose,
     splitting_families,
 )
+from .clock import Clock
 from .cost_tables import Costs, peak_memory, sequences_held
 from .csv_file import read_csv, write_csv
 from .dependencies import dependencies
@@ -33,6 +34,7 @@ __all__ = [
     "UNUSABLE",
     "Action",
     "Channel",
+    "Clock",
     "Costs",
     "CostsOfLengths",
     "Given",

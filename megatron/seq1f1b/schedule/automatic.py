@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf, isclose
 
 from .action import Action, Kind
@@ -13,8 +13,9 @@ from .list_scheduling import ListScheduler, Priority
 from .schedule import Schedule, Shape
 from .timing import simulate
 
-# With more compute actions, where a plan takes seconds, the first that no other can beat by more than a share is taken.
-_MANY_ACTIONS = 20_000
+# With more compute actions, where a plan takes seconds, the first that no other can beat by more than a share is taken,
+# and no more plans are made than have so many actions together, which takes about ten seconds.
+_MANY_ACTIONS, _ACTIONS_OF_ALL_PLANS = 20_000, 1_000_000
 _CLOSE = 1e-3
 
 # For each plan: hop of the clock, or weight of the micro-batch; patience, hold (see ListScheduler.by_priority). Chosen
@@ -51,12 +52,16 @@ def auto(
     if isinstance(limits, (int, float)):
         limits = [limits] * shape.num_ranks
     limits = [limit * (1 + 1e-9) for limit in limits]  # sums of floats are not exact
-    is_large = 3 * shape.num_stages * shape.num_units > _MANY_ACTIONS
-    enough = (1 + _CLOSE) * shortest_makespan(shape, costs) if is_large else 0.0
+    num_actions = 3 * shape.num_stages * shape.num_units
+    enough, most_plans = 0.0, None
+    if num_actions > _MANY_ACTIONS:
+        enough = (1 + _CLOSE) * shortest_makespan(shape, costs)
+        most_plans = max(1, _ACTIONS_OF_ALL_PLANS // num_actions)
+    plans = islice(_plans(shape, costs, limits, split), most_plans)
 
     best: Schedule | None = None
     best_score = inf, inf, inf
-    for schedule in chain(named.values(), _plans(shape, costs, limits, split)):
+    for schedule in chain(named.values(), plans):
         if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
             continue
         peaks = peak_memory(schedule, costs)
@@ -104,18 +109,18 @@ def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> 
 
 def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
     scheduler = ListScheduler(shape, costs, limits, split)
-    # A short hop starts backwards early and holds little, a long one hides unequal costs better.
-    for hop, patience, hold in _BY_TICK:
-        yield scheduler.by_priority(_by_tick(shape, hop), patience, hold)
-    paths = _longest_paths(shape, costs)
-    for weight, patience, hold in _BY_PATH:
-        yield scheduler.by_priority(_by_path(shape, paths, weight), patience, hold)
     # The order of 1F1B, with W only where a rank waits.
     orders = FAMILIES["1f1b"](shape).schedule().ranks
     for patience in _BY_ORDER if split else _BY_ORDER[:1]:
         schedule = scheduler.by_order(orders, patience)
         if schedule is not None:
             yield schedule
+    # A short hop starts backwards early and holds little, a long one hides unequal costs better.
+    for hop, patience, hold in _BY_TICK:
+        yield scheduler.by_priority(_by_tick(shape, hop), patience, hold)
+    paths = _longest_paths(shape, costs)
+    for weight, patience, hold in _BY_PATH:
+        yield scheduler.by_priority(_by_path(shape, paths, weight), patience, hold)
 
 
 def _by_tick(shape: Shape, hop: int) -> Priority:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .action import Action, Kind
+from .action import Kind
 from .automatic import auto
+from .clock import Clock
 from .cost_tables import Costs
 from .families import FAMILIES
 from .schedule import Placement, Schedule, Shape
@@ -48,18 +49,14 @@ class Named:
         if self.name not in FAMILIES:
             raise ValueError(f"unknown schedule {self.name!r}; choose one of {', '.join(FAMILY_NAMES)}")
 
-    @cached_property
+    @property
     def splits_backwards(self) -> bool:
         """Whether its actions have W, as in one small pipeline so in all."""
-        return any(map(has_weight_gradients, build(self.name, Shape(Placement(2), num_microbatches=2)).ranks))
+        return FAMILIES[self.name](Shape(Placement(2), num_microbatches=2)).lag is not None
 
-    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
-        """The compute actions of a training step with segments of `lengths` tokens."""
-        return build(self.name, shape)
-
-    def forwards(self) -> "Named":
-        """The family whose order of forwards an evaluation follows."""
-        return self
+    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock:
+        """What ranks compute in a training step with segments of `lengths` tokens."""
+        return FAMILIES[self.name](shape)
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,9 @@ class Planned:
         """Whether it may have W."""
         return self.split
 
-    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
+    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
         """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
         return auto(shape, None if costs is None else costs(lengths), split=self.split)
-
-    def forwards(self) -> Named:
-        """As of a `Named`."""
-        return Named("1f1b")
 
 
 @dataclass(frozen=True)
@@ -103,17 +96,13 @@ class Given:
     @cached_property
     def splits_backwards(self) -> bool:
         """Whether it has W."""
-        return any(map(has_weight_gradients, self.schedule.ranks))
+        return any(action.kind is Kind.W for actions in self.schedule.ranks for action in actions)
 
-    def of_all_ranks(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
+    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
         """As of a `Named`; raises ValueError if the schedule has another shape."""
         if self.schedule.shape != shape:
             raise ValueError(f"the given schedule is for {self.schedule.shape}, not for {shape}")
         return self.schedule
-
-    def forwards(self) -> Named:
-        """As of a `Named`."""
-        return Named("1f1b")
 
 
 ScheduleChoice = Named | Planned | Given
@@ -122,11 +111,6 @@ ScheduleChoice = Named | Planned | Given
 def choose(name: str, placement: str = "looped") -> Named | Planned:
     """The schedule of this name, one of `FAMILY_NAMES`; raises ValueError for another."""
     return Planned(placement=placement) if name == "auto" else Named(name, placement)
-
-
-def has_weight_gradients(actions: Sequence[Action]) -> bool:
-    """Whether there is a W, so that backwards are split."""
-    return any(action.kind is Kind.W for action in actions)
 
 
 def splitting_families() -> list[str]:

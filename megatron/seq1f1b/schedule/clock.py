@@ -45,6 +45,11 @@ class Clock:
         """The same clock with every B split in two: an I and, `lag(rank)` of the rank's I later, a W."""
         return replace(self, lag=lag)
 
+    @property
+    def num_actions(self) -> int:
+        """Those of all ranks."""
+        return self.shape.num_stages * self.shape.num_units * (2 if self.lag is None else 3)
+
     def schedule(self) -> Schedule:
         """The orders of all ranks."""
         return Schedule(self.shape, tuple(tuple(self.order(rank)) for rank in range(self.shape.num_ranks)))
@@ -64,6 +69,20 @@ class Clock:
         order = [actions[index] for index in sorted(range(len(actions)), key=ticks.__getitem__)]
         return order if self.lag is None else _split(order, self.lag(rank))
 
+    def ticks(self, order: Sequence[Action]) -> list[int]:
+        """The ticks of the actions in the `order` of a rank; a W has that of the action before it."""
+        last_stage, last_segment = self.shape.num_stages - 1, self.shape.num_segments - 1
+        ticks: list[int] = []
+        for kind, stage, microbatch, segment in order:
+            first = microbatch * self.shape.num_segments
+            if kind is Kind.F:
+                ticks.append(self.tick(first + segment, stage))
+            elif kind is Kind.W:
+                ticks.append(ticks[-1])
+            else:
+                ticks.append(self.turn + self.tick(first + last_segment - segment, last_stage - stage))
+        return ticks
+
 
 def _split(order: Sequence[Action], lag: int) -> list[Action]:
     """Every B becomes an I, and its W follows `lag` such I later.
@@ -75,8 +94,8 @@ def _split(order: Sequence[Action], lag: int) -> list[Action]:
     pending: deque[Action] = deque()
     for action in order:
         if action.kind is Kind.B:
-            pending.append(action._replace(kind=Kind.W))
-            action = action._replace(kind=Kind.I)
+            pending.append(Action(Kind.W, *action[1:]))
+            action = Action(Kind.I, *action[1:])
         result.append(action)
         if len(pending) > lag:
             result.append(pending.popleft())
@@ -89,11 +108,22 @@ def _product(kind: Kind, stage: int, microbatches: Iterable[int], segments: Iter
 
 
 def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
-    """A tick for units that pass through all chunks without a pause, `hop` ticks a stage.
+    """A tick for units that pass through all chunks almost without a pause, `hop` ticks a stage.
 
-    A rank takes in a new unit every `period` ticks for each of its chunks.
+    A rank takes in a new unit every `period` ticks for each of its chunks. Where a stage would then share its ticks
+    with an earlier stage of its rank, the unit pauses before it until there is a free tick.
     """
-    return lambda unit, stage: period * shape.num_chunks * unit + hop * stage
+    cycle, placement = period * shape.num_chunks, shape.placement
+    taken: list[set[int]] = [set() for _ in range(shape.num_ranks)]
+    starts: list[int] = []
+    for stage in range(shape.num_stages):
+        start = starts[-1] + hop if starts else 0
+        of_rank = taken[placement.rank_of(stage)]
+        while start % cycle in of_rank:
+            start += period
+        of_rank.add(start % cycle)
+        starts.append(start)
+    return lambda unit, stage: cycle * unit + starts[stage]
 
 
 def smallest_group(shape: Shape) -> int:

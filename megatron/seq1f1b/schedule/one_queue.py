@@ -7,7 +7,8 @@ rank are in one queue; with fewer queues than streams, some are. The order made 
 cases: more queues only hold up less.
 
 All ranks agree on one order of everything, in which each of them issues its part. Compute actions stand in it by their
-nominal times, so after all that they depend on: when they start if all take equally long. On every channel
+nominal times, so after all that they depend on: when they start if all take equally long, or the ticks of their clock.
+On every channel
 
 - a send comes after the compute action that makes the message, and after the receive of the message
   before;
@@ -30,7 +31,7 @@ before its use by the same argument.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ _BEFORE, _ITSELF, _AFTER = 0, 1, 2
 
 
 # For each rank, the nominal times of its compute actions, in the order in which it runs them.
-NominalTimes = Sequence[Sequence[float]]
+NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):

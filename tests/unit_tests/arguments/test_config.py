@@ -225,7 +225,7 @@ def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch,
     assert config.schedule == Planned(split=False)
     assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == lines
     shape = Shape(Placement(2), 6)
-    schedule = config.schedule.of_all_ranks(shape, config.lengths, config.action_costs)
+    schedule = config.schedule.plan(shape, config.lengths, config.action_costs)
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
     assert validate(parsed("--pipeline-schedule", "auto")).schedule == Planned()

@@ -2,6 +2,7 @@
 
 from itertools import product
 from random import Random
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,8 @@ from megatron.seq1f1b.schedule import (
     build,
     dependencies,
     lower,
+    lower_rank,
+    lowering,
     parse_action,
     simulate,
     validate,
@@ -152,6 +155,22 @@ def test_shared_queues_hang_in_the_free_order_only(queues):
 def test_no_family_hangs_where_streams_share_queues(family, shape, queues, random):
     safe = lower(build(family, shape), one_queue=True)
     assert not hangs(safe, {stream: random.randrange(queues) for stream in streams_of(safe)})
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), small_shapes(), st.sampled_from([0, 1]), st.floats(0, 3))
+def test_no_family_hangs_in_the_order_of_its_ticks(family, shape, buffered, message):
+    """As for steps of many actions."""
+    clock, costs = FAMILIES[family](shape), Costs.uniform(shape, message=message)
+
+    def by_ticks(**options):
+        ranks = (tuple(lower_rank(clock, rank, **options)) for rank in range(shape.num_ranks))
+        return Schedule(shape, tuple(ranks))
+
+    with mock.patch.object(lowering, "_SIMULATED", 0):
+        safe, in_turn = by_ticks(one_queue=True), by_ticks(in_turn=True)
+    execute(safe, costs, one_queue=True, buffered=buffered)
+    execute(in_turn, costs, loads_kernels=True, in_turn=True, buffered=buffered)
 
 
 @few

@@ -151,6 +151,21 @@ def test_zb_h1_is_never_slower_than_1f1b_with_one_chunk(shape):
     assert idle(build("zb-h1", shape), costs) <= idle(build("1f1b", shape), costs)
 
 
+@fixed
+@given(shapes(chunks=6, styles=["v"]))
+def test_a_rank_in_a_v_has_one_action_a_tick(shape):
+    clock = FAMILIES["1f1b"](shape)
+    for rank in range(shape.num_ranks):
+        ticks = clock.ticks(clock.order(rank))
+        assert len(set(ticks)) == len(ticks)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 5, 8, 10])
+def test_any_number_of_chunks_in_a_v_has_a_small_bubble(chunks):
+    """Where stages that share ticks leave a third of the time idle."""
+    assert simulate(build("1f1b", Shape(Placement(4, chunks, "v"), 16, 4))).bubble_ratio < 0.04
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 8])
 def test_v_shaped_1f1b_beats_one_chunk_at_the_same_memory(k):
     v, one = Shape(Placement(8, 2, "v"), 16, k), Shape(Placement(8), 16, k)

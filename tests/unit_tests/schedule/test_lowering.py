@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from megatron.seq1f1b.schedule import (
     FAMILIES,
     Action,
+    Clock,
     Kind,
     Placement,
     Schedule,
@@ -78,7 +79,17 @@ def test_messages_surround_the_actions_they_serve(family, shape):
 def test_a_rank_alone_is_lowered_as_with_all_others(family, shape):
     lowered = lower(build(family, shape))
     for rank in range(shape.num_ranks):
-        assert tuple(lower_rank(build(family, shape), rank)) == lowered.ranks[rank]
+        assert tuple(lower_rank(FAMILIES[family](shape), rank)) == lowered.ranks[rank]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_of_a_large_step_makes_three_orders_only(family, monkeypatch):
+    """The largest that we promise; to make and simulate the orders of 64 ranks takes seconds."""
+    made, order = [], Clock.order
+    monkeypatch.setattr(Clock, "order", lambda clock, rank: made.append(rank) or order(clock, rank))
+    clock = FAMILIES[family](Shape(Placement(64, 2), 512, 16))
+    assert len(lower_rank(clock, 31, one_queue=True)) == len(order(clock, 31)) + 2 * 2 * 2 * 512 * 16 + 4
+    assert sorted(made) == [30, 31, 32]
 
 
 @fixed
