@@ -16,8 +16,11 @@ def repairs() -> tuple[Patch, ...]:
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import layers
 
-    needs_apex = HAVE_TE and not layers._grad_accum_fusion_available
-    rows = LOCAL_LAYERS + (OUTPUT_LAYER if needs_apex else ())
+    rows = LOCAL_LAYERS
+    if not HAVE_TE:
+        rows += RECOMPUTATION
+    elif not layers._grad_accum_fusion_available:
+        rows += OUTPUT_LAYER
     return rows if distrib_optimizer.HAVE_APEX_OR_TE else rows + TORCH_ADAM
 
 
@@ -55,6 +58,11 @@ def _sized_for_latents(init: Callable) -> Callable:
             attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
 
     return initialize
+
+
+def _in_16_bits(init: Callable) -> Callable:
+    """`CheckpointWithoutOutput.__init__` for a part of a layer that is recomputed, such as its norm."""
+    return lambda checkpoint, fp8=None: init(checkpoint, None)
 
 
 def _without_apex(init: Callable) -> Callable:
@@ -143,6 +151,14 @@ LOCAL_LAYERS = (
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
         _sized_for_latents,
         "refuses the head sizes that multi-latent attention passes",
+        wraps=True,
+    ),
+)
+RECOMPUTATION = (
+    Patch(
+        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
+        _in_16_bits,
+        "asks Transformer Engine how it computes in 8 bits",
         wraps=True,
     ),
 )

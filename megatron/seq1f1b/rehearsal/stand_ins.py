@@ -178,10 +178,6 @@ def _own_counts_of_all(gather: Callable) -> Callable:
     return gathered
 
 
-def _without_fp8(init: Callable) -> Callable:
-    return lambda checkpoint, fp8=None: init(checkpoint, None)
-
-
 def _share_storage(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
     size = recomputed.untyped_storage().nbytes()
     recomputed.untyped_storage().resize_(0)
@@ -216,12 +212,6 @@ _FOR_FAKES = (
         f"{_PARALLEL}.mappings._gather_along_first_dim",
         _own_counts_of_all,
         "gathers into a tensor without values how many tokens each expert gets",
-        wraps=True,
-    ),
-    Patch(
-        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__",
-        _without_fp8,
-        "asks Transformer Engine, which need not be installed here, how it computes in fp8",
         wraps=True,
     ),
     Patch(
