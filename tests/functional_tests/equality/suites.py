@@ -323,21 +323,20 @@ def gathered_context_suite():
     yield replace(model, kv_heads=1), layout, packed
 
 
+def selective(model: Model, *modules: str) -> Model:
+    return replace(model, recompute="selective").with_config(recompute_modules=modules, add_bias_linear=False)
+
+
 def recomputed_modules_suite():
     """Megatron's --recompute-modules; some discard an output and make it again when its gradient comes."""
     layout, cases = Layout(pipeline=2), few_cases()
     some = cases[1:3] + few_cases(("zb-h1",))[2:3]
-
-    def selective(model: Model, *modules: str) -> Model:
-        return replace(model, recompute="selective").with_config(recompute_modules=modules, add_bias_linear=False)
 
     yield selective(Model(), "layernorm", "mlp"), layout, some
     yield selective(Model(), "layernorm"), replace(layout, chunks=2, style="v"), few_cases(("auto",))[2:3]
     yield selective(latent(), "mla_up_proj", "layernorm", "mlp"), layout, some
     yield selective(mixture(**SHARED), "shared_experts", "layernorm"), layout, some
     yield selective(hybrid("G*-M"), "layernorm", "mlp"), layout, some[1:]
-    for kind in ("unfused", "fused"):
-        yield selective(replace(mixture(**SHARED), transformer_engine=kind), "moe_act", "layernorm"), layout, some[1:]
 
 
 def kept_attention_suite():
@@ -466,7 +465,9 @@ def transformer_engine_experts_suite():
     """Experts by its grouped products, with their weight gradients apart, too."""
     cases = few_cases(("zb-h1",))[1:4] + few_cases()[2:3]
     for kind in ("unfused", "fused"):
-        yield replace(mixture(**SHARED), transformer_engine=kind), Layout(pipeline=2), cases
+        model = replace(mixture(**SHARED), transformer_engine=kind)
+        yield model, Layout(pipeline=2), cases
+        yield selective(model, "moe_act", "layernorm"), Layout(pipeline=2), cases[1:3]
 
 
 SUITES = {
