@@ -51,7 +51,9 @@ class References:
             expert_tensor=layout.expert_tensor,
         )
         cases = [replace(case, packed=case.packed and _form(model, case.packed)) for case in cases]
-        model = replace(model, transformer_engine=None, keeps_latents=False, keeps_attention=False)
+        if model.transformer_engine:  # local layers cannot recompute as much
+            model = replace(model, transformer_engine=None, recompute=None)
+        model = replace(model, keeps_latents=False, keeps_attention=False)
         chunks = None
         found = []
         for case in cases:

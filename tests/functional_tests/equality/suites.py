@@ -458,6 +458,8 @@ def transformer_engine_suite():
         yield Model(transformer_engine=kind), Layout(pipeline=2), cases
         overlapped = Layout(pipeline=2, overlap=True, distributed_optimizer=True)
         yield Model(transformer_engine=kind, recompute="full"), replace(overlapped, pipeline=1), cases[2:4]
+        kept = Model(transformer_engine=kind, recompute="full", keeps_attention=True)
+        yield kept, Layout(pipeline=2), [cases[1], cases[3]]
     yield Model(transformer_engine="fused", dtype=torch.float32), Layout(tensor=2, sequence_parallel=True), cases[:4]
 
 
