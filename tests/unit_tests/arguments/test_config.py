@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron.seq1f1b import arguments, validate
-from megatron.seq1f1b.arguments import run_of_arguments
+from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.run_costs import RunCosts
@@ -435,6 +435,7 @@ def test_attention_is_kept_where_layers_are_recomputed(flags, settings, sentence
     for one in (["--sequence-splits", "4"], ["--pipeline-schedule", "1f1b"]):
         assert pipeline_config(parsed(*one, "--recompute-keeps-attention", **full)).keeps_attention
         assert not pipeline_config(parsed(*one, **full)).keeps_attention
+    assert parse_options({"recompute_keeps_attention": True}).recompute_keeps_attention
 
 
 def test_lengths_follow_documents_where_the_strategy_can():
