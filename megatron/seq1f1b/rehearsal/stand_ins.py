@@ -68,10 +68,11 @@ def in_words(args: Namespace) -> str:
     else:
         segments = f" with {args.sequence_splits} segments" if (args.sequence_splits or 1) > 1 else ""
         schedule = f"{args.pipeline_schedule or '1f1b'}{segments}"
+    kept = " of all but attention" if args.recompute_keeps_attention else ""
     return (
         f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, {num_microbatches} micro-batches "
         f"of {args.micro_batch_size}, {schedule}{f' of {chunks} chunks a rank' if chunks else ''}, "
-        f"{args.recompute_granularity or 'no'} recomputation, {_precision(args)}, on {args.world_size} "
+        f"{args.recompute_granularity or 'no'} recomputation{kept}, {_precision(args)}, on {args.world_size} "
         f"{'GPUs' if args.device != 'cpu' else 'CPU processes'} ({layout})"
     )
 
