@@ -80,47 +80,28 @@ class SegmentAttention(torch.nn.Module):
                 f"attention got packed_seq_params, but segments attend across documents; {KEEP_APART}, or drop "
                 "--sequence-splits"
             )
+        # The kernel applies the triangle by itself, within each of the documents of the segment.
+        if attention_mask is not None and segment is not None and segment.documents is None:
+            self.context.check_mask(attention_mask)
         sink = self.softmax_offset
         if self.exchange is not None:
             query, key, value = self.exchange.to_heads(query, key, value)
             sink = None if sink is None else self.exchange.own_heads(sink)
-        output = self._attend(query, key, value, attention_mask, sink, segment)
-        return output if self.exchange is None else self.exchange.to_tokens(output)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        sink: Tensor | None,
-        segment: Segment | None,
-    ) -> Tensor:
-        """With all keys of the segment, and the queries that this rank has."""
-        # The kernel applies the triangle by itself, within each of the documents of the segment.
-        if attention_mask is not None and segment is not None and segment.documents is None:
-            self.context.check_mask(attention_mask)
         rule = self.training_rule if self.training else self.evaluation_rule
-        kernel = self._kernel(rule, query, key, value, sink, segment)
-        if segment is not None and self.context.kept_attention is not None and self.context.keeps_for_backward:
-            generator = default_generator(query.device) if rule.dropout else None
-            kernel = self.context.kept_attention.around(kernel, (self, segment.microbatch, segment.index), generator)
-        if segment is None or segment.is_whole_sequence:
-            with self._random_numbers(rule):
-                return _Attend.apply(query, key, value, sink, None, _Call(kernel))
-        assert key.shape[0] == segment.length, (
-            f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
-        )
-        cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
-        release = partial(self.context.release, self, segment.microbatch)
+        call = _Call(self._kernel(rule, query, key, value, sink, segment))
+        if segment is not None and not segment.is_whole_sequence:
+            assert key.shape[0] == segment.length, (
+                f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
+            )
+            cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
+            call = _Call(call.kernel, segment, cache, partial(self.context.release, self, segment.microbatch))
         with self._random_numbers(rule):
-            call = _Call(kernel, segment, cache, release)
-            output = _Attend.apply(query, key, value, sink, cache.take_prefix(), call)
-        if segment.is_last and not self.context.keeps_for_backward:
-            release()
-        elif isinstance(cache, WindowCache) and not torch.is_grad_enabled():
-            cache.trim(keeps_earlier=self.context.keeps_for_backward)
-        return output
+            output = _Attend.apply(query, key, value, sink, call.cache and call.cache.take_prefix(), call)
+        if call.cache is not None and segment.is_last and not self.context.keeps_for_backward:
+            call.release()
+        elif isinstance(call.cache, WindowCache) and not torch.is_grad_enabled():
+            call.cache.trim(keeps_earlier=self.context.keeps_for_backward)
+        return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def _kernel(
         self,
@@ -131,7 +112,7 @@ class SegmentAttention(torch.nn.Module):
         sink: Tensor | None,
         segment: Segment | None,
     ) -> Kernel:
-        """For these queries of the segment, within its documents."""
+        """For these queries of the segment, within its documents; it runs once if attention is kept."""
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
@@ -148,7 +129,12 @@ class SegmentAttention(torch.nn.Module):
                 )
                 documents = segment.visible_documents(first_key)
         runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
-        return on_parts(kernel, length, num_keys, runs, documents)
+        kernel = on_parts(kernel, length, num_keys, runs, documents)
+        kept = None if segment is None or not self.context.keeps_for_backward else self.context.kept_attention
+        if kept is None:
+            return kernel
+        generator = default_generator(query.device) if rule.dropout else None
+        return kept.around(kernel, (self, segment.microbatch, segment.index), generator)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
