@@ -5,13 +5,12 @@ from dataclasses import replace
 
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables
 from .flops import megatron_flops
-from .row import read
+from .row import gpt, read
 
 
 def thirty_billion_at_64k() -> Iterator[str]:

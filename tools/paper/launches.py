@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
+from megatron.seq1f1b.commands.launch_flags import decided_flags
+from megatron.seq1f1b.commands.model_flags import training_flags
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner import Candidate
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
 from .programs import PaperSetup
-from .row import Row, read, slug
+from .row import Row, gpt, read, slug
 
 _TRAINING = (
     "--mock-data",
@@ -126,33 +126,36 @@ def _setup(row: Row) -> PaperSetup:
 
 def _flags(table: str, row: Row) -> Iterator[str]:
     setup = _setup(row)
-    for flag in (*model_flags(setup.model, setup.sequence_length), *decided_flags(Candidate(setup, _strategy(table)))):
+    for flag in (*_sizes(setup), *decided_flags(Candidate(setup, _strategy(table)))):
         name = flag.split()[0]
         if (
             (setup.dropout and name in ("--hidden-dropout", "--attention-dropout"))  # Megatron's default of 0.1
             or (setup.tied_embeddings and name == "--untie-embeddings-and-output-weights")
             or (not setup.distributed_optimizer and name == "--use-distributed-optimizer")
-            or (_is_interleaved_with_ends_apart(setup) and name == "--num-virtual-stages-per-pipeline-rank")
             or (table == "terapipe" and name == "--sequence-splits")
         ):
             continue
         if not table.startswith("seq1f1b"):
             flag = _OF_2021.get(flag, flag)
         yield flag
-    if _is_interleaved_with_ends_apart(setup):
-        yield f"--pipeline-model-parallel-layout E|{'t|' * setup.model.num_layers}L"
     if setup.pipeline_before_data:
         yield "--use-tp-pp-dp-mapping"
-    if setup.recompute == "selective":
+    if setup.recompute == "core_attn":
         yield "--recompute-granularity selective"
     yield f"--vocab-size {setup.model.vocab_size or 1024}"
     yield from _TRAINING
 
 
+def _sizes(setup: PaperSetup) -> Iterator[str]:
+    """The GPTs of the papers."""
+    model = setup.model
+    yield f"--num-layers {model.num_layers}"
+    yield f"--hidden-size {model.hidden_size}"
+    yield f"--ffn-hidden-size {model.ffn_hidden_size}"
+    yield f"--num-attention-heads {model.num_heads}"
+    yield f"--kv-channels {model.head_dim}"
+    yield from training_flags(setup.sequence_length)
+
+
 def _strategy(table: str) -> str:
     return "terapipe" if table == "terapipe" else "uniform_comp"
-
-
-def _is_interleaved_with_ends_apart(setup: PaperSetup) -> bool:
-    """As in Zero Bubble: every layer a stage, the embedding and the head stages, too."""
-    return setup.placement.num_chunks > 1 and setup.layers_per_stage[0] == 0

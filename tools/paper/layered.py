@@ -9,9 +9,10 @@ before the next (`breadth-first`) with many chunks on a rank shrinks the bubble,
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import LAWS, Candidate, Question, Training, preset, soonest
+from megatron.seq1f1b.planning.planner import LAWS, Candidate, Question, Training, soonest
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
 COUNTS = (16384, 65536)

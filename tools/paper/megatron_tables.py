@@ -5,12 +5,11 @@ from pathlib import Path
 
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, read
+from .row import REFERENCE, Row, gpt, read
 
 # Scores in memory, blocking messages, gradients summed in 16 bit; the reduction in the backward of the
 # tensor-parallel layers was put beside weight gradients after SC21.
@@ -88,7 +87,7 @@ def _later_setup(row: dict[str, str]) -> PaperSetup:
         tensor_parallel=int(row["tp"]),
         data_parallel=int(row["dp"]),
         placement=Placement(int(row["pp"]), int(row["virtual_stages"])),
-        recompute=row["recompute"],
+        recompute="core_attn" if row["recompute"] == "selective" else row["recompute"],
         sequence_parallel=row["sequence_parallel"] == "1",
         tied_embeddings=True,
         **_LATER,

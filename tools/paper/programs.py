@@ -6,9 +6,10 @@ A `PaperSetup` is a set-up of such a program. The functions below take the place
 from dataclasses import dataclass, replace
 
 from megatron.seq1f1b.planning.costs import layer_bytes, layer_times, stage_times
+from megatron.seq1f1b.planning.costs.blocks import BYTES, Block
 from megatron.seq1f1b.planning.costs.layer_times import LayerTime
 from megatron.seq1f1b.planning.costs.machine import Device, Machine
-from megatron.seq1f1b.planning.costs.operations import BYTES, Group, flash_time, matmul_time, moving_time
+from megatron.seq1f1b.planning.costs.operations import Group, flash_time, matmul_time, moving_time
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.simulator import step
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Timeline
@@ -54,6 +55,7 @@ class PaperSetup(TrainingSetup):
     adds_gradients_last: bool = False
     frees_late: bool = False
     pipeline_before_data: bool = False
+    keeps_logits: bool = True
 
     @property
     def data_group(self) -> Group:
@@ -72,16 +74,16 @@ def _of_package(function):
 
 
 @layer_times.layer_time.register
-def _(setup: PaperSetup, machine: Machine, start: int, end: int, has_experts: bool = False) -> LayerTime:
+def _(setup: PaperSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
     of_package = _of_package(layer_times.layer_time)
-    time = of_package(setup, machine, start, end, has_experts)
+    time = of_package(setup, machine, start, end, layer)
     forward, back = _attention(setup, machine, start, end)
     exchange = time.input.exchange
     if not setup.overlaps_tensor_parallel:
         exchange = time.forward.exchange * (1.5 if setup.sequence_parallel else 1)
     weight = time.weight
     if setup.adds_gradients_last:
-        weight = of_package(replace(setup, gradient_bytes=0), machine, start, end, has_experts).weight
+        weight = of_package(replace(setup, gradient_bytes=0), machine, start, end, layer).weight
     return LayerTime(
         time.forward._replace(attention=forward), time.input._replace(attention=back, exchange=exchange), weight
     )
@@ -185,7 +187,7 @@ def _(setup: PaperSetup, layer: int, start: int, end: int) -> float:
         kept += rows * 4 * BYTES * setup.model.head_dim  # cosines and sines for queries and for keys, on every rank
     if "*" in blocks and not setup.flash_attention:
         # No log-sum-exp, but the scores, their softmax and the mask of its dropout.
-        a_head = (0 if setup.recompute == "selective" else 5 * end) - 4
+        a_head = (0 if setup.recompute == "core_attn" else 5 * end) - 4
         kept += a_head * rows * setup.model.num_heads / setup.tensor_parallel
     return kept
 
@@ -219,23 +221,22 @@ def _(setup: PaperSetup, stage: int, start: int, end: int) -> float:
     if setup.frees_late and setup.token_shares > 1:
         # Of each layer stay two gathered gradients of outputs and two gradients of gathered inputs, while what the
         # layer kept is freed.
-        layers = setup.layers_of(stage)
-        stays = 4 * layer_bytes.whole_input(setup, end - start)
-        stays -= layer_bytes.layer_activation(setup, layers[0], start, end)
-        most += len(layers) * max(0.0, stays)
+        for layer, count in setup.stage_layers(stage).items():
+            stays = 4 * layer_bytes.whole_input(setup, end - start)
+            most += count * max(0.0, stays - layer_bytes.layer_activation(setup, layer, start, end))
     return most
 
 
 @layer_bytes.block_working.register
-def _(setup: PaperSetup, layer: int, symbol: str, start: int, end: int) -> float:
-    model, rows = setup.model, setup.micro_batch_size * (end - start) / setup.context_parallel
-    if symbol == "-" and not setup.fuses_kernels:
+def _(setup: PaperSetup, layer: int, block: Block, start: int, end: int) -> float:
+    model, rows = setup.model, setup.rows(end - start)
+    if block.attention is None and not setup.fuses_kernels:
         into = BYTES * (2 if model.is_gated else 1) * model.ffn_hidden_size
         return _UNFUSED_ACTIVATION * rows * into / setup.tensor_parallel
-    held = _of_package(layer_bytes.block_working)(setup, layer, symbol, start, end)
-    if symbol == "*" and not setup.flash_attention:
+    held = _of_package(layer_bytes.block_working)(setup, layer, block, start, end)
+    if block.attention is not None and not setup.flash_attention:
         # Scores, their softmax and the mask of its dropout, if they are computed again; and gradients of both.
-        each = 2 * BYTES + (5 if setup.recompute == "selective" else 0)
+        each = 2 * BYTES + (5 if setup.recompute == "core_attn" else 0)
         of_heads = (each * end / setup.context_parallel - 4) * rows * model.num_heads
         held += of_heads / setup.tensor_parallel
     return held

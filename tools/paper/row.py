@@ -6,10 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from megatron.seq1f1b.planning.costs import ModelShape
 from megatron.seq1f1b.planning.costs.machine import Machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
+    """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
+    return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, read
+from .row import REFERENCE, Row, gpt, read
 
 # The authors' code (zhuohan123/terapipe, test_transformer_terapipe.py) has the layers alone, without embedding and
 # vocabulary; gradients in 16 bit, which are added when the message is sent, and summed over the replicas at the end;

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, read
+from .row import REFERENCE, Row, gpt, read
 
 _PROGRAM = dict(flash_attention=False, overlaps_messages=False, gradient_bytes=2, dropout=True)
 _VOCABULARY = 51200  # of Megatron's GPT-2 tokenizer, padded

@@ -13,12 +13,11 @@ from typing import NamedTuple
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.stage_times import step_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.cost_tables import Table
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, read
+from .row import REFERENCE, Row, gpt, read
 
 _PROGRAM = dict(flash_attention=False, dropout=True)
 _FAMILIES = {"1F1B": "1f1b", "1F1B-I": "1f1b", "ZB-H1": "zb-h1", "ZB-1p": "auto", "ZB-2p": "auto"}

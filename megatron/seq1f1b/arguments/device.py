@@ -8,9 +8,11 @@ _GIB = 2**30
 
 def is_on_cpu(flags: argparse.Namespace) -> bool:
     """Whether `--device` leads to the CPU on this machine."""
+    if flags.device != "auto":
+        return bool(flags.device == "cpu")
     import torch
 
-    return flags.device == "cpu" or flags.device == "auto" and not torch.cuda.is_available()
+    return not torch.cuda.is_available()
 
 
 def gpu_name(flags: argparse.Namespace) -> str:

@@ -1,8 +1,9 @@
 """How commands read their flags: what is wrong with one is a sentence."""
 
 import argparse
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,6 +59,17 @@ def amount(text: str) -> float:
     if not 0 < number < inf:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return number
+
+
+def with_values(words: Sequence[str]) -> list[str]:
+    """Words of a command line as flags, each with its values, quoted for a shell."""
+    flags: list[str] = []
+    for word in words:
+        if word.startswith("--") or not flags:
+            flags.append(shlex.quote(word))
+        else:
+            flags[-1] += f" {shlex.quote(word)}"
+    return flags
 
 
 def check_output(path: Path, *endings: str) -> None:

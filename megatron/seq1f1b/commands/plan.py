@@ -19,10 +19,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
-from ..planning.planner import PRESETS, Question, Search, predict_candidate, preset, way_out
-from .candidate_flags import decided_flags, model_flags
-from .launch_flags import as_given, model_of, model_sizes_in, not_modelled, read_launch, undecided, unread
-from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to
+from ..planning.planner import Plan, Question, Search, predict_candidate, way_out
+from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
+from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
+from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to, with_values
 from .plan_text import explained, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
@@ -88,13 +88,11 @@ def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
     )
 
 
-def kept_flags(args: argparse.Namespace, words: Sequence[str], asked: Question) -> list[str]:
-    """The flags of a launch that the planner does not decide, after those of a preset that the launch lacks."""
-    own = undecided(words)
-    if args.model is None:
-        return own
-    names = {flag.split()[0].partition("=")[0] for flag in own}
-    return [flag for flag in model_flags(asked.model, asked.sequence_length) if flag.split()[0] not in names] + own
+def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan) -> list[str]:
+    """Those of the preset, of the launch and of the plan; of a name, the last."""
+    preset = [] if args.model is None else with_values(preset_words(args.model)) + training_flags(args.seq_length)
+    flags = [*preset, *undecided(words), *decided_flags(best.candidate)]
+    return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
 
 
 def show(done: int, total: int) -> None:
@@ -119,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(title(asked))
     print(overview(found, None if given is None else predict_candidate(given, asked)))
     print(memory_by_stage(best, asked))
-    flags = kept_flags(args, words, asked) + decided_flags(best.candidate)
+    flags = all_flags(args, words, best)
     print("Flags of the best:\n  " + " \\\n  ".join(flags))
     for name in not_modelled(words):
         print(f"{name} is not modelled: times and memory are those of 16 bit.")
@@ -154,7 +152,7 @@ def rehearse(args: argparse.Namespace, asked: Question, flags: Sequence[str]) ->
     sys.stdout.flush()
     words = shlex.split(" ".join(flags))
     if args.model is not None:
-        words = [*_TRAINING.split(), "--vocab-size", str(asked.model.vocab_size), *words]
+        words = [*_TRAINING.split(), *words]
     environment = {**os.environ, "WORLD_SIZE": str(asked.num_devices)}
     # The rehearsal itself takes off what lies outside the allocator.
     memory = ["--device-memory", str(asked.memory_limit + OUTSIDE_GIB)]

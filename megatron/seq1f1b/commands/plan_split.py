@@ -11,37 +11,19 @@ of every stage and segment, messages left out. 'terapipe, free' is the dynamic p
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from ..arguments import Naming
-from ..errors import ParameterError
-from ..partition import (
-    STRATEGIES,
-    Task,
-    check_lengths,
-    cut_sequence,
-    read_lengths,
-    segment_times,
-    terapipe,
-)
-from ..planning.costs import (
-    A100,
-    CPU_CORE,
-    StageCost,
-    action_costs,
-    analytic_costs,
-    authors_flops,
-    bottleneck_time,
-    is_trace,
-    read_stage_costs,
-)
+from ..arguments import MegatronRun
+from ..arguments.sequence_partition import SequencePartition
+from ..partition import STRATEGIES, segment_times
+from ..planning.costs import is_trace
 from ..planning.costs.training_setup import even_layers
+from ..planning.run_costs import RunCosts
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
-from .launch_flags import add_model_flags, model_shape
+from .model_flags import add_model_flags, settings_of
 from .parsing import PICTURES, Parser, check_output, check_size, count
 
 # As many are simulated in ten seconds, for each of the strategies.
@@ -100,77 +82,42 @@ def check_sizes(args: argparse.Namespace) -> None:
     check_size(Shape(placement, args.num_microbatches, args.sequence_splits), MOST_ACTIONS)
 
 
-def layers_per_stage(args: argparse.Namespace) -> tuple[int, ...]:
-    return even_layers(args.num_layers, args.pipeline_model_parallel_size * args.num_virtual_stages)
-
-
-def stage_costs(args: argparse.Namespace) -> tuple[StageCost, ...]:
-    """Costs in seconds on every stage."""
-    layers, model, tensor_parallel_size = layers_per_stage(args), model_shape(args), args.tensor_model_parallel_size
-    if args.sequence_split_profile is None:
-        device = CPU_CORE if args.device == "cpu" else A100
-        return analytic_costs(model, layers, device.times(tensor_parallel_size), args.recompute)
-    costs, error, device = read_stage_costs(args.sequence_split_profile, model, layers, tensor_parallel_size)
-    print(
-        f"Measured on {device}; fit off by {100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most.\n"
-    )
-    return costs
-
-
-def splits(args: argparse.Namespace, costs: tuple[StageCost, ...]) -> dict[str, tuple[int, ...]]:
-    """The lengths by every strategy that can cut the sequence; prints why where one cannot."""
-    multiple_of = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    full_speed_rows = (CPU_CORE if args.device == "cpu" else A100).full_speed_rows
-    found: dict[str, tuple[int, ...]] = {}
-    if args.sequence_split_file is not None:  # first, since it may be wrong, and the others take a while
-        own = read_lengths(args.sequence_split_file)
-        check_lengths(own, args.sequence_split_file, args.seq_length, None, multiple_of)
-    time = bottleneck_time(costs)
-    task = Task(
-        args.seq_length,
-        args.sequence_splits,
-        multiple_of,
-        time=time,
-        flops=authors_flops(model_shape(args)),
-        full_speed_rows=full_speed_rows,
-        num_stages=len(costs),
+def run_costs(args: argparse.Namespace) -> RunCosts:
+    """What training has: the run that the flags describe, and the costs of its segments."""
+    tensor = args.tensor_model_parallel_size
+    run = MegatronRun(
+        settings_of(args) | {"recompute_granularity": "full" if args.recompute else None},
+        layers_per_stage=even_layers(args.num_layers, args.pipeline_model_parallel_size * args.num_virtual_stages),
+        sequence_length=args.seq_length,
         num_microbatches=args.num_microbatches,
+        micro_batch_size=1,
+        pipeline_parallel_size=args.pipeline_model_parallel_size,
+        num_chunks=args.num_virtual_stages,
+        tensor_parallel_size=tensor,
+        segment_multiple=tensor if args.sequence_parallel else 1,
     )
-    ways: dict[str, Callable[[], tuple[int, ...]]] = {
-        strategy: partial(cut_sequence, strategy, task)
-        for strategy in STRATEGIES
-        if strategy != "profile"  # with measured costs, `balanced` is this
-    }
+    return RunCosts(args, run)
+
+
+def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str, SequencePartition]]:
+    """All ways to cut the sequence, by name; a file of lengths first, since it may be wrong."""
+    profile, file = args.sequence_split_profile, args.sequence_split_file
+    if file is not None:
+        yield file.name, SequencePartition(costs.run, costs, "even", None, file)
+    for strategy in STRATEGIES:
+        if strategy != "profile":  # with measured costs, `balanced` is this
+            name = "profile" if strategy == "balanced" and profile else strategy
+            yield name, SequencePartition(costs.run, costs, strategy, args.sequence_splits, None)
     # A trace has no times of segments shorter than its own.
-    if args.sequence_split_profile is None or not is_trace(args.sequence_split_profile):
-        ways["terapipe, free"] = partial(
-            terapipe,
-            args.seq_length,
-            time,
-            len(costs),
-            multiple_of=multiple_of,
-            num_microbatches=args.num_microbatches,
-        )
-    for name, way in ways.items():
-        try:
-            found["profile" if name == "balanced" and args.sequence_split_profile else name] = way()
-        except ParameterError as error:
-            print(f"{name}: {error.named(_naming)}.", file=sys.stderr)
-    if args.sequence_split_file is not None:
-        found[args.sequence_split_file.name] = own
-    return found
+    if profile is None or not is_trace(profile):
+        yield "terapipe, free", SequencePartition(costs.run, costs, "terapipe", None, None)
 
 
-def _naming(parameter: str, value: object) -> str:
-    """Flags of this command, which has none for the strategy."""
-    return str(value) if parameter == "strategy" else Naming.FLAGS(parameter, value)
-
-
-def cut(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: tuple[StageCost, ...]) -> Cut:
+def cut(args: argparse.Namespace, name: str, lengths: tuple[int, ...], costs: RunCosts) -> Cut:
     placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
     shape = Shape(placement, args.num_microbatches, len(lengths))
-    timeline = simulate(build(args.pipeline_schedule, shape), action_costs(costs, layers_per_stage(args), lengths))
-    return Cut(name, lengths, tuple(segment_times(lengths, bottleneck_time(costs))), timeline)
+    timeline = simulate(build(args.pipeline_schedule, shape), costs.of_actions(lengths))
+    return Cut(name, lengths, tuple(segment_times(lengths, costs.time())), timeline)
 
 
 def table(cuts: list[Cut]) -> str:
@@ -194,8 +141,19 @@ def main(argv: list[str] | None = None) -> int:
     check_sizes(args)
     if args.output is not None:
         check_output(args.output, *PICTURES)
-    costs = stage_costs(args)
-    cuts = [cut(args, name, lengths, costs) for name, lengths in splits(args, costs).items()]
+    costs = run_costs(args)
+    if costs.is_measured:
+        _, error, device = costs.measured
+        off = f"{100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most"
+        print(f"Measured on {device}; fit off by {off}.\n")
+    cuts = []
+    for name, partition in partitions(args, costs):
+        try:
+            cuts.append(cut(args, name, partition.cut(args.seq_length), costs))
+        except ValueError as error:
+            if partition.file is not None:
+                raise
+            print(f"{name}: {str(error).replace('--sequence-split-strategy ', '')}.", file=sys.stderr)
     print(table(cuts))
     if args.output is not None:
         from megatron.seq1f1b.report.splits import plot_splits

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.machine import GIB
-from ..planning.costs.model_shape import parameters_of_model
 from ..planning.planner import Plan, Question, breakdown
 from ..report.text import aligned
 
@@ -31,7 +31,7 @@ def short_name(plan: Plan) -> str:
         "k": len(setup.segments),
     }
     words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
-    words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute == "full")
+    words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute != "none")
     return " ".join(words)
 
 

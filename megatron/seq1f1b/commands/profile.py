@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 from ..planning.costs import Profile, write_profile
-from .launch_flags import add_model_flags, model_shape
+from .model_flags import add_model_flags, model_of
 from .parsing import Parser, check_output, count
 
 
@@ -40,7 +40,7 @@ def grid(sequence_length: int) -> tuple[list[int], list[int]]:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    shape = model_shape(args)
+    shape = model_of(args)
     check_output(args.output, ".json")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from .profile_bench import Bench  # imports Megatron, which takes seconds and warns

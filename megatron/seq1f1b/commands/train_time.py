@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.machine import machine_names, read_machine
-from ..planning.costs.model_shape import parameters_of_model
-from ..planning.planner import LAWS, PRESETS, Question, Training, device_counts, preset, soonest, way_out
-from ..planning.planner.presets import gpt_of
+from ..planning.planner import LAWS, Question, Training, device_counts, soonest, way_out
 from ..report.text import aligned
-from .candidate_flags import decided_flags, model_flags
-from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to
+from .launch_flags import decided_flags
+from .model_flags import PRESETS, gpt_of, model_of, preset_words, read_model, training_flags
+from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to, with_values
 from .plan import show
 
 
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output is not None:
         check_output(args.output, *PICTURES)
 
-    model = preset(args.model) if args.model else gpt_of(args.parameters)
+    words = preset_words(args.model) if args.model else gpt_of(args.parameters).split()
+    model = model_of(read_model(words))
     law, parameters = LAWS[args.critical_batch_law], parameters_of_model(model)
     largest = args.critical_batch_size or law.largest(parameters, args.tokens)
     law = replace(law, largest=lambda parameters, tokens: largest)
@@ -82,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(found, args.gpu_hour))
     best = min(found, key=lambda each: each.days)
     print(f"\nSoonest: {best.days:.3g} days on {best.devices} GPUs, with\n  ", end="")
-    print(" \\\n  ".join([*model_flags(model, args.seq_length), *decided_flags(best.candidate)]))
+    flags = with_values(words) + training_flags(args.seq_length) + decided_flags(best.candidate)
+    print(" \\\n  ".join(flags))
     if args.output is not None:
         from ..report.training_time import plot_training_time
 

@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from math import ceil
 
 from ..arguments import PipelineConfig
 from ..arguments.supported import Use, first_unsupported
+from ..partition import segment_times
 from ..schedule import Planned
-from .costs import CPU_CORE, ModelShape, layer_flops
+from .costs import CPU_CORE, ModelShape, analytic_costs
 from .costs.machine import Machine
 from .run_costs import RunCosts
 
@@ -77,7 +77,12 @@ def _of_waiting_gpus(config: PipelineConfig, model: ModelShape, machine: Machine
     Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's. How
     long a segment has to be follows from the shortest one, nearly in proportion.
     """
-    seconds, lengths, host = _layer_seconds(config, model, machine), config.lengths, machine.host.layer_forward
+    run, lengths, host = config.run, config.lengths, machine.host.layer_forward
+    # Tensor- and context-parallel ranks share a segment.
+    devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
+    device = replace(machine.device, kernel_latency=0)
+    (layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)
+    seconds = [time / model.num_layers for time in segment_times(lengths, layers.forward)]
     shortest = min(range(len(seconds)), key=seconds.__getitem__)
     if seconds[shortest] < host:
         most = int(sum(seconds) / host)
@@ -88,19 +93,3 @@ def _of_waiting_gpus(config: PipelineConfig, model: ModelShape, machine: Machine
             f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits, as with all "
             f"segments of less than about {enough} tokens; {way_out}"
         )
-
-
-def _layer_seconds(config: PipelineConfig, model: ModelShape, machine: Machine) -> list[float]:
-    """Time of the forward of each segment in a layer on the device, the mean over all layers."""
-    run = config.run
-    layers = [layer_flops(model, layer) for layer in range(model.num_layers)]
-    # Context-parallel ranks share the tokens of a segment and the heads of its attention.
-    devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1)
-    device, share = machine.device, run.micro_batch_size / devices
-    token = sum(each.per_token for each in layers) / (device.peak_flops * device.matmul_efficiency)
-    pair = sum(each.per_pair for each in layers) / (device.peak_flops * device.flash_forward)
-    # A query sees the keys before it: half of those of its own segment.
-    return [
-        share * (token * length + pair * length * (end - length / 2)) / len(layers)
-        for length, end in zip(config.lengths, accumulate(config.lengths), strict=True)
-    ]

@@ -14,7 +14,7 @@ from ..schedule import Costs, Given, Named, Placement, Planned, Schedule, Schedu
 from .costs import (
     A100,
     CPU_CORE,
-    DeviceThroughput,
+    FitError,
     ModelShape,
     StageCost,
     action_costs,
@@ -24,11 +24,10 @@ from .costs import (
     is_trace,
     read_stage_costs,
 )
-from .costs.layer_bytes import are_known
-from .costs.machine import Machine, read_machine
+from .costs.machine import Device, Machine, read_machine
 from .costs.stage_times import step_costs
 from .costs.step_memory import activation_tables, rank_memory
-from .costs.training_setup import TrainingSetup
+from .costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape
 from .simulator import estimate_step
 
@@ -53,10 +52,10 @@ class RunCosts:
 
     @property
     def full_speed_rows(self) -> int:
-        return self._throughput.full_speed_rows
+        return self._device.full_speed_rows
 
     @property
-    def _throughput(self) -> DeviceThroughput:
+    def _device(self) -> Device:
         return CPU_CORE if is_on_cpu(self.flags) else A100
 
     @property
@@ -78,14 +77,23 @@ class RunCosts:
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
         """What a segment of a micro-batch costs on every stage. Raises ValueError where that is not known."""
-        run, profile, throughput = self.run, self.flags.sequence_split_profile, self._throughput
+        return self.measured[0] if self.is_measured else self._by_formula()
+
+    @cached_property
+    def measured(self) -> tuple[tuple[StageCost, ...], FitError, str]:
+        """The measured cost of a segment on every stage, how well it fits, and where it was measured."""
+        run = self.run
         assert self.model is not None, "costs are for models of known sizes"
-        if profile is None:
-            # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
-            group = throughput.times(run.tensor_parallel_size / run.micro_batch_size)
-            recomputes_layers = run.settings.get("recompute_granularity") == "full"
-            return analytic_costs(self.model, run.layers_per_stage, group, recomputes_layers)
-        return read_stage_costs(profile, self.model, run.layers_per_stage, run.tensor_parallel_size)[0]
+        profile = self.flags.sequence_split_profile
+        return read_stage_costs(profile, self.model, run.layers_per_stage, run.tensor_parallel_size)
+
+    def _by_formula(self) -> tuple[StageCost, ...]:
+        run = self.run
+        assert self.model is not None, "costs are for models of known sizes"
+        recomputes_layers = run.settings.get("recompute_granularity") == "full"
+        # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
+        devices = run.tensor_parallel_size / run.micro_batch_size
+        return analytic_costs(self.model, run.layers_per_stage, self._device, recomputes_layers, devices)
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
         profile = self.flags.sequence_split_profile
@@ -106,7 +114,7 @@ class RunCosts:
         With more segments bubble and memory shrink, but every action has its overhead, so that from some number on
         steps only become longer; the search ends there. Raises ValueError if the sequence cannot be cut at all.
         """
-        memory, machine = _USABLE * device_memory(self.flags), self.machine
+        memory = _USABLE * device_memory(self.flags)
         found: dict[int, Forecast] = {}
 
         def fitting() -> list[int]:
@@ -120,7 +128,7 @@ class RunCosts:
                 if not found:
                     raise
                 break
-            found[count] = self.forecast(schedule, lengths, machine)
+            found[count] = self.forecast(schedule, lengths)
             *_, before, last = (inf, inf, *(each.seconds for each in found.values()))
             if last > before > min(each.seconds for each in found.values()) and fitting():
                 break
@@ -133,18 +141,15 @@ class RunCosts:
         least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)
         return [count for count in _CANDIDATES if count <= max(1, self.run.sequence_length // least)]
 
-    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], machine: Machine | None = None) -> Forecast:
+    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
         """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower.
 
-        With a `machine` the times are those of its kernels and its host, where all layers of the model are alike and
-        nothing is measured. Raises ValueError if the times of segments are not known.
+        The times are those of the kernels and the host of the machine, unless they are measured. Raises ValueError if
+        the times of segments are not known.
         """
         setup = self._training_setup(schedule, lengths)
-        are_alike = setup is not None and setup.model.pattern is None and setup.model.window is None
-        if machine is not None and setup is not None and are_alike and not self.is_measured:
-            costs = step_costs(setup, machine)
-        else:
-            costs = self.of_actions(lengths)
+        is_predicted = setup is not None and not self.is_measured
+        costs = step_costs(setup, self.machine) if is_predicted else self.of_actions(lengths)
         if setup is not None:
             settings = self.run.settings
             scale = 1 if settings.get("bf16") or settings.get("fp16") else 2  # the formulas are for 16 bits
@@ -165,13 +170,24 @@ class RunCosts:
             total = max(scale * rank_memory(setup, short, rank).total + more for rank, more in enumerate(grown))
         return Forecast(estimate.seconds, estimate.bubble, max(estimate.activations), total)
 
+    @property
+    def _recompute(self) -> str:
+        """What of TrainingSetup's is nearest."""
+        settings = self.run.settings
+        if self.flags.recompute_keeps_attention:
+            return ALL_BUT_ATTENTION
+        if settings.get("recompute_granularity") != "selective":
+            return settings.get("recompute_granularity") or "none"
+        modules = " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
+        return modules if modules in RECOMPUTES else "none"
+
     def _placement(self, schedule: ScheduleChoice) -> Placement:
         return Placement(self.run.pipeline_parallel_size, self.run.num_chunks, schedule.placement)
 
     def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup | None:
-        """None where the formulas of memory do not cover the model."""
+        """None where the sizes of the model are not known."""
         run, model, settings = self.run, self.model, self.run.settings
-        if model is None or model.experts or not are_known(model) or sum(run.layers_per_stage) != model.num_layers:
+        if model is None or sum(run.layers_per_stage) != model.num_layers:
             return None
         return TrainingSetup(
             model,
@@ -180,13 +196,14 @@ class RunCosts:
             micro_batch_size=run.micro_batch_size,
             tensor_parallel=run.tensor_parallel_size,
             context_parallel=settings.get("context_parallel_size") or 1,
+            expert_parallel=settings.get("expert_model_parallel_size") or 1,
             data_parallel=settings.get("data_parallel_size") or 1,
             family=_costed_as(schedule),
             placement=self._placement(schedule),
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
             sequence_parallel=bool(settings.get("sequence_parallel")),
-            recompute=settings.get("recompute_granularity") or "none",
+            recompute=self._recompute,
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
         )

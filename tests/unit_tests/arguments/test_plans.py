@@ -3,8 +3,7 @@
 import shlex
 
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
-from megatron.seq1f1b.commands.candidate_flags import decided_flags
-from megatron.seq1f1b.commands.launch_flags import read_launch
+from megatron.seq1f1b.commands.launch_flags import decided_flags, read_launch
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.test_flags import sample, words_of

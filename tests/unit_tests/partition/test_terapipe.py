@@ -79,7 +79,7 @@ def test_few_bounds_are_tried_however_few_the_stages(layers, num_segments, fixed
     module = sys.modules["megatron.seq1f1b.partition.terapipe"]
     shortest_path = module._shortest_path
     monkeypatch.setattr(module, "_shortest_path", counting)
-    cost = bottleneck_time(analytic_costs(GPT_7B, layers, replace(A100, overhead=fixed)))
+    cost = bottleneck_time(analytic_costs(GPT_7B, layers, replace(A100, kernel_latency=fixed / 20)))
     lengths = terapipe(8192, cost, len(layers), num_segments, step=64)
     assert len(lengths) == num_segments and sum(lengths) == 8192
     assert len(tried) <= 40

@@ -2,10 +2,9 @@
 
 import pytest
 
-from megatron.seq1f1b.planning.planner.presets import gpt
 from paper.flops import megatron_flops, seq1f1b_flops, terapipe_flops
 from paper.megatron_tables import sc21_setup
-from paper.row import read
+from paper.row import gpt, read
 
 
 def test_seq1f1b():

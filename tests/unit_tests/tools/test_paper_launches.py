@@ -35,7 +35,9 @@ def test_flags_have_the_sizes_of_the_row(table):
         assert read.tensor_model_parallel_size * read.pipeline_model_parallel_size * setup.data_parallel == launch.gpus
         assert read.global_batch_size == setup.global_batch_size
         assert read.pipeline_schedule == setup.family
-        assert (read.num_virtual_stages_per_pipeline_rank or 1) == setup.placement.num_chunks
+        layout = read.pipeline_model_parallel_layout
+        stages = setup.pipeline_parallel * (read.num_virtual_stages_per_pipeline_rank or 1)
+        assert (layout.count("|") + 1 if layout else stages) == setup.placement.num_stages
         if table != "terapipe":  # whose programme finds the number of slices
             assert (read.sequence_splits or 1) == len(setup.segments)
         flags = [word for word in words if word.startswith("--")]

@@ -1,16 +1,10 @@
-"""Floating-point operations of the parts of a GPT model; a multiply-add counts as two.
+"""Floating-point operations of the parts of a model; a multiply-add counts as two."""
 
-Only what grows with the model is counted: matrix products and attention. Norms, activations and the softmax are part
-of the achieved throughput.
-"""
-
+from collections import Counter
 from typing import NamedTuple
 
-from ...errors import ParameterError
-from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
-
-# Tokens that the kernels of recurrent layers compute at once.
-_DELTA_NET_CHUNK, _MAMBA_CHUNK = 64, 128
+from .blocks import blocks_of, layer_kinds
+from .model_shape import ModelShape
 
 
 class Flops(NamedTuple):
@@ -22,24 +16,22 @@ class Flops(NamedTuple):
 
 
 def layer_flops(model: ModelShape, layer: int) -> Flops:
-    """FLOPs of layer number `layer`, counted from 0."""
-    if model.pattern is not None:
-        return _hybrid_layer(model, model.pattern[layer])
-    projections, per_pair = _latent_attention(model, model.latent) if model.latent else _attention(model)
-    if model.experts is not None and layer in model.expert_layers:
-        return Flops(projections + _experts(model, model.experts), per_pair)
-    return Flops(projections + _feed_forward(model), per_pair)
+    """FLOPs of layer number `layer`, counted from 0. Raises ParameterError for a layer whose cost is not known."""
+    per_token = per_pair = 0
+    for block in blocks_of(model, layer):
+        per_token += 2 * sum(product.size for product in block.products) + block.scan
+        if block.experts and model.experts is not None:
+            routed = model.experts.active * sum(product.size for product in block.experts)
+            per_token += 2 * (routed + model.hidden_size * model.experts.total)  # the last term is the router
+        per_pair += block.attention.flops if block.attention else 0
+    return Flops(per_token, per_pair)
 
 
 def head_flops(model: ModelShape) -> int:
-    """FLOPs of one token in the projection to the vocabulary."""
-    return 2 * model.hidden_size * model.vocab_size
-
-
-def joining_flops(model: ModelShape) -> int:
-    """Of one token in the projection by which a layer that predicts one token more joins hidden states and embeddings
-    (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
-    return 4 * model.hidden_size**2
+    """FLOPs of one token in the projections to the vocabulary; a prediction head also joins hidden states and
+    embeddings by a projection (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    depth = model.prediction_depth
+    return 2 * (1 + depth) * model.hidden_size * model.vocab_size + 4 * depth * model.hidden_size**2
 
 
 def authors_flops(model: ModelShape) -> Flops:
@@ -59,76 +51,19 @@ def authors_flops(model: ModelShape) -> Flops:
 def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
     """FLOPs of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing
     recomputed."""
-    layers = [layer_flops(model, layer) for layer in range(model.num_layers)]
-    per_token = head_flops(model) + sum(layer.per_token for layer in layers)
-    per_pair = sum(layer.per_pair for layer in layers)
-    return 3.0 * batch * sequence_length * (per_token + per_pair * (sequence_length + 1) / 2)
+    kinds = Counter(layer_kinds(model, range(model.num_layers)))
+    kinds[model.num_layers - 1] += model.prediction_depth
+    total = float(head_flops(model) * sequence_length)
+    for layer, count in kinds.items():
+        per_token, per_pair = layer_flops(model, layer)
+        total += count * (per_token * sequence_length + per_pair * pairs(0, sequence_length, model.window_of(layer)))
+    return 3.0 * batch * total
 
 
-def _attention(model: ModelShape) -> tuple[int, int]:
-    width = model.num_heads * model.head_dim
-    kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim
-    # Query and output, key and value.
-    return 2 * model.hidden_size * (2 * width + 2 * kv_width), 4 * width
-
-
-def _latent_attention(model: ModelShape, latent: LatentAttention) -> tuple[int, int]:
-    hidden, heads = model.hidden_size, model.num_heads
-    score_width = heads * (latent.head_dim + latent.rotary_head_dim)
-    value_width = heads * latent.value_head_dim
-    query = latent.query_rank * (hidden + score_width) if latent.query_rank else hidden * score_width
-    down = hidden * (latent.kv_rank + latent.rotary_head_dim)
-    up = latent.kv_rank * (heads * latent.head_dim + value_width)
-    return 2 * (query + down + up + value_width * hidden), 2 * (score_width + value_width)
-
-
-def _hybrid_layer(model: ModelShape, symbol: str) -> Flops:
-    match symbol:
-        case "*":
-            return Flops(*_attention(model))
-        case "+" if model.latent is not None:
-            return Flops(*_latent_attention(model, model.latent))
-        case "-":
-            return Flops(_feed_forward(model), 0)
-        case "E" if model.experts is not None:
-            return Flops(_experts(model, model.experts), 0)
-        case "G" if model.delta_net is not None:
-            return Flops(_delta_net(model.hidden_size, model.delta_net), 0)
-        case "M" if model.mamba is not None:
-            return Flops(_mamba(model.hidden_size, model.mamba), 0)
-    raise ParameterError("{pattern.name} has a layer {0} whose cost is not known; use {strategy:even}", symbol)
-
-
-def _delta_net(hidden: int, layer: DeltaNet) -> int:
-    """The chunked gated delta rule (arXiv 2412.06464, section 3.3)."""
-    heads, key, value = layer.value_heads, layer.key_head_dim, layer.value_head_dim
-    key_width, value_width = layer.key_heads * key, heads * value
-    projections = hidden * (2 * key_width + 2 * value_width + 2 * heads) + value_width * hidden
-    # The state is read by keys and by queries, and written; in a chunk a token meets half of the others: two scores,
-    # the triangular system for keys and values, and the output.
-    state = 3 * heads * key * value
-    chunk = heads * _DELTA_NET_CHUNK * (3 * key + 2 * value) // 2
-    return 2 * (projections + state + chunk)
-
-
-def _mamba(hidden: int, layer: Mamba) -> int:
-    """The chunked scan (arXiv 2405.21060, section 6)."""
-    width, states = layer.heads * layer.head_dim, layer.groups * layer.state_dim
-    projections = hidden * (2 * width + 2 * states + layer.heads) + width * hidden
-    # The state is written and read; in a chunk a token meets half of the others: one score and the output.
-    state = 2 * width * layer.state_dim
-    chunk = _MAMBA_CHUNK * (layer.groups * layer.state_dim + width) // 2
-    return 2 * (projections + state + chunk)
-
-
-def _feed_forward(model: ModelShape) -> int:
-    return _per_width(model) * model.ffn_hidden_size
-
-
-def _experts(model: ModelShape, experts: Experts) -> int:
-    width = experts.active * experts.ffn_hidden_size + experts.shared_ffn_hidden_size
-    return _per_width(model) * width + 2 * model.hidden_size * experts.total  # the last term is the router
-
-
-def _per_width(model: ModelShape) -> int:
-    return 2 * model.hidden_size * (3 if model.is_gated else 2)
+def pairs(start: int, end: int, window: int | None) -> float:
+    """Keys that the tokens [start, end) see: their own, and of those before it at most `window`."""
+    if window is None or window >= end:
+        return (end - start) * (start + end + 1) / 2
+    # Up to token number `window` the window reaches back to the start of the sequence.
+    growing = max(0, window - start)
+    return growing * (2 * start + growing + 1) / 2 + (end - start - growing) * (window + 1)

@@ -1,16 +1,19 @@
 """How long one layer takes for one segment: kernel by kernel, collective by collective. Seconds.
 
-A layer is one of a GPT in the order of Megatron: norm, projections of query, key and value, attention, output
-projection, norm, feed-forward block or experts. FLOPs follow arXiv 2104.04473, section 3.4; what tensor and sequence
+A layer is a sequence of blocks. FLOPs follow arXiv 2104.04473, section 3.4; what tensor and sequence
 parallelism exchange follows arXiv 2205.05198, section 4.2.
 """
 
+from collections.abc import Sequence
 from functools import singledispatch
+from math import gcd, lcm
 from typing import NamedTuple
 
+from .blocks import BYTES, Block, blocks_of
+from .flops import pairs
 from .machine import Machine
-from .operations import BYTES, all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
-from .training_setup import TrainingSetup
+from .operations import all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
+from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 
 # Of the products of weight gradients, the share of their time that can hide a collective: a guess.
 _HIDING = 0.8
@@ -42,19 +45,17 @@ class LayerTime(NamedTuple):
 
 
 @singledispatch
-def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has_experts: bool = False) -> LayerTime:
-    """The time of the tokens [start, end) of every sequence of a micro-batch, without recomputation."""
-    rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    widths = _Widths.of(setup, has_experts)
-    forward_matmul, input_matmul, weight = _products(setup, machine, widths, rows, has_experts)
-    forward_attention, input_attention = _attention(setup, machine, widths, start, end)
-    forward_other, input_other = _moving(setup, machine, widths, rows)
-    forward_exchange, input_exchange = _tensor_exchange(setup, machine, widths, rows, weight)
-    # Context parallelism by heads: queries, keys, values and the output change from tokens to heads and back.
-    context_bytes = BYTES * rows * (2 * widths.queries + 2 * widths.keys)
-    context_exchange = all_to_all_time(machine, setup.context_group, context_bytes)
-    routed = expert_time(setup, machine, rows) if setup.model.experts and has_experts else _NO_EXPERTS
-    all_to_all = context_exchange + routed.all_to_all
+def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
+    """The time of the tokens [start, end) of every sequence of a micro-batch in layer number `layer`, without
+    recomputation. Raises ParameterError for a layer whose cost is not known."""
+    blocks, rows = blocks_of(setup.model, layer), setup.rows(end - start)
+    forward_matmul, input_matmul, weight = _products(setup, machine, layer, rows)
+    forward_attention, input_attention = _attention(setup, machine, layer, start, end)
+    forward_other, input_other = _moving(setup, machine, blocks, rows)
+    forward_exchange, input_exchange = _tensor_exchange(setup, machine, blocks, rows, weight)
+    exchanged = BYTES * rows * sum(_exchanged(setup, block) for block in blocks)
+    routed = expert_time(setup, machine, rows, layer)
+    all_to_all = all_to_all_time(machine, setup.context_group, exchanged) + routed.all_to_all
     forward_matmul, input_matmul = forward_matmul + routed.matmul, input_matmul + routed.matmul
     forward_other, input_other = forward_other + routed.other, input_other + 2 * routed.other
     return LayerTime(
@@ -64,87 +65,111 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, has
     )
 
 
-class _Widths(NamedTuple):
-    """Columns that a tensor-parallel rank has of queries, of keys (or values), into and out of the activation."""
-
-    queries: float
-    keys: float
-    into_activation: float
-    activated: float
-
-    @classmethod
-    def of(cls, setup: TrainingSetup, has_experts: bool) -> "_Widths":
-        model, tensor = setup.model, setup.tensor_parallel
-        experts = model.experts if has_experts else None
-        ffn = (experts.shared_ffn_hidden_size if experts else model.ffn_hidden_size) / tensor
-        kv_heads = model.num_kv_heads or model.num_heads
-        return cls(
-            queries=model.num_heads * model.head_dim / tensor,
-            keys=kv_heads * model.head_dim / tensor,
-            into_activation=ffn * (2 if model.is_gated else 1),
-            activated=ffn,
-        )
-
-
-def _products(
-    setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float, has_experts: bool
-) -> tuple[float, float, float]:
-    """Matrix products of the forward, of input gradients and of weight gradients."""
-    device, hidden = machine.device, setup.model.hidden_size
-    queries, keys, into_activation, activated = widths
-    # outputs, inputs
-    weights = (queries + 2 * keys, hidden), (hidden, queries), (into_activation, hidden), (hidden, activated)
-    forward = sum(matmul_time(device, rows, out, into) for out, into in weights)
-    back = sum(matmul_time(device, rows, into, out) for out, into in weights)
+def _products(setup: TrainingSetup, machine: Machine, layer: int, rows: float) -> tuple[float, float, float]:
+    """Matrix products of the forward, of input gradients and of weight gradients; recurrences as products."""
+    device, blocks = machine.device, blocks_of(setup.model, layer)
+    weights = [product.on_rank(setup.tensor_parallel) for block in blocks for product in block.products]
+    scan = rows * sum(block.scan for block in blocks) / setup.tensor_parallel
+    scan /= device.peak_flops * device.matmul_efficiency
+    forward = scan + sum(matmul_time(device, rows, out, into) for out, into in weights)
+    back = 2 * scan + sum(matmul_time(device, rows, into, out) for out, into in weights)
     weight = sum(matmul_time(device, out, into, rows) for out, into in weights)
     # A product that adds to gradients reads and writes them meanwhile.
-    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(has_experts))
+    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(layer))
     return forward, back, max(weight, adding)
 
 
-def _attention(setup: TrainingSetup, machine: Machine, widths: _Widths, start: int, end: int) -> tuple[float, float]:
+def _attention(setup: TrainingSetup, machine: Machine, layer: int, start: int, end: int) -> tuple[float, float]:
     """Attention of the forward and of the input gradients."""
-    model, device, batch, length = setup.model, machine.device, setup.micro_batch_size, end - start
-    heads = model.num_heads / setup.tensor_parallel / setup.context_parallel
-    pairs = length * (start + end + 1) / 2
-    forward = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
-    back = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
-    if len(setup.segments) > 1:
+    device, batch, length, window = machine.device, setup.micro_batch_size, end - start, setup.model.window_of(layer)
+    keys = end if window is None else min(end, length + window)
+    forward = back = 0.0
+    for attention in (block.attention for block in blocks_of(setup.model, layer) if block.attention):
+        heads = attention.heads / setup.tensor_parallel / setup.context_parallel
+        size = (attention.score_dim + attention.value_dim) / 2
+        sizes = (device, length, keys, pairs(start, end, window), heads, size, batch)
+        forward += flash_time(*sizes)
+        back += flash_time(*sizes, backward=True)
+    if len(setup.segments) > 1 and forward:
         # Gradients of the keys and values of the prefix are added to sums in 32 bit.
-        cached = batch * end / setup.context_parallel * 2 * widths.keys
+        cached = batch * keys / setup.context_parallel * _keys_values(setup, layer)
         back += moving_time(device, (BYTES + 8) * cached, 2)
     return forward, back
 
 
-def _moving(setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float) -> tuple[float, float]:
+def _exchanged(setup: TrainingSetup, block: Block) -> float:
+    """Numbers of a token that context-parallel ranks exchange around a block, the part included that a rank keeps.
+
+    Ranks share the heads, and of those with the same heads each has a part of the queries: see model/head_exchange.
+    """
+    size, attention = setup.context_parallel, block.attention
+    if size == 1 or attention is None:
+        return block.exchanged / setup.tensor_parallel
+    heads = max(1, attention.heads // setup.tensor_parallel)
+    kv_heads = max(1, attention.kv_heads // setup.tensor_parallel)
+    row = gcd(size, heads)
+    queries = 2 * heads * (row - 1)
+    keys_values = 2 * lcm(kv_heads, row) * (size - 1)
+    sent = (attention.score_dim + attention.value_dim) / 2 * (queries + keys_values) / row
+    return sent * size / (size - 1)
+
+
+def _keys_values(setup: TrainingSetup, layer: int) -> float:
+    """Numbers in the keys and values of a token in a layer, on a tensor-parallel rank."""
+    blocks = blocks_of(setup.model, layer)
+    return sum(block.attention.keys_values for block in blocks if block.attention) / setup.tensor_parallel
+
+
+def _moving(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float) -> tuple[float, float]:
     """Kernels of the forward and of the input gradients that only move data."""
-    # Two norms (read, write) and two additions to the residual (read two, write one); then the activation function,
-    # rotary positions of queries and keys, and their layout.
-    whole = rows * setup.model.hidden_size / setup.token_shares
-    parts = rows * (widths.into_activation + widths.activated + 4 * (widths.queries + widths.keys))
+    # A norm (read, write) and an addition to the residual (read two, write one) for each block, and what is inside.
+    whole = len(blocks) * rows * setup.model.hidden_size / setup.token_shares
+    parts = rows * sum(block.moved for block in blocks) / setup.tensor_parallel
     device = machine.device
     return (
-        moving_time(device, BYTES * (10 * whole + parts), 10),
-        moving_time(device, BYTES * (14 * whole + 1.5 * parts), 14),
+        moving_time(device, BYTES * (5 * whole + parts), 5 * len(blocks)),
+        moving_time(device, BYTES * (7 * whole + 1.5 * parts), 7 * len(blocks)),
     )
 
 
 def _tensor_exchange(
-    setup: TrainingSetup, machine: Machine, widths: _Widths, rows: float, weight: float
+    setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float, weight: float
 ) -> tuple[float, float]:
     """What tensor parallelism does not hide of its collectives, in the forward and in the input gradients.
 
     They may run beside products of weight gradients, which take `weight`.
     """
-    # A sum over the tensor-parallel ranks each way, for each of two blocks; with sequence parallelism each in its two
-    # halves, and the inputs of the block are gathered once more for the weight gradients.
-    blocks = 2 if widths.activated else 1
-    forward = back = blocks * all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
+    # A sum over the tensor-parallel ranks each way for each block, unless tokens travel to experts instead; with
+    # sequence parallelism in its two halves, and the inputs are gathered once more for the weight gradients.
+    count = sum(bool(block.products) for block in blocks)
+    forward = back = count * all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
     back += forward / 2 if setup.sequence_parallel else 0.0
     if not setup.splits_backward:
         # With sequence parallelism the gathering runs beside a product, and the reduction beside another.
         back -= min(forward, _HIDING * weight)
     return forward, back
+
+
+def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int) -> float:
+    """Seconds of what the backward of a layer computes again."""
+    forward, rows = layer_time(setup, machine, start, end, layer).forward, setup.rows(end - start)
+    whole = rows * setup.model.hidden_size / setup.token_shares
+    if setup.recomputes_layers:
+        return forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
+    again = 0.0
+    for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
+        if "core_attn" in setup.recompute and block.attention:
+            again += forward.attention
+        if "layernorm" in setup.recompute:
+            again += moving_time(machine.device, 2 * BYTES * whole, 1)
+        if "moe_act" in setup.recompute and block.experts:
+            again += moving_time(machine.device, 3 * rows * block.activated / setup.tensor_parallel, 1)
+        if "mlp" in setup.recompute and symbol == "-":
+            weights = (product.on_rank(setup.tensor_parallel) for product in block.products)
+            again += sum(matmul_time(machine.device, rows, out, into) for out, into in weights)
+            again += moving_time(machine.device, BYTES * rows * block.moved / setup.tensor_parallel, 1)
+            again += all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
+    return again
 
 
 class EndTime(NamedTuple):
@@ -156,8 +181,7 @@ class EndTime(NamedTuple):
 
 
 def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
-    rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    moved = BYTES * rows * setup.model.hidden_size
+    moved = BYTES * setup.rows(end - start) * setup.model.hidden_size
     exchange = all_reduce_time(machine, setup.tensor_group, moved)
     if setup.sequence_parallel:
         exchange /= 2
@@ -167,17 +191,21 @@ def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int)
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
-    """The projection to the vocabulary and the loss."""
-    device, hidden = machine.device, setup.model.hidden_size
-    rows = setup.micro_batch_size * (end - start) / setup.context_parallel
-    columns = setup.model.vocab_size / setup.tensor_parallel
+    """The projection to the vocabulary and the loss, once more for each prediction head, which joins its inputs."""
+    device, model = machine.device, setup.model
+    hidden, heads, rows = model.hidden_size, 1 + model.prediction_depth, setup.rows(end - start)
+    columns = model.vocab_size / setup.tensor_parallel
     logits = rows * columns
     once = all_reduce_time(machine, setup.tensor_group, BYTES * rows * hidden)
     forward = matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
     forward += once / 2 if setup.sequence_parallel else 0.0
     back = matmul_time(device, rows, hidden, columns) + moving_time(device, _OF_LOGIT_BACKWARD * logits, 4) + once
     adding = moving_time(device, 2 * setup.gradient_bytes * setup.embedding_parameters)
-    return EndTime(forward, back, max(matmul_time(device, columns, hidden, rows), adding))
+    weight = max(matmul_time(device, columns, hidden, rows), adding)
+    if not setup.keeps_logits:  # in pieces, which the backward computes again
+        back += matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
+    joining = model.prediction_depth * matmul_time(device, rows, hidden / setup.tensor_parallel, 2 * hidden)
+    return EndTime(heads * forward + joining, heads * back + joining, heads * weight + joining)
 
 
 class ExpertTime(NamedTuple):
@@ -189,26 +217,23 @@ class ExpertTime(NamedTuple):
     weight: float
 
 
-_NO_EXPERTS = ExpertTime(0.0, 0.0, 0.0, 0.0)
-
-
-def expert_time(setup: TrainingSetup, machine: Machine, rows: float) -> ExpertTime:
-    """The time of `rows` tokens of a tensor-parallel group."""
+def expert_time(setup: TrainingSetup, machine: Machine, rows: float, layer: int = 0) -> ExpertTime:
+    """The routed experts of a layer, for `rows` tokens of a tensor-parallel group; nothing where it has none."""
     model, experts, device = setup.model, setup.model.experts, machine.device
-    assert experts is not None, "a layer of experts without experts"
-    hidden, ffn = model.hidden_size, experts.ffn_hidden_size
-    fc1 = ffn * (2 if model.is_gated else 1)
+    weights = [product for block in blocks_of(model, layer) for product in block.experts]
+    if experts is None or not weights:
+        return ExpertTime(0.0, 0.0, 0.0, 0.0)
     tokens = rows / setup.tensor_parallel
     routed = tokens * experts.active
     here = experts.total / setup.expert_parallel
     # Each expert has its part of what the ranks of the group send: one grouped product.
-    weights = ((fc1, hidden), (hidden, ffn))  # outputs, inputs
-    matmul = sum(matmul_time(device, routed / here, out, into, here) for out, into in weights)
-    weight = sum(matmul_time(device, out, into, routed / here, here) for out, into in weights)
-    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_expert_parameters)
+    matmul = sum(matmul_time(device, routed / here, each.outputs, each.inputs, here) for each in weights)
+    weight = sum(matmul_time(device, each.outputs, each.inputs, routed / here, here) for each in weights)
+    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_expert_parameters(layer))
     # The router; sorting tokens by expert and back, each a read and a write; the activation function.
-    router = matmul_time(device, tokens, experts.total, hidden)
-    other = moving_time(device, BYTES * routed * (4 * hidden + fc1 + ffn), 12)
+    router = matmul_time(device, tokens, experts.total, model.hidden_size)
+    activated = weights[0].outputs + weights[1].inputs
+    other = moving_time(device, BYTES * routed * (4 * model.hidden_size + activated), 12)
     # Tokens go to their experts and come back.
-    exchanged = 2 * all_to_all_time(machine, setup.expert_group, BYTES * routed * hidden)
+    exchanged = 2 * all_to_all_time(machine, setup.expert_group, BYTES * routed * model.hidden_size)
     return ExpertTime(matmul + router, other, exchanged, max(weight, adding) + router)

@@ -1,10 +1,7 @@
-"""The sizes of a GPT model that decide what a segment costs, and the parameters that they make."""
+"""The sizes of a model that decide what a segment costs."""
 
-from collections import Counter
-from dataclasses import dataclass
-from functools import lru_cache
-
-from ...errors import ParameterError
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -90,58 +87,20 @@ class ModelShape:
     mamba: Mamba | None = None
     prediction_depth: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # models are keys of all caches
+        return hash(tuple(vars(self)[each.name] for each in fields(self)))
+
     def blocks(self, layer: int) -> str:
         """What layer number `layer`, counted from 0, is made of, as Megatron names the layers of hybrid models."""
         if self.pattern is not None:
             return self.pattern[layer]
-        return "*E" if self.experts is not None and layer in self.expert_layers else "*-"
+        attention = "*" if self.latent is None else "+"
+        return attention + ("E" if self.experts is not None and layer in self.expert_layers else "-")
 
-
-def parameters_of(model: ModelShape, blocks: str) -> float:
-    """Weights of the matrices of a layer of these blocks, its convolution, norms and biases; of experts, those of the
-    shared ones and the router. Raises ParameterError for blocks whose sizes are not known."""
-    return sum(_parameters_of_block(model, symbol) for symbol in blocks)
-
-
-def _parameters_of_block(model: ModelShape, symbol: str) -> float:
-    hidden, matrices = model.hidden_size, 3 if model.is_gated else 2
-    match symbol:
-        case "*":
-            width = model.num_heads * model.head_dim
-            kv_width = (model.num_kv_heads or model.num_heads) * model.head_dim
-            return hidden * (2 * width + 2 * kv_width + 6)
-        case "-":
-            return hidden * (matrices * model.ffn_hidden_size + 7)
-        case "E" if model.experts is not None:
-            return hidden * (matrices * model.experts.shared_ffn_hidden_size + model.experts.total + 7)
-        case "G" if model.delta_net is not None:
-            net = model.delta_net
-            keys, values = net.key_heads * net.key_head_dim, net.value_heads * net.value_head_dim
-            products = hidden * (2 * keys + 3 * values + 2 * net.value_heads)
-            return products + net.convolution * (2 * keys + values) + 2 * net.value_heads + net.value_head_dim + hidden
-        case "M" if model.mamba is not None:
-            mamba = model.mamba
-            width, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state_dim
-            products = hidden * (3 * width + states + mamba.heads)
-            return products + (mamba.convolution + 1) * (width + states) + 3 * mamba.heads + width + hidden
-    raise ParameterError("{pattern.name} has a layer {0} whose size is not known", symbol)
-
-
-@lru_cache(maxsize=4096)
-def parameters_of_layers(model: ModelShape, layers: range) -> float:
-    counts = Counter(model.blocks(layer) for layer in layers)
-    return sum(count * parameters_of(model, blocks) for blocks, count in counts.items())
-
-
-def parameters_of_experts(model: ModelShape) -> float:
-    """Weights of the routed experts of one layer."""
-    if model.experts is None:
-        return 0.0
-    return model.experts.total * (3 if model.is_gated else 2) * model.hidden_size * model.experts.ffn_hidden_size
-
-
-def parameters_of_model(model: ModelShape) -> float:
-    """All weights, embedding and projection to the vocabulary apart from each other."""
-    layers = range(model.num_layers)
-    experts = sum("E" in model.blocks(layer) for layer in layers) * parameters_of_experts(model)
-    return parameters_of_layers(model, layers) + experts + 2 * model.vocab_size * model.hidden_size
+    def window_of(self, layer: int) -> int | None:
+        """How many keys before its own a query of this layer sees at most; None where it sees all."""
+        return self.window if layer in self.window_layers else None

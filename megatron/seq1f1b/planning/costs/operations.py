@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
+from .blocks import BYTES
 from .machine import Device, Machine
 
 # Rows, columns, and speed relative to the largest tile, which reuses its operands most. The speeds are guesses:
@@ -21,7 +22,6 @@ _TILE_OVERHEAD = 128
 # FlashAttention gives a multiprocessor a block of so many queries of one head, two blocks at a time; in the backward it
 # is a block of keys (arXiv 2307.08691, section 3.2).
 _BLOCK = 128
-BYTES = 2  # of an element, in 16 bit
 
 
 @lru_cache(maxsize=1 << 16)
@@ -50,11 +50,13 @@ def flash_time(
     keys: int,
     pairs: float,
     heads: float,
-    head_dim: int,
+    head_dim: float,
     batch: int,
     backward: bool = False,
 ) -> float:
     """FlashAttention of `queries` queries on `keys` keys, of which they see `pairs` in all, for each of `heads` heads.
+
+    `head_dim` is the mean size of a key and of a value.
 
     The backward computes the scores again: five products for the two of the forward. Heads of less than 128 leave the
     tensor cores waiting for the exponentials, which are as many whatever the size of a head (arXiv 2307.08691, section

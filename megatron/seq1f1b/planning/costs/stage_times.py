@@ -2,62 +2,60 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
-from itertools import accumulate, pairwise
 
 from ...schedule import Costs, Placement
-from .layer_times import EndTime, LayerTime, embedding_time, head_time, layer_time
+from .blocks import BYTES
+from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
-from .operations import BYTES, all_gather_time, all_reduce_time, message_time, moving_time
+from .operations import all_gather_time, all_reduce_time, message_time, moving_time
 from .step_memory import activation_tables
 from .training_setup import TrainingSetup
 
 Row = tuple[float, ...]
 
 
-@lru_cache(maxsize=4096)
-def _parts(setup: TrainingSetup, machine: Machine) -> tuple[tuple[LayerTime, LayerTime, EndTime, EndTime], ...]:
-    """The times of a layer without and one with experts, the embedding and the head, by segment."""
+@lru_cache(maxsize=8192)
+def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
+    """The times of a layer by segment; the first of the input gradients' parts has what is computed again."""
     found = []
-    for span in pairwise(accumulate(setup.segments, initial=0)):
-        dense = layer_time(setup, machine, *span)
-        sparse = layer_time(setup, machine, *span, has_experts=True) if setup.model.experts else dense
-        found.append((dense, sparse, embedding_time(setup, machine, *span), head_time(setup, machine, *span)))
+    for span in setup.spans:
+        time = layer_time(setup, machine, *span, layer)
+        repeated = repeated_time(setup, machine, *span, layer)
+        found.append(time._replace(input=time.input._replace(matmul=time.input.matmul + repeated)))
     return tuple(found)
 
 
 @lru_cache(maxsize=8192)
 def _rows(
-    setup: TrainingSetup, machine: Machine, layers: tuple[int, int], first: bool, last: bool
+    setup: TrainingSetup, machine: Machine, layers: tuple[tuple[int, int], ...], first: bool, last: bool
 ) -> tuple[Row, Row, Row]:
-    """`layers` without and with experts."""
-    host = machine.host
+    """`layers` are numbers of layers, and how many are alike."""
+    host, num_layers = machine.host, sum(count for _, count in layers)
+    times = [(count, _layer_times(setup, machine, layer)) for layer, count in layers]
     row_f, row_i, row_w = [], [], []
-    for dense, sparse, embedding, head in _parts(replace(setup, recompute="none"), machine):
-        counted = tuple(zip(layers, (dense, sparse), strict=True))
-        forward = sum(count * layer.forward.total for count, layer in counted)
-        back = sum(count * layer.input.total for count, layer in counted)
-        weight = sum(count * layer.weight for count, layer in counted)
-        attention = sum(count * layer.forward.attention for count, layer in counted)
-        repeated = {"none": 0.0, "selective": attention, "full": forward}[setup.recompute]
-        for end, there in ((embedding, first), (head, last)):
+    for index, span in enumerate(setup.spans):
+        forward = sum(count * of_layer[index].forward.total for count, of_layer in times)
+        back = sum(count * of_layer[index].input.total for count, of_layer in times)
+        weight = sum(count * of_layer[index].weight for count, of_layer in times)
+        for end_time, there in ((embedding_time, first), (head_time, last)):
             if there:
+                end = end_time(setup, machine, *span)
                 forward += end.forward
                 back += end.input
                 weight += end.weight
-        launch_f = sum(layers) * host.layer_forward
-        launch_b = sum(layers) * host.layer_backward + (launch_f if setup.recompute == "full" else 0.0)
-        total = max(back + weight + repeated, launch_b) + host.action
-        weight *= (total - host.action) / (back + weight + repeated) if setup.splits_backward else 1.0
+        launch_f = num_layers * host.layer_forward
+        launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
+        total = max(back + weight, launch_b) + host.action
+        weight *= (total - host.action) / (back + weight) if setup.splits_backward else 1.0
         row_f.append(max(forward, launch_f) + host.action)
         row_i.append(total - weight)
         row_w.append(weight)
     return tuple(row_f), tuple(row_i), tuple(row_w)
 
 
-def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
-    """For every stage, durations of F, I and W by segment. Seconds."""
-    # What does not matter on a single stage is set alike, so that few set-ups are computed.
-    alone = replace(
+def _alone(setup: TrainingSetup) -> TrainingSetup:
+    """What does not matter on a single stage is set alike, so that few set-ups are computed."""
+    return replace(
         setup,
         num_microbatches=1,
         data_parallel=1,
@@ -66,10 +64,39 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
         family=setup.family if setup.splits_backward else "1f1b",
         overlaps_data_parallel=False,
     )
-    last = setup.placement.num_stages - 1
-    kinds = [(setup.stage_layers[stage], stage == 0, stage == last) for stage in range(last + 1)]
+
+
+def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
+    """For every stage, durations of F, I and W by segment. Seconds."""
+    alone, last = _alone(setup), setup.placement.num_stages - 1
+    kinds = [(tuple(setup.stage_layers(stage).items()), stage == 0, stage == last) for stage in range(last + 1)]
     rows = {kind: _rows(alone, machine, *kind) for kind in set(kinds)}
     return [rows[kind] for kind in kinds]
+
+
+def balanced_layers(setup: TrainingSetup, machine: Machine) -> tuple[int, ...]:
+    """Layers for each stage, so that the rank, and then the stage, that takes longest takes as little as can be, the
+    embedding and the loss included. Every stage has a layer; of equal ones the later takes more, since fewer units are
+    in flight there."""
+    alone, placement = _alone(setup), setup.placement
+    layers = tuple(alone.stage_layers(0).items())
+    layer, first, last = (
+        sum(map(sum, _rows(alone, machine, *kind)))
+        for kind in ((layers, False, False), ((), True, False), ((), False, True))
+    )
+    layer /= setup.model.num_layers
+    stages = range(placement.num_stages)
+    loads = [layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
+    counts, ranks = [1] * placement.num_stages, [0.0] * placement.num_ranks
+    for stage in stages:
+        ranks[placement.rank_of(stage)] += loads[stage]
+    for _ in range(setup.model.num_layers - placement.num_stages):
+        rank = min(reversed(range(placement.num_ranks)), key=ranks.__getitem__)
+        stage = min(reversed(placement.stages_of(rank)), key=loads.__getitem__)
+        counts[stage] += 1
+        loads[stage] += layer
+        ranks[rank] += layer
+    return tuple(counts)
 
 
 @singledispatch
@@ -95,8 +122,7 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[t
         for stage in range(stages):
             row = []
             for length in setup.segments:
-                rows = setup.micro_batch_size * length / setup.context_parallel
-                size = BYTES * rows * setup.model.hidden_size
+                size = BYTES * setup.rows(length) * setup.model.hidden_size
                 there = stage + step
                 if not 0 <= there < stages:
                     row.append(0.0)

@@ -12,21 +12,18 @@ from typing import NamedTuple
 from ...schedule import Action, Kind, Schedule
 from ...schedule.action import COMPUTE_KINDS
 from ...schedule.cost_tables import Table
+from .blocks import BYTES
 from .layer_bytes import (
-    LOGIT_KEPT,
-    LOGIT_KEPT_FOR_WEIGHTS,
     backward_working,
     layer_activation,
     layer_kept_for_weights,
     layer_keys_values,
     layer_keys_values_gradients,
     layer_state,
-    layers_alike,
     loss_bytes,
+    loss_kept,
     whole_input,
 )
-from .layer_bytes import logits as logits_of
-from .operations import BYTES
 from .training_setup import TrainingSetup
 
 # What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it
@@ -59,26 +56,22 @@ class Memory:
 def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, float, float]:
     """Activations, keys and values, and states that the forward of segment `index` leaves on a stage for its
     backward."""
-    span = _span(setup, index)
-    activations = keys_values = states = 0.0
-    for layer, count in layers_alike(setup, stage):
-        activations += count * layer_activation(setup, layer, *span)
-        keys_values += count * layer_keys_values(setup, layer, *span)
-        if span[1] < setup.sequence_length:
-            states += count * layer_state(setup, layer)
-    return activations, keys_values, states
+    span = setup.spans[index]
+    return (
+        _of_layers(setup, stage, lambda layer: layer_activation(setup, layer, *span)),
+        _of_layers(setup, stage, lambda layer: layer_keys_values(setup, layer, *span)),
+        _of_layers(setup, stage, lambda layer: layer_state(setup, layer) if span[1] < setup.sequence_length else 0.0),
+    )
 
 
 def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
     """What the input gradients of segment `index` leave in the layers of a stage for its weight gradients."""
-    span = _span(setup, index)
-    return sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers_alike(setup, stage))
+    span = setup.spans[index]
+    return _of_layers(setup, stage, lambda layer: layer_kept_for_weights(setup, layer, *span))
 
 
-def _span(setup: TrainingSetup, index: int) -> tuple[int, int]:
-    """Where segment `index` starts and ends."""
-    end = sum(setup.segments[: index + 1])
-    return end - setup.segments[index], end
+def _of_layers(setup: TrainingSetup, stage: int, of_layer: Callable[[int], float]) -> float:
+    return sum(count * of_layer(layer) for layer, count in setup.stage_layers(stage).items())
 
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
@@ -96,16 +89,16 @@ def _by_segment(
 
 
 def _held(setup: TrainingSetup, stage: int, index: int) -> float:
-    return sum(stage_kept(setup, stage, index)) + LOGIT_KEPT * _logits_of_stage(setup, stage, index)
+    return sum(stage_kept(setup, stage, index)) + _loss_kept(setup, stage, index)
 
 
 def _kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
-    logits = LOGIT_KEPT_FOR_WEIGHTS * _logits_of_stage(setup, stage, index)
-    return stage_kept_for_weights(setup, stage, index) + logits
+    return stage_kept_for_weights(setup, stage, index) + _loss_kept(setup, stage, index, for_weights=True)
 
 
-def _logits_of_stage(setup: TrainingSetup, stage: int, index: int) -> float:
-    return logits_of(setup, setup.segments[index]) if stage == setup.placement.num_stages - 1 else 0.0
+def _loss_kept(setup: TrainingSetup, stage: int, index: int, for_weights: bool = False) -> float:
+    is_last = stage == setup.placement.num_stages - 1
+    return loss_kept(setup, setup.segments[index], for_weights) if is_last else 0.0
 
 
 def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
@@ -132,13 +125,10 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
             kept = stage_kept(setup, stage, segment)
             activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
             states += count * kept[2]
-        each = LOGIT_KEPT_FOR_WEIGHTS if waits_for_weights else LOGIT_KEPT
-        logits += count * each * _logits_of_stage(setup, stage, segment)
+        logits += count * _loss_kept(setup, stage, segment, waits_for_weights)
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
-        states += max(
-            sum(count * layer_state(setup, layer) for layer, count in layers_alike(setup, stage)) for stage in stages
-        )
+        states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
     longest = max(setup.segments)
     messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
 
@@ -184,8 +174,7 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
     activation = {stage: _by_segment(setup, stage, _held) for stage in stages}
     kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages}
     gradients = {
-        stage: sum(count * layer_keys_values_gradients(setup, layer) for layer, count in layers_alike(setup, stage))
-        for stage in stages
+        stage: _of_layers(setup, stage, lambda layer: layer_keys_values_gradients(setup, layer)) for stage in stages
     }
     running = {(kind, stage): _running(setup, kind, stage) for kind in COMPUTE_KINDS for stage in stages}
     last = len(setup.segments) - 1
@@ -227,10 +216,11 @@ def _running(setup: TrainingSetup, kind: Kind, stage: int) -> tuple[_Running, ..
     found = []
     has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
     for index, length in enumerate(setup.segments):
-        # The kept ones are counted with the unit.
-        loss = loss_bytes(setup, length, kind is Kind.F) - LOGIT_KEPT * logits_of(setup, length) if has_loss else 0.0
+        loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
+        if has_loss and setup.keeps_logits:  # these are counted with the unit
+            loss -= loss_kept(setup, length)
         if kind in (Kind.B, Kind.I):
-            found.append(_Running(loss, backward_working(setup, stage, *_span(setup, index))))
+            found.append(_Running(loss, backward_working(setup, stage, *setup.spans[index])))
         else:
             found.append(_Running(loss, whole_input(setup, length)))
     return tuple(found)

@@ -1,17 +1,27 @@
 """What a training step computes, and on how many ranks: with a machine, all that its time and memory follow from."""
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 from ...schedule import Placement, Shape, choose
-from .model_shape import ModelShape, parameters_of, parameters_of_experts, parameters_of_layers
+from .blocks import expert_parameters, layer_kinds, layer_parameters
+from .model_shape import ModelShape
 from .operations import Group
+
+# What the backward computes again: nothing; Megatron's modules; whole layers; these without the kernel of attention.
+FULL, ALL_BUT_ATTENTION = "full", "all but attention"
+MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "moe_act", "layernorm moe_act")
+RECOMPUTES = ("none", *MODULES, FULL, ALL_BUT_ATTENTION)
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """`segments` are the lengths in tokens, first to last; `recompute` is "none", "selective" or "full".
+    """`segments` are the lengths in tokens, first to last; `recompute` is one of RECOMPUTES; the loss is taken in
+    pieces unless it `keeps_logits`.
 
     `layers_per_stage` has one entry a stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel
     fastest, then context, data, pipeline. Experts are spread over `expert_parallel` of the ranks of a pipeline rank and
@@ -40,6 +50,7 @@ class TrainingSetup:
     distributed_optimizer: bool = False
     tied_embeddings: bool = False
     overlaps_data_parallel: bool = False
+    keeps_logits: bool = False
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
     def __post_init__(self) -> None:
@@ -57,8 +68,15 @@ class TrainingSetup:
                 f"{self.placement.num_stages} stages of {list(self.layers_per_stage)} layers are not the "
                 f"{self.model.num_layers} layers of the model"
             )
-        if self.recompute not in ("none", "selective", "full"):
-            raise ValueError(f"recompute={self.recompute!r}; it is 'none', 'selective' or 'full'")
+        if self.recompute not in RECOMPUTES:
+            raise ValueError(f"recompute={self.recompute!r}; it is one of {', '.join(RECOMPUTES)}")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(vars(self)[each.name] for each in fields(self)))
 
     @property
     def shape(self) -> Shape:
@@ -71,6 +89,10 @@ class TrainingSetup:
     @property
     def num_devices(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute in (FULL, ALL_BUT_ATTENTION)
 
     @property
     def token_shares(self) -> int:
@@ -115,28 +137,40 @@ class TrainingSetup:
         return Group(max(1, ranks // self.expert_parallel), self.expert_parallel)
 
     @cached_property
-    def stage_layers(self) -> tuple[tuple[int, int], ...]:
-        """How many layers without and with experts each stage has."""
-        found, first = [], 0
-        for count in self.layers_per_stage:
-            sparse = sum("E" in self.model.blocks(layer) for layer in range(first, first + count))
-            found.append((count - sparse, sparse))
-            first += count
-        return tuple(found)
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each segment starts and ends."""
+        return list(pairwise(accumulate(self.segments, initial=0)))
 
-    def layers_of(self, stage: int) -> range:
-        """The numbers of the layers of a stage in the model."""
-        first = sum(self.layers_per_stage[:stage])
-        return range(first, first + self.layers_per_stage[stage])
+    def rows(self, tokens: int) -> float:
+        """Rows that so many tokens of every sequence have in the products of a rank."""
+        return self.micro_batch_size * tokens / self.context_parallel
 
-    def layer_parameters(self, has_experts: bool = False) -> float:
-        """Parameters of one layer of a GPT on one rank, without its routed experts."""
-        return parameters_of(self.model, "*E" if has_experts else "*-") / self.tensor_parallel
+    def stage_layers(self, stage: int) -> Mapping[int, int]:
+        """How many layers of each kind a stage has, by the number of the first of its kind in the model.
+
+        The layers of prediction heads are on the last stage, and as the last one of the model.
+        """
+        return self._stage_layers[stage]
 
     @cached_property
-    def layer_expert_parameters(self) -> float:
-        """Parameters of the routed experts of one layer on one rank."""
-        return parameters_of_experts(self.model) / self.expert_parallel
+    def _stage_layers(self) -> list[Mapping[int, int]]:
+        ends = accumulate(self.layers_per_stage)
+        found = [
+            layer_kinds(self.model, range(end - count, end))
+            for count, end in zip(self.layers_per_stage, ends, strict=True)
+        ]
+        if self.model.prediction_depth:
+            (last,) = layer_kinds(self.model, range(self.model.num_layers - 1, self.model.num_layers))
+            found[-1] = Counter(found[-1]) + Counter({last: self.model.prediction_depth})
+        return found
+
+    def layer_parameters(self, layer: int = 0) -> float:
+        """Parameters of layer number `layer` on one rank, without its routed experts."""
+        return layer_parameters(self.model, layer, self.tensor_parallel)
+
+    def layer_expert_parameters(self, layer: int) -> float:
+        """Parameters of the routed experts of a layer on one rank."""
+        return expert_parameters(self.model, layer) / self.expert_parallel
 
     @cached_property
     def embedding_parameters(self) -> float:
@@ -144,15 +178,17 @@ class TrainingSetup:
 
     def stage_parameters(self, stage: int) -> float:
         """Parameters of one stage on one rank; the first holds the embedding, the last the projection to the
-        vocabulary."""
-        count = parameters_of_layers(self.model, self.layers_of(stage)) / self.tensor_parallel
+        vocabulary, and those that join the inputs of prediction heads."""
+        count = sum(many * self.layer_parameters(layer) for layer, many in self.stage_layers(stage).items())
         last = self.placement.num_stages - 1
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
+        if stage == last:
+            count += self.model.prediction_depth * 2 * self.model.hidden_size**2 / self.tensor_parallel
         return count - self.embedding_parameters if self.tied_embeddings and last == 0 else count
 
     def stage_expert_parameters(self, stage: int) -> float:
         """Parameters of the routed experts of one stage on one rank."""
-        return self.stage_layers[stage][1] * self.layer_expert_parameters
+        return sum(many * self.layer_expert_parameters(layer) for layer, many in self.stage_layers(stage).items())
 
 
 @lru_cache

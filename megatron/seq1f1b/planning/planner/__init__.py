@@ -1,14 +1,13 @@
 """Which configuration for a model, a cluster and a batch. Start with question and search."""
 
 from .explain import breakdown
-from .presets import PRESETS, preset
-from .search import Plan, Search, plan, predict_candidate, way_out
+from .search import Plan, Search, plan, predict_candidate
 from .space import Candidate, Question, candidates
 from .time_to_train import LAWS, BatchLaw, Training, device_counts, soonest
+from .way_out import way_out
 
 __all__ = [
     "LAWS",
-    "PRESETS",
     "BatchLaw",
     "Candidate",
     "Plan",
@@ -20,7 +19,6 @@ __all__ = [
     "device_counts",
     "plan",
     "predict_candidate",
-    "preset",
     "soonest",
     "way_out",
 ]

@@ -3,17 +3,22 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import ceil
+from typing import Any
 
 from ...errors import ParameterError
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.machine import OUTSIDE_GIB, Machine
-from ..costs.training_setup import TrainingSetup
+from ..costs.stage_times import balanced_layers
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 
 # GPipe takes as long as 1F1B, in more memory.
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
+# Segments of fewer tokens on a rank leave a GPU waiting for its host.
+_SHORTEST = 512
+# So many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
+_FULL = 32768
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Question:
     """A model, a number of devices of a machine, a length in tokens and a batch in sequences.
 
     `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
-    tuples are the choices that the search has; `auto` is tried on the winners of the named families.
+    tuples are the choices that the search has, `chunks` at most; `auto` is tried on the winners of the named families.
     """
 
     model: ModelShape
@@ -31,16 +36,33 @@ class Question:
     global_batch_size: int
     memory_gib: float | None = None
     families: tuple[str, ...] = _FAMILIES
-    strategies: tuple[str, ...] = ("even", "uniform_comp", "balanced")
-    segments: tuple[int, ...] = (1, 2, 4, 8, 16)
-    chunks: tuple[int, ...] = (1, 2, 4)
+    strategies: tuple[str, ...] = ("even", "balanced")
+    segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    recomputes: tuple[str, ...] = ("none", "full")
+    recomputes: tuple[str, ...] = ("none", "layernorm mlp", ALL_BUT_ATTENTION, FULL)
 
     @property
     def memory_limit(self) -> float:
         """What the allocator may take, in GiB."""
         return self.machine.device.memory_gib - OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
+
+    def setup(
+        self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
+    ) -> TrainingSetup:
+        """A set-up by sizes of tensor, context, pipeline and data parallelism, on whole sequences."""
+        tensor, context, pipeline, data = sizes
+        return TrainingSetup(
+            self.model,
+            self.sequence_length,
+            self.global_batch_size // (data * micro_batch_size),
+            micro_batch_size,
+            tensor,
+            context,
+            data_parallel=data,
+            placement=Placement(pipeline, chunks),
+            **choices,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,39 +76,37 @@ class Candidate:
 def candidates(question: Question) -> Iterator[Candidate]:
     """All candidates, whether they fit or not."""
     for setup in setups(question):
-        yield from scheduled(question, setup)
+        for family, segments in schedules(question, setup):
+            yield from cuts(question, setup, family, segments)
 
 
 def setups(question: Question) -> Iterator[TrainingSetup]:
-    """What `scheduled` makes candidates of: all that does not depend on the schedule, on whole sequences.
+    """All that does not depend on the schedule, on whole sequences.
 
-    Tensor- and context-parallel sizes are powers of two and stay within a node; expert-parallel ones may leave it.
-    Layers are spread evenly, or with fewer on the stages of the embedding and of the head.
+    Layers are spread so that the busiest rank has least to do, embedding and loss included. Experts may be spread over
+    any of the ranks of a pipeline stage.
     """
-    for tensor, context, pipeline, data in layouts(question):
+    for sizes in layouts(question):
+        tensor, context, pipeline, data = sizes
         for chunks in question.chunks:
-            for layers in spreads(question.model, pipeline, chunks):
-                for micro_batch in question.micro_batches:
-                    microbatches, rest = divmod(question.global_batch_size, data * micro_batch)
-                    if rest:
-                        continue
-                    setup = TrainingSetup(
-                        model=question.model,
-                        sequence_length=question.sequence_length,
-                        num_microbatches=microbatches,
-                        micro_batch_size=micro_batch,
-                        tensor_parallel=tensor,
-                        context_parallel=context,
-                        data_parallel=data,
-                        placement=Placement(pipeline, chunks),
-                        layers_per_stage=layers,
-                        sequence_parallel=tensor > 1,
-                        distributed_optimizer=True,
-                        overlaps_data_parallel=data * context > 1,
-                    )
+            if pipeline * chunks > question.model.num_layers or (pipeline == 1 and chunks > 1):
+                continue
+            for micro_batch in question.micro_batches:
+                is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
+                if is_full or question.global_batch_size % (data * micro_batch):
+                    continue
+                setup = question.setup(
+                    sizes,
+                    chunks,
+                    micro_batch,
+                    sequence_parallel=tensor > 1,
+                    distributed_optimizer=True,
+                    overlaps_data_parallel=data * context > 1,
+                )
+                for recompute in question.recomputes:
                     for expert in expert_sizes(question.model, tensor * context * data):
-                        for recompute in question.recomputes:
-                            yield replace(setup, expert_parallel=expert, recompute=recompute)
+                        each = replace(setup, expert_parallel=expert, recompute=recompute)
+                        yield replace(each, layers_per_stage=balanced_layers(each, question.machine))
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
@@ -97,15 +117,20 @@ def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
 
 
 def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
-    """Sizes of tensor, context, pipeline and data parallelism that divide what they must."""
-    model, devices, per_node = question.model, question.num_devices, question.machine.devices_per_node
+    """Sizes of tensor, context, pipeline and data parallelism that divide what they must.
+
+    Tensor parallelism stays within a node, context parallelism may leave it.
+    """
+    model, devices = question.model, question.num_devices
     kv_heads = model.num_kv_heads or model.num_heads
-    for tensor in powers_of_two(per_node):
+    for tensor in powers_of_two(question.machine.devices_per_node):
         if kv_heads % tensor or model.num_heads % tensor or question.sequence_length % tensor:
             continue
-        for context in powers_of_two(per_node // tensor):
-            # By heads (--cp-comm-type a2a); Megatron gives every rank two parts of a sequence.
-            if context > 1 and (kv_heads % (tensor * context) or question.sequence_length % (2 * tensor * context)):
+        for context in powers_of_two(devices // tensor):
+            # Megatron gives every rank two parts of a sequence.
+            if context > 1 and question.sequence_length % (2 * tensor * context):
+                continue
+            if context > 1 and question.sequence_length // context < 2 * _SHORTEST:
                 continue
             ranks, rest = divmod(devices, tensor * context)
             for pipeline in range(1, min(ranks, model.num_layers) + 1):
@@ -114,52 +139,37 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
                     yield tensor, context, pipeline, data
 
 
-def spreads(model: ModelShape, pipeline: int, chunks: int) -> list[tuple[int, ...]]:
-    """Layers of the stages: even ones, and those that make room for the head on the last stage.
-
-    Megatron takes other numbers on the first and the last rank (--decoder-first-pipeline-num-layers).
-    """
-    stages, layers = pipeline * chunks, model.num_layers
-    even = [(layers // stages,) * stages] if layers % stages == 0 else []
-    if pipeline == 1 and chunks > 1:
-        return []
-    if chunks > 1 or pipeline < 2:
-        return even
-    found = even
-    for middle in (ceil(layers / pipeline), ceil(layers / pipeline) + 1):
-        ends = layers - (pipeline - 2) * middle
-        for last in range(max(1, middle - 3), middle):
-            first = ends - last
-            if 1 <= first <= middle and (spread := (first, *(middle,) * (pipeline - 2), last)) not in found:
-                found.append(spread)
-    return found
-
-
-def scheduled(question: Question, setup: TrainingSetup) -> Iterator[Candidate]:
-    """The set-up under every schedule, with every way to cut its sequences."""
+def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, int]]:
+    """Families, and numbers of segments, for a set-up."""
     if setup.pipeline_parallel == 1:
-        yield Candidate(setup)
+        yield "1f1b", 1
         return
     for family in question.families:
         if family == "auto":  # takes its turn on the winners of the others
             continue
-        named = replace(setup, family=family)
-        # Splitting undoes recomputation: W keeps nearly as much. The W of grouped products of experts has no cost here.
-        if named.splits_backward and (setup.recompute == "full" or setup.model.experts):
+        # Splitting undoes recomputation: W keeps nearly as much.
+        if replace(setup, family=family).splits_backward and setup.recompute != "none":
             continue
         # With one chunk a rank it is GPipe.
         if family == "breadth-first" and setup.placement.num_chunks == 1:
             continue
         for segments in question.segments:
-            if segments == 1:
-                yield Candidate(named)
-            else:
-                seen = set()
-                for strategy in question.strategies:
-                    lengths = cut(named, strategy, segments)
-                    if lengths is not None and lengths not in seen:
-                        seen.add(lengths)
-                        yield Candidate(replace(named, segments=lengths), strategy)
+            if segments <= max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel)):
+                yield family, segments
+
+
+def cuts(question: Question, setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:
+    """The set-up under a schedule, with every way to cut its sequences."""
+    named = replace(setup, family=family)
+    if segments == 1:
+        yield Candidate(named)
+        return
+    seen = set()
+    for strategy in question.strategies:
+        lengths = cut(named, strategy, segments)
+        if lengths is not None and lengths not in seen:
+            seen.add(lengths)
+            yield Candidate(replace(named, segments=lengths), strategy)
 
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
@@ -172,7 +182,7 @@ def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] |
 def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
     """What training cuts and plans by, whatever the machine: see `arguments/sequence_partition`."""
     devices = setup.tensor_parallel / setup.micro_batch_size
-    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute == "full")
+    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recomputes_layers)
 
 
 # Equal costs give the same function, by which `_cut` caches lengths.
@@ -196,7 +206,7 @@ def _cut(
 
 @lru_cache(maxsize=1024)
 def _stage_costs(model: ModelShape, layers: tuple[int, ...], devices: float, recomputes: bool) -> tuple[StageCost, ...]:
-    return analytic_costs(model, layers, A100.times(devices), recomputes)
+    return analytic_costs(model, layers, A100, recomputes, devices)
 
 
 def powers_of_two(most: int) -> list[int]:

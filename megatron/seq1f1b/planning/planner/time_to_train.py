@@ -6,17 +6,12 @@ among them until pipelines starve. All laws are in tokens here; docs/planning.md
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2
+from math import inf, log2
 from types import MappingProxyType
 
-from ..costs.machine import GIB
-from ..costs.model_shape import parameters_of_model
-from ..simulator import from_short_steps, predict
-from .search import least_bytes, least_seconds
-from .space import Candidate, Question, scheduled, setups
-
-# Beyond this many actions of a short step a candidate takes too long to simulate.
-_MOST_ACTIONS = 60_000
+from ..costs.blocks import parameters_of_model
+from .search import Search
+from .space import Candidate, Question
 
 
 @dataclass(frozen=True)
@@ -97,32 +92,13 @@ def soonest(
     best: Training | None = None
     for share in shares:
         batch = _divisible(share * largest / question.sequence_length)
-        asked = replace(question, global_batch_size=batch)
         in_batch = batch * question.sequence_length
         steps = tokens * law.overhead(in_batch / largest) / in_batch
-        limit = asked.memory_limit * GIB
-        lean = (setup for setup in setups(asked) if least_bytes(setup) <= limit)
-        fitting = (each for setup in lean for each in scheduled(asked, setup) if accept(each) and not _is_long(each))
-        bounded = [(least_seconds(each.setup, asked.machine), each) for each in fitting]
-        for bound, each in sorted(bounded, key=lambda pair: pair[0]):
-            if best is not None and steps * bound >= best.steps * best.step_seconds:
-                break
-            seconds, memory = _step(each, question)
-            if memory <= limit and (best is None or steps * seconds < best.steps * best.step_seconds):
-                best = Training(each, seconds, memory / GIB, steps)
+        search = Search(replace(question, global_batch_size=batch))
+        below = inf if best is None else best.steps * best.step_seconds / steps
+        for found in search.best(1, accept=accept, below=below):
+            best = Training(found.candidate, found.prediction.seconds, found.memory_gib, steps)
     return best
-
-
-def _step(candidate: Candidate, question: Question) -> Sequence[float]:
-    """Seconds, and bytes of the fullest rank, from short steps where there are many micro-batches."""
-    setup = candidate.setup
-
-    def predicted(num_microbatches: int) -> tuple[float, float]:
-        found = predict(replace(setup, num_microbatches=num_microbatches), question.machine)
-        return found.seconds, max(memory.total for memory in found.memory)
-
-    group = ceil(setup.pipeline_parallel / len(setup.segments))
-    return from_short_steps(predicted, setup.num_microbatches, group)
 
 
 def _divisible(sequences: float) -> int:
@@ -130,9 +106,3 @@ def _divisible(sequences: float) -> int:
     most = max(1, int(sequences))
     power = 1 << max(0, most.bit_length() - 3)
     return most // power * power
-
-
-def _is_long(candidate: Candidate) -> bool:
-    setup = candidate.setup
-    units = min(setup.num_microbatches * len(setup.segments), 4 * setup.pipeline_parallel + len(setup.segments))
-    return 2 * units * setup.placement.num_stages > _MOST_ACTIONS

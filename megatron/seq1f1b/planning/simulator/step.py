@@ -1,23 +1,31 @@
 """A training step predicted: the lowered schedule in simulated time, then gradients, optimizer and parameters."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import singledispatch
+from math import ceil
 
 from ...schedule import Costs, Schedule, Timeline, build, lower, simulate
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, rank_memory
 from ..costs.training_setup import TrainingSetup
+from .estimate import from_short_steps
 from .lowered import ChunkCollectives, compute_only, execute_lowered
+
+# Beyond this many actions a step is predicted from short ones.
+_MOST_ACTIONS = 60_000
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """`timeline` is that of the schedule, `seconds` the time of the whole iteration."""
+    """`seconds` are those of the whole iteration, `pipeline` those of the schedule, `busy` those of each rank in
+    compute."""
 
     setup: TrainingSetup
     machine: Machine
-    timeline: Timeline
+    pipeline: float
+    busy: tuple[float, ...]
     ends: tuple[StepEnd, ...]
     seconds: float
     memory: tuple[Memory, ...]
@@ -30,7 +38,7 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """Idle time over total time, from the first forward to the last backward of any rank."""
-        return compute_only(self.timeline).bubble_ratio
+        return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.pipeline))
 
     @property
     def fits(self) -> bool:
@@ -38,15 +46,28 @@ class Prediction:
 
 
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
-    """`schedule` is built from `setup.family` if it is not given. Raises ValueError for what cannot run."""
-    costs = step_costs(setup, machine)
-    schedule = schedule or build(setup.family, setup.shape, costs)
-    timeline = timeline_of(setup, machine, schedule, costs)
-    timeline = Timeline(timeline.shape, timeline.ranks, "s", {"schedule": setup.family})
+    """`schedule` is built from `setup.family` if it is not given; then long steps are predicted from short ones.
+
+    Raises ValueError for what cannot run.
+    """
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
-    seconds = _seconds(timeline, ends, machine)
-    memory = tuple(rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel))
-    return Prediction(setup, machine, timeline, ends, seconds, memory)
+
+    def predicted(num_microbatches: int) -> list[float]:
+        short = replace(setup, num_microbatches=num_microbatches)
+        costs = step_costs(short, machine)
+        actions = schedule or build(short.family, short.shape, costs)
+        timeline = timeline_of(short, machine, actions, costs)
+        memory = [rank_memory(short, actions, rank) for rank in range(short.pipeline_parallel)]
+        compute = compute_only(timeline)
+        busy = [compute.busy(rank) for rank in range(short.pipeline_parallel)]
+        sizes = [size for of_rank in memory for size in vars(of_rank).values()]
+        return [_seconds(timeline, ends, machine), compute.makespan, *busy, *sizes]
+
+    seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else _extended(setup, predicted)
+    busy, sizes = rest[: setup.pipeline_parallel], rest[setup.pipeline_parallel :]
+    count = len(sizes) // setup.pipeline_parallel
+    memory = tuple(Memory(*sizes[first : first + count]) for first in range(0, len(sizes), count))
+    return Prediction(setup, machine, pipeline, tuple(busy), ends, seconds, memory)
 
 
 @singledispatch
@@ -55,11 +76,24 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     return execute_lowered(lower(schedule), costs, chunk_collectives(setup, machine))
 
 
-def shortest(setup: TrainingSetup, machine: Machine, schedule: Schedule) -> float:
+def shortest(setup: TrainingSetup, machine: Machine) -> float:
     """A lower bound on the `seconds` of `predict`, found sooner: messages do not wait for each other, and replicas
     exchange nothing beside compute."""
     ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
-    return _seconds(simulate(schedule, step_costs(setup, machine)), ends, machine)
+
+    def simulated(num_microbatches: int) -> list[float]:
+        short = replace(setup, num_microbatches=num_microbatches)
+        return [_seconds(simulate(build(short.family, short.shape), step_costs(short, machine)), ends, machine)]
+
+    return _extended(setup, simulated)[0]
+
+
+def _extended(setup: TrainingSetup, measured: Callable[[int], list[float]]) -> list[float]:
+    """What is measured of the step, from short ones if it has very many actions."""
+    if 2 * setup.shape.num_units * setup.placement.num_stages <= _MOST_ACTIONS:
+        return measured(setup.num_microbatches)
+    group = ceil(setup.pipeline_parallel / len(setup.segments))
+    return list(from_short_steps(measured, setup.num_microbatches, group))
 
 
 def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollectives | None:

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs import Experts
+from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.model_shape import parameters_of_model
 from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import preset
 from megatron.seq1f1b.schedule import Placement, build
 
 MACHINE = read_machine("h100-80gb")
@@ -28,7 +28,11 @@ SETUP = TrainingSetup(
 
 @pytest.mark.parametrize(
     "name, billions",
-    [("mixtral-8x7b", 46.7), ("mixtral-8x22b", 141), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235)],
+    [
+        *[("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.9), ("mixtral-8x7b", 46.7)],
+        *[("mixtral-8x22b", 141), ("qwen3-30b-a3b", 30.5), ("qwen3-235b-a22b", 235), ("deepseek-v3", 671)],
+        *[("qwen3-next-80b", 80), ("gpt-oss-120b", 117)],
+    ],
 )
 def test_the_presets_have_the_published_sizes(name, billions):
     assert parameters_of_model(preset(name)) / 1e9 == pytest.approx(billions, rel=0.01)
@@ -38,17 +42,14 @@ def test_one_expert_for_all_tokens_is_a_feed_forward_block():
     """A single expert that every token goes through computes what a dense layer does."""
     dense = replace(SETUP.model, experts=None, expert_layers=())
     alone = replace(SETUP.model, experts=Experts(1, 1, SETUP.model.ffn_hidden_size))
-    times = [
-        layer_time(replace(SETUP, model=model, expert_parallel=1), MACHINE, 0, 8192, has_experts=model is alone)
-        for model in (dense, alone)
-    ]
+    times = [layer_time(replace(SETUP, model=model, expert_parallel=1), MACHINE, 0, 8192) for model in (dense, alone)]
     assert times[1].forward.matmul == pytest.approx(times[0].forward.matmul, rel=0.01)
     assert times[1].weight == pytest.approx(times[0].weight, rel=0.01)
 
 
 def test_expert_parallelism_divides_the_experts_and_their_state():
     few, many = (replace(SETUP, expert_parallel=size) for size in (1, 8))
-    assert many.layer_expert_parameters == few.layer_expert_parameters / 8
+    assert many.layer_expert_parameters(0) == few.layer_expert_parameters(0) / 8
     memory = [rank_memory(setup, build("1f1b", setup.shape), 0) for setup in (few, many)]
     assert memory[1].weights < memory[0].weights / 3
     # The optimizer state is sharded over all replicas of a weight: as much on every rank either way.
@@ -71,5 +72,5 @@ def test_tokens_take_longer_to_other_nodes():
 def test_layers_without_experts_are_counted_as_such():
     model = replace(SETUP.model, expert_layers=tuple(range(1, 32)))
     setup = replace(SETUP, model=model)
-    assert setup.stage_layers == ((1, 7), (0, 8), (0, 8), (0, 8))
+    assert [setup.stage_layers(stage) for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
     assert setup.stage_expert_parameters(0) == 7 / 8 * setup.stage_expert_parameters(1)

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.layer_bytes import layer_keys_values
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import preset
 
 
 def test_context_parallelism_divides_keys_and_values_by_heads():

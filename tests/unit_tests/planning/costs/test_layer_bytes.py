@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from megatron.seq1f1b.errors import ParameterError
+from megatron.seq1f1b.planning.costs import DeltaNet, LatentAttention, Mamba, ModelShape
+from megatron.seq1f1b.planning.costs.blocks import layer_parameters
 from megatron.seq1f1b.planning.costs.layer_bytes import (
-    are_known,
     layer_activation,
     layer_keys_values,
     layer_keys_values_gradients,
     layer_state,
 )
-from megatron.seq1f1b.planning.costs.model_shape import parameters_of
 from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, stage_kept
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
@@ -32,7 +32,7 @@ def hybrid(pattern: str, **changes) -> TrainingSetup:
     "changes",
     [
         {},
-        {"recompute": "selective"},
+        {"recompute": "core_attn"},
     ],
     ids=str,
 )
@@ -41,7 +41,7 @@ def test_attention_and_mlp_apart_keep_the_bytes_of_one_layer(changes):
     span = LENGTH // 2, LENGTH
     for size in (layer_activation, layer_keys_values):
         assert sum(size(apart, layer, *span) for layer in (0, 1)) == pytest.approx(size(whole, 0, *span))
-    assert sum(parameters_of(apart.model, symbol) for symbol in "*-") == parameters_of(GPT, GPT.blocks(0))
+    assert sum(layer_parameters(apart.model, layer) for layer in (0, 1)) == layer_parameters(GPT, 0)
 
 
 def test_a_state_is_a_matrix_a_head_and_convolution_columns():
@@ -108,8 +108,11 @@ def test_of_segments_that_are_computed_again_a_window_is_kept():
     assert stage_kept(again, 0, 0)[1] == sum(sizes[1])
 
 
-def test_known_are_the_layers_that_formulas_cover():
-    assert are_known(GPT) and are_known(hybrid("G*-M").model)
-    assert not are_known(replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))
-    assert are_known(replace(GPT, experts=Experts(4, 2, 64), expert_layers=(1,)))
-    assert not are_known(hybrid("*D").model)
+def test_latent_attention_keeps_expanded_keys_and_values():
+    latent = replace(PLAIN, model=replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))
+    assert layer_keys_values(latent, 0, 0, LENGTH // 4) == 2 * LENGTH * 16 * (16 + 8 + 16) / 2
+
+
+def test_a_layer_without_known_sizes_is_an_error():
+    with pytest.raises(ParameterError, match="a layer D whose cost is not known"):
+        layer_activation(hybrid("*D"), 1, 0, LENGTH)

@@ -40,7 +40,7 @@ def test_a_window_is_counted_pair_by_pair():
 
 def test_attention_and_mlp_apart_cost_as_much_as_one_layer():
     whole, apart = (
-        analytic_costs(model, (model.num_layers,), replace(A100, overhead=0.0))[0].total(1000, 3000)
+        analytic_costs(model, (model.num_layers,), replace(A100, kernel_latency=0.0))[0].total(1000, 3000)
         for model in (MODEL, hybrid("*-" * 8))
     )
     assert apart == pytest.approx(whole)
@@ -59,11 +59,14 @@ def test_a_hybrid_is_cut_between_even_and_attention_alone():
 
 def test_each_prediction_head_costs_the_last_stage():
     plain, more = (
-        analytic_costs(replace(MODEL, prediction_depth=depth), (4, 4), replace(A100, overhead=0.0)) for depth in (0, 2)
+        analytic_costs(replace(MODEL, prediction_depth=depth), (4, 4), replace(A100, kernel_latency=0.0))
+        for depth in (0, 2)
     )
     assert more[0] == plain[0]
-    layer = analytic_costs(replace(MODEL, num_layers=2), (1, 1), replace(A100, overhead=0.0))[1].forward(1000, 3000)
-    joined = 2 * 2000 * 4 * MODEL.hidden_size**2 / A100.matmul
+    layer = analytic_costs(replace(MODEL, num_layers=2), (1, 1), replace(A100, kernel_latency=0.0))[1].forward(
+        1000, 3000
+    )
+    joined = 2 * 2000 * 4 * MODEL.hidden_size**2 / (A100.peak_flops * A100.matmul_efficiency)
     assert more[1].forward(1000, 3000) == pytest.approx(plain[1].forward(1000, 3000) + 2 * layer + joined)
 
 

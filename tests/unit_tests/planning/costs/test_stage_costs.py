@@ -8,7 +8,6 @@ from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.planning.costs import (
     A100,
     CPU_CORE,
-    DeviceThroughput,
     Experts,
     LatentAttention,
     ModelShape,
@@ -16,10 +15,12 @@ from megatron.seq1f1b.planning.costs import (
     bottleneck_time,
 )
 from megatron.seq1f1b.planning.costs.flops import head_flops, layer_flops
+from megatron.seq1f1b.planning.costs.machine import Device
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Every operation at one FLOP or element a second: costs are counts.
-COUNT = DeviceThroughput(matmul=1, attention=1, attention_backward=1, memory=1)
+# Seconds are FLOPs, and elements of the embedding.
+COUNT = Device("count", 1, 1, 2, 1, 1, 1, 1, 1, 0)
 
 
 def test_a_dense_layer_has_the_flops_of_the_formula():
@@ -68,7 +69,7 @@ def test_attention_counts_the_pairs_that_the_mask_leaves():
 
 
 def test_segments_add_up_to_the_sequence():
-    for cost in analytic_costs(GPT_7B, [8, 8, 8, 8], replace(A100, overhead=0)):
+    for cost in analytic_costs(GPT_7B, [8, 8, 8, 8], replace(A100, kernel_latency=0.0)):
         parts = sum(cost.total(start, start + 1000) for start in range(0, 8000, 1000))
         assert parts == pytest.approx(cost.total(0, 8000))
 
@@ -87,7 +88,7 @@ def test_recomputation_repeats_the_layers_but_not_the_head():
 
 
 def test_short_segments_are_slow_on_a_cpu():
-    attention_only = replace(CPU_CORE, matmul=1e30, memory=1e30, overhead=0)
+    attention_only = replace(CPU_CORE, matmul_efficiency=1e30, memory_bandwidth=1e30, kernel_latency=0)
     (cost,) = analytic_costs(replace(GPT_7B, num_layers=1), [1], attention_only)
     per_pair = {n: cost.total(10000, 10000 + n) / (n * (20001 + n) / 2) for n in (100, 191, 192, 767, 768, 4096)}
     assert per_pair[192] / per_pair[768] == pytest.approx(1.35)

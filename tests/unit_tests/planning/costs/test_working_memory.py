@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.layer_bytes import backward_working
 from megatron.seq1f1b.planning.costs.machine import GIB
 from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, static_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import preset
-from megatron.seq1f1b.planning.planner.presets import gpt
 from megatron.seq1f1b.schedule import Placement, Schedule, build
 
 LENGTH = 65536
-WHOLE = TrainingSetup(preset("30b"), LENGTH, 8, placement=Placement(8))
+WHOLE = TrainingSetup(preset("30b"), LENGTH, 8, placement=Placement(8), keeps_logits=True)
 SHARED = replace(WHOLE, tensor_parallel=8, sequence_parallel=True)
 IN_SEGMENTS = replace(SHARED, segments=(LENGTH // 4,) * 4)
 UNIT = LENGTH * WHOLE.model.hidden_size  # a byte for each token and hidden unit
@@ -62,7 +61,7 @@ def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
     """16 layers of 4096 on 8 GPUs with sequence parallelism, where output gradients of blocks are whole: activations of
     both pipeline ranks, and all, in GiB."""
     setup = TrainingSetup(
-        gpt(16, 4096, 32, 32768),
+        replace(preset("7b"), num_layers=16),
         32768,
         4,
         tensor_parallel=4,
@@ -71,6 +70,7 @@ def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
         sequence_parallel=True,
         distributed_optimizer=True,
         segments=(8192,) * 4,
+        keeps_logits=True,
     )
     schedule = build("zb-h1", setup.shape)
     memory = [rank_memory(setup, schedule, rank) for rank in (0, 1)]

@@ -8,6 +8,10 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner import Question
 
 MODEL = ModelShape(6, 1024, 4096, 8, 128, 32768)
+WORDS = (
+    "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32768 --ffn-hidden-size 4096 "
+    "--kv-channels 128"
+)
 
 
 @cache

@@ -1,43 +1,53 @@
 """The flags of a plan mean what was planned."""
 
 import shlex
-from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.commands.candidate_flags import decided_flags, model_flags
-from megatron.seq1f1b.commands.launch_flags import as_given, model_of, read_launch, undecided
-from megatron.seq1f1b.planning.costs import Experts
-from megatron.seq1f1b.planning.planner import PRESETS, candidates, preset
+from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read_launch, undecided
+from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
+from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention
+from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.planner import candidates
 from megatron.seq1f1b.planning.planner.space import Candidate
-from unit_tests.planning.planner.question import MODEL, small
+from megatron.seq1f1b.planning.simulator import predict
+from unit_tests.planning.planner.question import WORDS, small
 
 
-def words_of(candidate: Candidate) -> list[str]:
-    flags = [*model_flags(candidate.setup.model, candidate.setup.sequence_length), *decided_flags(candidate)]
-    return shlex.split(" ".join(flags))
+def words_of(candidate: Candidate, model: str = WORDS) -> list[str]:
+    return [*model.split(), *shlex.split(" ".join(decided_flags(candidate)))]
 
 
 def sample() -> list[Candidate]:
     return list(candidates(small()))[::5]
 
 
-def test_a_plan_read_back_is_the_same():
-    for candidate in sample():
-        launch = read_launch([*words_of(candidate), "--vocab-size", "32768"])
-        assert model_of(launch) == candidate.setup.model
-        assert as_given(launch, small()) == candidate
+EXPERTS = (
+    f"{WORDS} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 256 "
+    "--moe-layer-freq [0]+[1]*5"
+)
+LATENT = f"{WORDS} --multi-latent-attention --q-lora-rank 512 --kv-lora-rank 256 --mtp-num-layers 1"
 
 
-def test_experts_and_their_parallel_size_are_read_back():
-    experts = Experts(8, 2, 512, shared_ffn_hidden_size=256)
-    question = small(model=replace(MODEL, experts=experts, expert_layers=(1, 2, 3, 4, 5)), chunks=(1,), segments=(1, 4))
-    found = list(candidates(question))
-    assert {each.setup.expert_parallel for each in found} == {1, 2, 4}
-    for candidate in found[::40]:
-        launch = read_launch([*words_of(candidate), "--vocab-size", "32768"])
+@pytest.mark.parametrize("model", [WORDS, EXPERTS, LATENT, f"{WORDS} --window-size 128,0 --window-attn-skip-freq 2"])
+def test_a_plan_read_back_is_the_same(model):
+    question = small(model=model_of(read_model(model.split())))
+    for candidate in list(candidates(question))[:: 5 if model is WORDS else 40]:
+        launch = read_launch(words_of(candidate, model))
         assert model_of(launch) == candidate.setup.model
         assert as_given(launch, question) == candidate
+
+
+def test_sizes_of_all_kinds_of_layers_are_read():
+    model = preset("deepseek-v3")
+    assert model.latent == LatentAttention(1536, 512, 128, 64, 128) and model.prediction_depth == 1
+    assert model.experts == Experts(256, 8, 2048, 2048) and model.expert_layers == tuple(range(3, 61))
+    assert preset("qwen3-next-80b").delta_net == DeltaNet(16, 32, 128, 128)
+    assert preset("gpt-oss-120b").window_layers == tuple(range(0, 36, 2))
+    experts = small(model=model_of(read_model(EXPERTS.split())), chunks=(1,), segments=(1,))
+    assert {each.setup.expert_parallel for each in candidates(experts)} == {1, 2, 4}
 
 
 def test_segments_of_context_parallel_ranks_can_be_halved():
@@ -47,13 +57,6 @@ def test_segments_of_context_parallel_ranks_can_be_halved():
     assert cut
     for setup in cut:
         assert all(length % (2 * setup.context_parallel) == 0 for length in setup.segments)
-
-
-@pytest.mark.parametrize("words", ["--multi-latent-attention", "--window-size 128,0", "--mtp-num-layers 1"])
-def test_what_has_no_cost_is_a_sentence(words):
-    launch = read_launch(["--num-layers", "6", "--hidden-size", "64", "--num-attention-heads", "4", *words.split()])
-    with pytest.raises(ValueError, match="has no cost in the planner"):
-        model_of(launch)
 
 
 def test_other_flags_of_a_launch_come_back_unchanged():
@@ -73,8 +76,12 @@ def test_a_launch_that_does_not_divide_is_a_sentence(words):
         as_given(read_launch(words.split()), small())
 
 
-def test_the_launchers_have_the_same_presets():
-    assert preset("13b").hidden_size == 5120
-    with pytest.raises(ValueError, match="model=12b is unknown; take 2.7b, "):
+def test_a_preset_that_there_is_not_is_a_sentence():
+    with pytest.raises(ValueError, match="--model 12b is unknown; take 2.7b, "):
         preset("12b")
-    assert all(shape.head_dim in (80, 96, 128, 160) for shape in PRESETS.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_costs(name):
+    setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))
+    assert predict(setup, read_machine("h100-80gb")).memory[0].total > parameters_of_model(setup.model)

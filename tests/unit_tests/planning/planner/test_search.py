@@ -1,11 +1,13 @@
 """The planner finds what trying everything would find, and keeps the memory of a device."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.seq1f1b.arguments.naming import Naming
 from megatron.seq1f1b.planning.planner import Search, breakdown, candidates, plan, predict_candidate, way_out
-from megatron.seq1f1b.planning.planner.search import least_bytes, least_seconds, least_seconds_of_all
-from megatron.seq1f1b.planning.planner.space import scheduled, setups
+from megatron.seq1f1b.planning.planner.search import least_bytes, least_seconds, least_seconds_cut, least_seconds_of
+from megatron.seq1f1b.planning.planner.space import cuts, schedules, setups
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planning.planner.question import small
 
@@ -41,9 +43,11 @@ def test_bounds_are_bounds(everything):
 
 def test_no_candidate_of_a_set_up_is_below_its_bound():
     for setup in setups(small()):
-        least = least_seconds_of_all(setup, small().machine)
-        for each in scheduled(small(), setup):
-            assert least <= least_seconds(each.setup, small().machine) * (1 + 1e-9)
+        least = least_seconds_of(setup, small().machine)
+        for family, segments in schedules(small(), setup):
+            closer = least_seconds_cut(replace(setup, family=family), small().machine, segments)
+            for each in cuts(small(), setup, family, segments):
+                assert max(least, closer) <= least_seconds(each.setup, small().machine) * (1 + 1e-9)
 
 
 def test_a_search_answers_for_less_memory_as_a_new_one_would():

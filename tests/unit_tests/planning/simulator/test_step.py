@@ -7,7 +7,7 @@ import pytest
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.planning.simulator import predict, step
 from megatron.seq1f1b.schedule import Placement
 
 MACHINE = read_machine("a100-80gb")
@@ -48,10 +48,16 @@ def test_tokens_per_second_are_those_of_the_whole_cluster():
     assert prediction.tokens_per_second == pytest.approx(8 * 32768 / prediction.seconds)
 
 
-def test_the_timeline_is_in_seconds_and_holds_every_action():
-    timeline = predict(SETUP, MACHINE).timeline
-    assert timeline.time_unit == "s"
-    assert [len(spans) for spans in timeline.ranks] == [16] * 4
+@pytest.mark.parametrize("family, chunks, segments", [("1f1b", 1, 1), ("1f1b", 2, 4), ("breadth-first", 2, 1)])
+def test_a_long_step_extends_short_ones(family, chunks, segments, monkeypatch):
+    setup = replace(SETUP, num_microbatches=37, placement=Placement(4, chunks), family=family, layers_per_stage=())
+    setup = replace(setup, segments=(32768 // segments,) * segments)
+    whole = predict(setup, MACHINE)
+    monkeypatch.setattr(step, "_MOST_ACTIONS", 0)
+    extended = predict(setup, MACHINE)
+    assert extended.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert [each.total for each in extended.memory] == pytest.approx([each.total for each in whole.memory], rel=0.01)
+    assert extended.bubble == pytest.approx(whole.bubble, abs=0.01)
 
 
 def test_segments_that_do_not_add_up_are_a_mistake():
