@@ -12,20 +12,14 @@ from ..schedule import Costs, ScheduleChoice
 class Forecast:
     """A training step before it starts.
 
-    `seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most. It is in bytes
-    if `has_bytes`, and in tokens times layers where the formulas do not cover the model: experts, latent attention.
-    Then `total_bytes`, the memory of the fullest rank, is None.
+    `seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most,
+    `total_bytes` the memory of the fullest. Bytes.
     """
 
     seconds: float
     bubble: float
     activations: float
-    total_bytes: float | None
-
-    @property
-    def has_bytes(self) -> bool:
-        """Whether `activations` is in bytes."""
-        return self.total_bytes is not None
+    total_bytes: float
 
 
 class Predictions(Protocol):

@@ -2,7 +2,6 @@
 
 from ..schedule import Named
 from .config import PipelineConfig
-from .predictions import Forecast
 
 # Of so many segments all lengths are printed.
 _FEW = 8
@@ -58,14 +57,11 @@ def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
     return [
         ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
-        ("predicted activations", _activations(ours, own, of)),
+        (
+            "predicted activations",
+            f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}",
+        ),
     ]
-
-
-def _activations(ours: Forecast, own: Forecast, of: str) -> str:
-    if ours.has_bytes and own.has_bytes:
-        return f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}"
-    return f"{ours.activations / own.activations:.2f} of those of {of} on the fullest rank"
 
 
 def _size(size: float) -> str:

@@ -118,8 +118,8 @@ class RunCosts:
         found: dict[int, Forecast] = {}
 
         def fitting() -> list[int]:
-            """The numbers whose steps fit in memory; all of them where its size is unknown."""
-            return [count for count, each in found.items() if each.total_bytes is None or each.total_bytes <= memory]
+            """The numbers whose steps fit in memory."""
+            return [count for count, each in found.items() if each.total_bytes <= memory]
 
         for count in self._candidates():
             try:
@@ -133,7 +133,7 @@ class RunCosts:
             if last > before > min(each.seconds for each in found.values()) and fitting():
                 break
         if not fitting():
-            return min(found, key=lambda count: found[count].total_bytes or 0.0)
+            return min(found, key=lambda count: found[count].total_bytes)
         return min(fitting(), key=lambda count: found[count].seconds)
 
     def _candidates(self) -> list[int]:
@@ -148,13 +148,11 @@ class RunCosts:
         the times of segments are not known.
         """
         setup = self._training_setup(schedule, lengths)
-        is_predicted = setup is not None and not self.is_measured
-        costs = step_costs(setup, self.machine) if is_predicted else self.of_actions(lengths)
-        if setup is not None:
-            settings = self.run.settings
-            scale = 1 if settings.get("bf16") or settings.get("fp16") else 2  # the formulas are for 16 bits
-            table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
-            costs = replace(costs, activation=table, kept=table)
+        costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, self.machine)
+        settings = self.run.settings
+        scale = 1 if settings.get("bf16") or settings.get("fp16") else 2  # the formulas are for 16 bits
+        table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
+        costs = replace(costs, activation=table, kept=table)
 
         def schedule_of(num_microbatches: int) -> Schedule:
             if isinstance(schedule, Given):
@@ -163,11 +161,9 @@ class RunCosts:
             return build(family.name, Shape(self._placement(schedule), num_microbatches, len(lengths)))
 
         estimate = estimate_step(schedule_of, self.run.num_microbatches, costs)
-        total = None
-        if setup is not None:
-            short = schedule_of(1)
-            grown = (most - least for most, least in zip(estimate.activations, peak_memory(short, costs), strict=True))
-            total = max(scale * rank_memory(setup, short, rank).total + more for rank, more in enumerate(grown))
+        short = schedule_of(1)
+        grown = (most - least for most, least in zip(estimate.activations, peak_memory(short, costs), strict=True))
+        total = max(scale * rank_memory(setup, short, rank).total + more for rank, more in enumerate(grown))
         return Forecast(estimate.seconds, estimate.bubble, max(estimate.activations), total)
 
     @property
@@ -184,13 +180,11 @@ class RunCosts:
     def _placement(self, schedule: ScheduleChoice) -> Placement:
         return Placement(self.run.pipeline_parallel_size, self.run.num_chunks, schedule.placement)
 
-    def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup | None:
-        """None where the sizes of the model are not known."""
-        run, model, settings = self.run, self.model, self.run.settings
-        if model is None or sum(run.layers_per_stage) != model.num_layers:
-            return None
+    def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup:
+        run, settings = self.run, self.run.settings
+        assert self.model is not None, "costs are for models of known sizes"
         return TrainingSetup(
-            model,
+            self.model,
             run.sequence_length,
             run.num_microbatches,
             micro_batch_size=run.micro_batch_size,

@@ -30,11 +30,6 @@ def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, ran
         assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]
 
 
-def test_of_experts_the_block_gives_a_ratio(capsys):
-    validate(parsed("--sequence-splits", "4", num_experts=8, moe_layer_freq=1, **SIZES))
-    assert "of those of Megatron's 1F1B on the fullest rank" in capsys.readouterr().out
-
-
 def test_the_block_tells_what_is_recomputed(capsys):
     validate(parsed("--sequence-splits", "4", "--recompute-keeps-attention", recompute_granularity="full", **SIZES))
     assert "recomputation          all of a layer but its attention" in capsys.readouterr().out
