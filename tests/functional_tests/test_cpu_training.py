@@ -122,8 +122,9 @@ def test_indexed_data_and_blends(launch, tmp_path):
     assert job.losses("lm loss value")
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun():
-    """The command that a user types, without any of our flags."""
+    """The command that a user types, without any of our flags; test_launch_scripts.py has it with some."""
     job = torchrun(PRETRAIN, 2, [*MOCK, "--pipeline-model-parallel-size", 2]).check()
     assert len(job.losses()) == 5
     assert job.log.count("No GPU is visible") <= 1

@@ -44,6 +44,10 @@ class Budget:
         self._end = time.monotonic() + seconds
         self._stopped: float | None = None
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped is not None
+
     def stop(self) -> None:
         self._stopped = time.monotonic()
 

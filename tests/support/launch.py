@@ -38,10 +38,11 @@ TINY_GPT = (
 
 @dataclass(frozen=True)
 class Job:
-    """A finished job: the exit code (0 if every rank ended well) and what all ranks printed."""
+    """A finished job: the exit code (0 if every rank ended well), what all ranks printed, and the code of each."""
 
     code: int
     log: str
+    codes: tuple[int, ...] = ()
 
     def losses(self, kind: str = "lm loss") -> list[float]:
         """The training losses (or ``kind="lm loss value"``: the validation losses), in order."""
@@ -84,16 +85,17 @@ def torchrun(
 
 
 class Launcher:
-    """Runs jobs in forks of one process that has imported Megatron already (see zygote.py).
+    """Runs jobs in forks of one process that has imported Megatron, or torch alone, already (see zygote.py).
 
     `packages` are folders of further packages for their ranks.
     """
 
-    def __init__(self, logs: Path, packages: Sequence[Path] = ()):
+    def __init__(self, logs: Path, packages: Sequence[Path] = (), with_megatron: bool = True):
         self._logs = logs
         self._jobs = 0
+        flags = [] if with_megatron else ["--without-megatron"]
         self._zygote = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))],
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py")), *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -132,7 +134,7 @@ class Launcher:
         codes = json.loads(self._zygote.stdout.readline())
         # The code of a rank that failed, not of those that were ended because of it.
         code = next((code for code in codes if code > 0), min(codes))
-        return Job(code, log.read_text(errors="replace"))
+        return Job(code, log.read_text(errors="replace"), tuple(codes))
 
     def close(self) -> None:
         self._zygote.stdin.close()

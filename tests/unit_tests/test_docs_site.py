@@ -70,8 +70,8 @@ def test_the_decision_table_has_figures():
 @pytest.mark.parametrize(
     "page, words",
     [
-        # Fifteen seconds of a core; test_train_time.py has the command on fewer GPUs.
-        pytest.param(page, words, marks=[pytest.mark.exhaustive] if "train-time" in words else [])
+        # Many seconds of a core; test_plan.py and test_train_time.py have the commands on fewer GPUs.
+        pytest.param(page, words, marks=[pytest.mark.exhaustive] if words[1] in ("plan", "train-time") else [])
         for page, words in COMMANDS
         if words[0] == "seq1f1b"
     ],

@@ -32,9 +32,9 @@ from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E40
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
 
-SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 8
+SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 1024, 32, 2, 4, 64, 8
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
-SPLITS = {"even": (512,) * 4, "uneven": (896, 512, 384, 256)}
+SPLITS = {"even": (256,) * 4, "uneven": (448, 256, 192, 128)}
 TOLERANCE = 0.05
 
 

@@ -3,8 +3,6 @@
 import json
 import re
 import runpy
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from megatron.seq1f1b.arguments import net
 from megatron.seq1f1b.arguments.net import Net, sentence_of
 from megatron.seq1f1b.errors import ParameterError
-from support.launch import free_port
+from support.launch import Launcher
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +119,8 @@ net = Net()
 sys.excepthook = net.caught
 net.connect()
 rank = int(os.environ["RANK"])
-{}
+if rank == 1:
+    os.dup2(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2)
 """
 PROGRAMS = {
     # Every rank makes the same mistake, one fails alone while another waits, one is interrupted.
@@ -143,19 +142,17 @@ PROGRAMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    launcher = Launcher(tmp_path_factory.mktemp("logs"), with_megatron=False)
+    yield launcher
+    launcher.close()
+
+
 @pytest.mark.parametrize("body, sentence", PROGRAMS.values(), ids=PROGRAMS)
-def test_all_ranks_end_with_one_sentence_on_rank_0(tmp_path, body, sentence):
-    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", PROGRAM.format(body)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env={**environment, "RANK": str(rank), "PATH": "", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    printed = [rank.communicate()[1] for rank in ranks]
-    assert printed[0].startswith(sentence) and printed[0].count("\n") == 1, printed
-    assert printed[1] == "" and all(rank.returncode for rank in ranks), printed
+def test_all_ranks_end_with_one_sentence_on_rank_0(launch, tmp_path, body, sentence):
+    (tmp_path / "program.py").write_text(PROGRAM + body)
+    job = launch(2, [tmp_path / "rank 1"], tmp_path / "program.py", watched=False)
+    assert job.log.startswith(sentence) and job.log.count("\n") == 1, job.log
+    assert (tmp_path / "rank 1").read_text() == ""
+    assert all(code > 0 for code in job.codes), job
