@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron.seq1f1b.model import attention, use_segment_attention
+from megatron.seq1f1b.model import attention
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from support import segments
@@ -142,33 +140,6 @@ def test_random_numbers_are_those_of_megatrons_tracker(monkeypatch, sequence_par
     assert len(forks) == (0 if sequence_parallel else len(BOUNDS))
     step(layer.eval(), 7)
     assert len(forks) == (0 if sequence_parallel else len(BOUNDS))
-
-
-def test_layers_that_evaluate_get_attention_that_drops_nothing():
-    layers = []
-    for _ in range(2):
-        layer = SelfAttention.__new__(SelfAttention)
-        torch.nn.Module.__init__(layer)
-        layer.core_attention = torch.nn.Identity()
-        layer.attn_mask_type, layer.layer_number = AttnMaskType.causal, 1
-        layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-        layer.config = SimpleNamespace(
-            kv_channels=SIZE,
-            softmax_scale=None,
-            attention_dropout=0.4,
-            sequence_parallel=True,
-            attention_backend=AttnBackend.auto,
-            flash_attention_version=None,
-            window_size=None,
-            window_attn_skip_freq=None,
-            softmax_type="vanilla",
-        )
-        layers.append(layer)
-    layers[0].eval()
-    use_segment_attention([torch.nn.ModuleList(layers)])
-    evaluating, training = (layer.core_attention for layer in layers)
-    assert not evaluating.training and training.training
-    assert evaluating.kernels is training.kernels  # which warns once
 
 
 def test_the_host_does_not_read_a_seed_from_the_device(monkeypatch):

@@ -53,6 +53,15 @@ def test_only_causal_self_attention_is_replaced(kind, mask_type, is_replaced):
             refuse_attention_to_later_tokens([tower])
 
 
+def test_layers_that_evaluate_get_attention_that_evaluates():
+    layers = [attention_layer(SelfAttention, AttnMaskType.causal) for _ in range(2)]
+    layers[0].eval()
+    use_segment_attention([torch.nn.ModuleList(layers)])
+    evaluating, training = (layer.core_attention for layer in layers)
+    assert not evaluating.training and training.training
+    assert evaluating.kernels is training.kernels  # which warns once
+
+
 class Wrapper(torch.nn.Module):
     """Megatron's DistributedDataParallel as far as it hooks modules to gather parameters ahead."""
 
