@@ -90,10 +90,9 @@ class RunCosts:
     def _by_formula(self) -> tuple[StageCost, ...]:
         run = self.run
         assert self.model is not None, "costs are for models of known sizes"
-        recomputes_layers = run.settings.get("recompute_granularity") == "full"
         # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
         devices = run.tensor_parallel_size / run.micro_batch_size
-        return analytic_costs(self.model, run.layers_per_stage, self._device, recomputes_layers, devices)
+        return analytic_costs(self.model, run.layers_per_stage, self._device, self._recompute, devices)
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
         profile = self.flags.sequence_split_profile

@@ -16,6 +16,7 @@ from .blocks import BYTES
 from .flops import head_flops, layer_flops, pairs
 from .machine import Device, read_machine
 from .model_shape import ModelShape
+from .training_setup import ALL_BUT_ATTENTION, FULL
 
 # Kernels of a layer in each direction, about: what they take to start does not shrink with a segment.
 _KERNELS = 20
@@ -93,13 +94,13 @@ def analytic_costs(
     model: ModelShape,
     layers_per_stage: Sequence[int],
     device: Device,
-    recomputes_layers: bool = False,
+    recompute: str = "none",
     num_devices: float = 1.0,
 ) -> tuple[StageCost, ...]:
     """The cost of a segment on every stage, in seconds for one sequence, where `num_devices` share its work.
 
     The first stage also holds the embedding, the last the layers of multi-token prediction and the projections to the
-    vocabulary. With `recomputes_layers` (full activation recomputation) the backward of a layer includes its forward.
+    vocabulary. Where `recompute`, as in TrainingSetup, repeats layers, that is a part of their backward.
     Raises ParameterError if the stages do not hold all layers of the model.
     """
     if sum(layers_per_stage) != model.num_layers:
@@ -123,7 +124,11 @@ def analytic_costs(
             layer_forward, layer_backward, layer_weight = _layer(model, layer, device, num_devices)
             forward += layer_forward
             weight += layer_weight
-            backward += layer_backward + layer_forward if recomputes_layers else layer_backward
+            backward += layer_backward
+            if recompute == FULL:
+                backward += layer_forward
+            elif recompute == ALL_BUT_ATTENTION:
+                backward += replace(layer_forward, per_pair=0.0, per_pair_in_window=0.0)
         if stage == 0:
             # Forward reads a row and writes it; backward adds the gradient to a row.
             forward += AnalyticTime(per_token=2 * lookup)

@@ -182,7 +182,7 @@ def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] |
 def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
     """What training cuts and plans by, whatever the machine: see `arguments/sequence_partition`."""
     devices = setup.tensor_parallel / setup.micro_batch_size
-    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recomputes_layers)
+    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute)
 
 
 # Equal costs give the same function, by which `_cut` caches lengths.
@@ -205,8 +205,8 @@ def _cut(
 
 
 @lru_cache(maxsize=1024)
-def _stage_costs(model: ModelShape, layers: tuple[int, ...], devices: float, recomputes: bool) -> tuple[StageCost, ...]:
-    return analytic_costs(model, layers, A100, recomputes, devices)
+def _stage_costs(model: ModelShape, layers: tuple[int, ...], devices: float, recompute: str) -> tuple[StageCost, ...]:
+    return analytic_costs(model, layers, A100, recompute, devices)
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -82,9 +82,11 @@ def test_embedding_is_on_the_first_stage_and_head_on_the_last():
 
 def test_recomputation_repeats_the_layers_but_not_the_head():
     one_layer = replace(GPT_7B, num_layers=1)
-    (plain,), (recomputing,) = (analytic_costs(one_layer, [1], COUNT, recompute) for recompute in (False, True))
+    kinds = ("none", "full", "all but attention")
+    (plain,), (recomputing,), (keeping,) = (analytic_costs(one_layer, [1], COUNT, recompute) for recompute in kinds)
     attention = 4 * 4096 * 10 * 11 / 2
     assert recomputing.backward(0, 10) - plain.backward(0, 10) == 10 * 24 * 4096**2 + attention
+    assert keeping.backward(0, 10) - plain.backward(0, 10) == 10 * 24 * 4096**2
 
 
 def test_short_segments_are_slow_on_a_cpu():

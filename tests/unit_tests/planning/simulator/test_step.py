@@ -33,6 +33,10 @@ def test_full_recomputation_costs_time_and_saves_memory():
     kept, repeated = predict(SETUP, MACHINE), predict(replace(SETUP, recompute="full"), MACHINE)
     assert 1.2 < repeated.seconds / kept.seconds < 1.4
     assert max(m.total for m in repeated.memory) < 0.5 * max(m.total for m in kept.memory)
+    between = predict(replace(SETUP, recompute="all but attention"), MACHINE)
+    assert kept.seconds < between.seconds < repeated.seconds
+    for smaller, larger in ((repeated, between), (between, kept)):
+        assert max(m.total for m in smaller.memory) < max(m.total for m in larger.memory)
 
 
 def test_the_sharded_optimizer_takes_its_part_only():
