@@ -30,7 +30,7 @@ from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
 from .arguments.summary import summary
-from .patches import Patch, PatchTable, patched, rebound
+from .patches import Patch, PatchTable, patched, rebound, wrapping
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
 from .ranks import is_rank_0, warn_on_rank_0
@@ -187,9 +187,9 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     For scripts that build local layers; layers that see segments get it without this. Returns the chunks as a list, as
     Megatron's `pre_wrap_hooks` do.
     """
-    from .model import use_segment_attention
+    from . import model as room
 
-    return use_segment_attention(model)
+    return room.use_segment_attention(model)
 
 
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
@@ -197,9 +197,9 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
     `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`, with Megatron's configuration of the model.
     """
-    from .local_hybrid import local_hybrid_spec
+    from . import model as room
 
-    return local_hybrid_spec(config)
+    return room.local_hybrid_spec(config)
 
 
 class Overlay:
@@ -256,45 +256,36 @@ class Overlay:
         recorder = getattr(self.executor, "recorder", None)
         return None if recorder is None else recorder.reading()
 
-    def with_our_flags(self, parse_args: Callable) -> Callable:
+    def parse_with_our_flags(
+        self, parse_args: Callable, extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any
+    ) -> Namespace:
         """Megatron's `parse_args` for a script that does not have our flags."""
 
-        def parse(extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any) -> Namespace:
-            def provider(parser: ArgumentParser) -> ArgumentParser:
-                parser = extra_args_provider(parser) if extra_args_provider else parser
-                return parser if has_our_flags(parser) else add_arguments(parser)
+        def provider(parser: ArgumentParser) -> ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider else parser
+            return parser if has_our_flags(parser) else add_arguments(parser)
 
-            return parse_args(provider, *args, **kwargs)
+        return parse_args(provider, *args, **kwargs)
 
-        return parse
+    def parse_and_validate(self, parse_and_validate_args: Callable, *args: Any, **kwargs: Any) -> Namespace:
+        """Megatron's function and our `validate`, which such a script does not call."""
+        parsed = parse_and_validate_args(*args, **kwargs)
+        validate(parsed)
+        return parsed
 
-    def with_our_checks(self, parse_and_validate: Callable) -> Callable:
-        """Megatron's `parse_and_validate_args`, and our `validate`, which such a script does not call."""
-
-        def parse(*args: Any, **kwargs: Any) -> Namespace:
-            parsed = parse_and_validate(*args, **kwargs)
-            validate(parsed)
-            return parsed
-
-        return parse
-
-    def before(self, pretrain: Callable) -> Callable:
+    def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
-
-        def checked(cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
-            parsed = self.megatron_args()
-            config = self.config or validate(parsed)
-            if config.schedule is not None:
-                if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:
-                    raise ValueError(
-                        "--context-parallel-size above 1 divides attention masks among ranks, which our schedules do "
-                        "without; add --no-create-attention-mask-in-dataloader"
-                    )
-                if config.wants_segment_attention and cfg_container.model is not None:
-                    cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
-            return pretrain(cfg_container, *args, **kwargs)
-
-        return checked
+        parsed = self.megatron_args()
+        config = self.config or validate(parsed)
+        if config.schedule is not None:
+            if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:
+                raise ValueError(
+                    "--context-parallel-size above 1 divides attention masks among ranks, which our schedules do "
+                    "without; add --no-create-attention-mask-in-dataloader"
+                )
+            if config.wants_segment_attention and cfg_container.model is not None:
+                cfg_container.model.pre_wrap_hooks.append(use_segment_attention)
+        return pretrain(cfg_container, *args, **kwargs)
 
 
 def _installed() -> Overlay | None:
@@ -310,23 +301,16 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
     from . import without_te
     from .model.self_attention import LOCAL_ATTENTION
 
-    modules = ["megatron.core.pipeline_parallel.schedules", "megatron.core.pipeline_parallel"]
-    modules += [] if is_library else ["megatron.training.training"]
-    rows = [
-        Patch(
-            f"{module}.get_forward_backward_func",
-            overlay.get_forward_backward_func,
-            "returns our executor if a flag selects one of our schedules",
-        )
-        for module in modules
-    ]
+    modules = ["core.pipeline_parallel.schedules", "core.pipeline_parallel"]
+    modules += [] if is_library else ["training.training"]
+    ours, reason = overlay.get_forward_backward_func, "returns our executor if a flag selects one of our schedules"
+    rows = [Patch(f"megatron.{module}.get_forward_backward_func", ours, reason) for module in modules]
     rows += LOCAL_ATTENTION
     rows.append(
-        Patch(
+        wrapping(
             "megatron.core.datasets.utils.compile_helpers",
-            _unless_shipped,
+            _compile_unless_shipped,
             "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
-            wraps=True,
         )
     )
     if not cpu.is_active():  # which brings them
@@ -337,28 +321,19 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
 
         rows += TrainingLoop(overlay.megatron_args, overlay.last_step).patches()
     if add_flags:
-        rows.append(
-            Patch(
-                "megatron.training.arguments.parse_args",
-                overlay.with_our_flags,
-                "lets a script that does not have our flags take them",
-                wraps=True,
-            )
-        )
+        reason = "neither takes our flags nor validates them"
         rows += [
-            Patch(f"megatron.training.{name}", new, "does not validate our flags", wraps=True)
-            for name, new in (
-                ("arguments.parse_and_validate_args", overlay.with_our_checks),
-                ("training.pretrain", overlay.before),
-                ("pretrain", overlay.before),
+            wrapping(f"megatron.training.{name}", function, reason)
+            for name, function in (
+                ("arguments.parse_args", overlay.parse_with_our_flags),
+                ("arguments.parse_and_validate_args", overlay.parse_and_validate),
+                ("training.pretrain", overlay.pretrain),
+                ("pretrain", overlay.pretrain),
             )
         ]
     return tuple(rows)
 
 
-def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    def compile_unless_shipped() -> None:
-        if find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    return compile_unless_shipped
+def _compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
+    if find_spec("megatron.core.datasets.helpers_cpp") is None:
+        compile_helpers()

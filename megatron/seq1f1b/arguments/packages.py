@@ -1,7 +1,7 @@
 """Whether the packages with kernels for GPUs are here that a run needs, by what its settings ask for."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -29,8 +29,9 @@ def lacks_flash_attention(settings: Mapping[str, Any]) -> bool:
     return _is_missing("flash_attn_interface") if asked_for == 3 else _version("flash-attn-4") is None
 
 
-def layers_lack(*modules: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda settings: _is_on_gpu_here(settings) and any(map(_is_missing, modules))
+def lacks_mamba(settings: Mapping[str, Any]) -> bool:
+    """The layers of Mamba without their kernels."""
+    return _is_on_gpu_here(settings) and (_is_missing("mamba_ssm") or _is_missing("causal_conv1d"))
 
 
 def lacks_delta_nets(settings: Mapping[str, Any]) -> bool:

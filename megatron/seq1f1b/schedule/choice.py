@@ -33,9 +33,7 @@ def build(
     """
     if family == "auto":
         return auto(shape, costs, limits)
-    if family not in FAMILIES:
-        raise ValueError(f"unknown schedule {family!r}; there are {', '.join(FAMILY_NAMES)}")
-    return FAMILIES[family](shape).schedule()
+    return Named(family).plan(shape, (), None).schedule()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -121,14 +122,12 @@ def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
     """For each rank the most activation memory held at once, in the unit of `costs.activation`."""
-    peaks = []
-    for actions in schedule.ranks:
-        now = peak = 0.0
-        for kind, stage, _, segment in actions:
-            now += memory_change(costs, kind, stage, segment)
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks
+    return [
+        max(
+            accumulate((memory_change(costs, kind, stage, segment) for kind, stage, _, segment in actions), initial=0.0)
+        )
+        for actions in schedule.ranks
+    ]
 
 
 def sequences_held(actions: Iterable[Action], shape: Shape) -> float:
@@ -136,11 +135,6 @@ def sequences_held(actions: Iterable[Action], shape: Shape) -> float:
 
     A unit of one of its model chunks is held from its F to its B or W, and is one of k * C equal parts.
     """
-    now = peak = 0
-    for action in actions:
-        if action.kind is Kind.F:
-            now += 1
-            peak = max(peak, now)
-        elif action.kind in (Kind.B, Kind.W):
-            now -= 1
+    changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+    peak = max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
     return peak / (shape.num_segments * shape.num_chunks)

@@ -14,11 +14,11 @@ from .timeline import Span, Timeline
 _ROW = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
 
 
-class Rule(NamedTuple):
+class _Rule(NamedTuple):
     """The rule of a kind, stage and segment, for all micro-batches.
 
-    `code` numbers what the action gives (see `Rules`) for micro-batch 0; `needs` holds, for every
-    dependency, the difference to its code and the time that its message takes.
+    `code` numbers what the action gives for micro-batch 0; `needs` holds, for every dependency, the difference to its
+    code and the time that its message takes.
     """
 
     code: int
@@ -26,41 +26,30 @@ class Rule(NamedTuple):
     duration: float
 
 
-class Rules:
-    """`dependencies` and costs as tables, so that millions of actions are timed in seconds.
+def _rules(shape: Shape, costs: Costs) -> dict[Kind, list[list[_Rule]]]:
+    """`dependencies` and costs as a table by kind, stage and segment, so that millions of actions take seconds.
 
-    Every outcome has a code, dense from 0; the codes of successive micro-batches differ by
-    `stride`. The dependencies of an action never leave its micro-batch, so they are computed once
-    per kind, stage and segment.
+    Outcomes have codes, dense from 0; those of successive micro-batches differ by the number of segments. The
+    dependencies of an action never leave its micro-batch.
     """
 
-    def __init__(self, shape: Shape, costs: Costs) -> None:
-        costs.check(shape)
-        self.stride = shape.num_segments
-        self.num_codes = len(_ROW) * shape.num_stages * shape.num_units
-        self._shape, self._costs = shape, costs
-        self.of = {
-            kind: [
-                [self._rule(Action(kind, stage, 0, segment)) for segment in range(self.stride)]
-                for stage in range(shape.num_stages)
-            ]
-            for kind in COMPUTE_KINDS
-        }
-
-    def _code(self, action: Action) -> int:
+    def code_of(action: Action) -> int:
         value = outcome(action)
-        row = _ROW[value.kind] * self._shape.num_stages + value.stage
-        return row * self._shape.num_units + value.segment
+        return (_ROW[value.kind] * shape.num_stages + value.stage) * shape.num_units + value.segment
 
-    def _rule(self, action: Action) -> Rule:
-        code = self._code(action)
-        placement = self._shape.placement
+    def rule(action: Action) -> _Rule:
+        code = code_of(action)
         needs = tuple(
-            (self._code(needed) - code, self._costs.delay(needed, action, placement))
-            for needed in dependencies(action, self._shape)
+            (code_of(needed) - code, costs.delay(needed, action, shape.placement))
+            for needed in dependencies(action, shape)
         )
-        duration = self._costs.duration(action.kind, action.stage, action.segment)
-        return Rule(code, needs, duration)
+        return _Rule(code, needs, costs.duration(action.kind, action.stage, action.segment))
+
+    stages, segments = range(shape.num_stages), range(shape.num_segments)
+    return {
+        kind: [[rule(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages]
+        for kind in COMPUTE_KINDS
+    }
 
 
 class Run(NamedTuple):
@@ -75,9 +64,10 @@ def run(schedule: Schedule, costs: Costs) -> Run:
 
     A rank that waits for an action that never runs stops there, and its lists stay short.
     """
-    rules = Rules(schedule.shape, costs)
-    of, stride = rules.of, rules.stride
-    end_of = [-inf] * rules.num_codes
+    shape = schedule.shape
+    costs.check(shape)
+    rules, stride = _rules(shape, costs), shape.num_segments
+    end_of = [-inf] * (len(_ROW) * shape.num_stages * shape.num_units)
     waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
     runnable = list(range(len(schedule.ranks)))
     result = Run([[] for _ in schedule.ranks], [[] for _ in schedule.ranks])
@@ -86,7 +76,7 @@ def run(schedule: Schedule, costs: Costs) -> Run:
         """Runs a rank; yields the code of what it cannot go on without."""
         starts, ends, now = result.starts[rank], result.ends[rank], 0.0
         for kind, stage, microbatch, segment in schedule.ranks[rank]:
-            code, needs, duration = of[kind][stage][segment]
+            code, needs, duration = rules[kind][stage][segment]
             code += microbatch * stride
             for difference, delay in needs:
                 if end_of[code + difference] < 0:

@@ -1,5 +1,7 @@
 """Is a schedule of compute actions complete and can it run? If not, where is it wrong?"""
 
+from itertools import product
+
 from .action import COMPUTE_KINDS, Action, Kind
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
@@ -30,37 +32,32 @@ def validate(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
     shape = schedule.shape
-    stages = {stage: row for row, stage in enumerate(shape.placement.stages_of(rank))}
-    num_microbatches, num_segments = shape.num_microbatches, shape.num_segments
-    size = len(stages) * shape.num_units
-    seen = {kind: bytearray(size) for kind in COMPUTE_KINDS}
-    for index, (kind, stage, microbatch, segment) in enumerate(schedule.ranks[rank]):
-        if (
-            kind not in seen
-            or stage not in stages
-            or not 0 <= microbatch < num_microbatches
-            or not 0 <= segment < num_segments
-        ):
-            raise _error(schedule, rank, index, _why_foreign(shape, schedule.ranks[rank][index]))
-        unit = (stages[stage] * num_microbatches + microbatch) * num_segments + segment
-        if seen[kind][unit]:
+    stages, microbatches = shape.placement.stages_of(rank), range(shape.num_microbatches)
+    kinds_of = dict.fromkeys(product(stages, microbatches, range(shape.num_segments)), "")
+    for index, action in enumerate(schedule.ranks[rank]):
+        kind, unit = action.kind, action[1:]
+        if kind not in COMPUTE_KINDS or unit not in kinds_of:
+            raise _error(schedule, rank, index, _why_foreign(shape, action))
+        if kind in kinds_of[unit]:
             raise _error(schedule, rank, index, "is repeated")
-        seen[kind][unit] = 1
-    by_kind = {kind: int.from_bytes(found) for kind, found in seen.items()}
-    everything = int.from_bytes(b"\x01" * size)
-    problems = (
-        (Kind.F, everything & ~by_kind[Kind.F], "has no F"),
-        (Kind.B, by_kind[Kind.B] & (by_kind[Kind.I] | by_kind[Kind.W]), "has a B and also I or W"),
-        (Kind.I, by_kind[Kind.I] & ~by_kind[Kind.W], "has an I without its W"),
-        (Kind.W, by_kind[Kind.W] & ~by_kind[Kind.I], "has a W without its I"),
-        (Kind.B, everything & ~(by_kind[Kind.B] | by_kind[Kind.I]), "has no backward"),
-    )
-    for kind, units, problem in problems:
-        if units:
-            unit = units.to_bytes(size).index(1)
-            row, rest = divmod(unit, shape.num_units)
-            stage = shape.placement.stages_of(rank)[row]
-            raise _missing(schedule, rank, Action(kind, stage, *divmod(rest, num_segments)), problem)
+        kinds_of[unit] += kind
+    for unit, kinds in kinds_of.items():
+        problem = _problem({*kinds})
+        if problem is not None:
+            raise _missing(schedule, rank, Action(Kind.F, *unit), problem)
+
+
+def _problem(kinds: set[str]) -> str | None:
+    """What is wrong with the kinds of action that there are for a unit."""
+    if "F" not in kinds:
+        return "has no F"
+    if "B" in kinds and kinds & {"I", "W"}:
+        return "has a B and also I or W"
+    if "I" in kinds and "W" not in kinds:
+        return "has an I without its W"
+    if "W" in kinds and "I" not in kinds:
+        return "has a W without its I"
+    return None if kinds & {"B", "I"} else "has no backward"
 
 
 def _why_foreign(shape: Shape, action: Action) -> str:

@@ -102,7 +102,7 @@ def groups_of(layout: Layout, stage: int | None = None) -> ProcessGroupCollectio
 
     Where parts are laid out, the embedding is on the first rank and on that of multi-token prediction.
     """
-    if layout.parts is not None:
+    if "m" in (layout.parts or ""):
         groups = ProcessGroupCollection.use_mpu_process_groups()
         ranks = 0, next(rank for rank, part in enumerate(layout.parts.split("|")) if "m" in part)
         group = _group(*ranks)

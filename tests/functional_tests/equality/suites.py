@@ -384,6 +384,14 @@ def laid_out_prediction_suite():
     yield replace(model, recompute="full"), Layout(pipeline=3, parts="Etttt|mm|L"), cases[1:4]
 
 
+def uneven_layout_suite(pipeline: int, parts: str):
+    """Layers spread unevenly over stages, some without any, in loops and in a V, for every family."""
+    chunks = (parts.count("|") + 1) // pipeline
+    for style in ("looped", "v"):
+        layout = Layout(pipeline=pipeline, chunks=chunks, style=style, parts=parts)
+        yield Model(layers=parts.count("t")), layout, [Case(name, 4, 3, "uneven", "random") for name in FAMILY_NAMES]
+
+
 def context_prediction_suite():
     """The last tokens of each of the two runs that a context-parallel rank has of a segment predict those of others."""
     layout, cases = Layout(context=2), list(context_cases())
@@ -394,6 +402,10 @@ def context_prediction_suite():
 
 
 RANKS = {
+    "pp2-chunks3-layout": 2,
+    "pp2-chunks5-layout": 2,
+    "pp3-chunks2-layout": 3,
+    "pp4-chunks2-layout": 4,
     "kept-attention": 2,
     "recompute-modules": 2,
     "pp2-mtp": 2,
@@ -485,6 +497,10 @@ SUITES = {
         )
     ],
     "pp3-mtp": laid_out_prediction_suite,
+    "pp2-chunks3-layout": lambda: uneven_layout_suite(2, "Et|tt||t|ttt|L"),
+    "pp2-chunks5-layout": lambda: uneven_layout_suite(2, "E|t|tt||t|t|t||t|tL"),
+    "pp3-chunks2-layout": lambda: uneven_layout_suite(3, "Et||tt|t|t|tttL"),
+    "pp4-chunks2-layout": lambda: uneven_layout_suite(4, "Ett|t|t|t||tt|t|tL"),
     "tp2-mtp": lambda: [
         (
             Model().with_config(mtp_num_layers=1, mtp_loss_scaling_factor=0.7),

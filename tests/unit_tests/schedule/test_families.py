@@ -186,5 +186,5 @@ def test_breadth_first_runs_chunk_after_chunk(shape):
 
 
 def test_unknown_family():
-    with pytest.raises(ValueError, match="unknown schedule '2f2b'; there are gpipe, 1f1b"):
+    with pytest.raises(ValueError, match="unknown schedule '2f2b'; choose one of gpipe, 1f1b"):
         build("2f2b", Shape(Placement(2), 2))
