@@ -1,8 +1,10 @@
 """The matrix of cases, in suites: (model, layout, consecutive steps of the model in this layout)."""
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -27,6 +29,11 @@ def few_cases(families=("1f1b",)):
         *(Case(family, k, m, "uneven", "random") for family in families for k, m in ((1, 2), (2, 1), (3, 5), (7, 2))),
         *(Case(family, 4, 2, "even", "segment") for family in families),
     ]
+
+
+def packed(cases: Iterable[Case], *forms: str) -> list[Case]:
+    """The cases, each with documents in one of the forms."""
+    return [replace(case, packed=form) for case, form in zip(cases, forms, strict=True)]
 
 
 def pipeline_suite(size: int):
@@ -146,8 +153,8 @@ def latent_suite():
 def latents_suite():
     """Multi-latent attention that keeps latents, not keys and values; not with W, where it keeps the latter."""
     layout, exact = Layout(pipeline=2), replace(latent(), keeps_latents=True)
-    packed = [replace(case, packed=form) for case, form in zip(few_cases()[1:3], ("tokens", "mask"), strict=True)]
-    yield exact, layout, few_cases(("1f1b", "zb-h1")) + packed
+    documents = packed(few_cases()[1:3], "tokens", "mask")
+    yield exact, layout, few_cases(("1f1b", "zb-h1")) + documents
     yield replace(exact, recompute="full", layers=4), replace(layout, chunks=2), few_cases()[1:4]
     yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, few_cases()[1:3]
     yield replace(exact, recompute="selective"), layout, few_cases()[2:3]
@@ -189,8 +196,8 @@ def latent_experts_suite():
     model = replace(latent(), layers=4).with_config(**dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config))
     cases = few_cases(("1f1b", "breadth-first"))
     forms = ("mask", "tokens", "cu_seqlens")
-    packed = [replace(case, packed=form) for case, form in zip(cases[:3], forms, strict=True)]
-    yield model, Layout(pipeline=2, chunks=2), cases + packed
+    documents = packed(cases[:3], *forms)
+    yield model, Layout(pipeline=2, chunks=2), cases + documents
 
 
 def global_balance_suite():
@@ -226,8 +233,8 @@ def windows_suite():
     every = Model(kv_heads=1).with_config(window_size=(20, 0))
     yield replace(every, recompute="full"), replace(layout, chunks=2), cases[2:4] + few_cases(("zb-h1",))[3:4]
     yield every, replace(layout, chunks=2, style="v"), few_cases(("auto",))[2:4]
-    packed = [replace(case, packed=form) for case, form in zip(cases[2:4], ("tokens", "mask"), strict=True)]
-    yield replace(every, per_token_loss=True).with_config(softmax_type="learnable"), layout, packed
+    documents = packed(cases[2:4], "tokens", "mask")
+    yield replace(every, per_token_loss=True).with_config(softmax_type="learnable"), layout, documents
 
 
 def hybrid_suite():
@@ -246,11 +253,8 @@ def recurrent_suite(symbol: str):
     yield replace(exact, dtype=torch.float32, per_token_loss=True), layout, cases[:2]
     yield exact, Layout(pipeline=2, chunks=2), cases[2:4] + split[2:3]
     # The loss of documents that are run apart is that of a micro-batch if it is summed per token.
-    packed = [
-        replace(case, packed=form)
-        for case, form in zip((*cases[:4], split[2]), ("cu_seqlens", "tokens", "mask", "tokens", "mask"), strict=True)
-    ]
-    yield replace(exact, per_token_loss=True), layout, packed
+    documents = packed((*cases[:4], split[2]), "cu_seqlens", "tokens", "mask", "tokens", "mask")
+    yield replace(exact, per_token_loss=True), layout, documents
 
 
 def recurrent_pipeline_suite():
@@ -296,10 +300,8 @@ def context_suite():
     sliding = Model().with_config(window_size=(9, 0), window_attn_skip_freq=2, softmax_type="learnable")
     yield replace(sliding, recompute="full"), replace(layout, overlap=True, distributed_optimizer=True), cases[1:3]
     yield latent(), layout, cases[2:3]
-    packed = [
-        replace(case, packed=form) for case, form in zip(cases[:3], ("tokens", "cu_seqlens", "mask"), strict=True)
-    ]
-    yield Model(), layout, packed
+    documents = packed(cases[:3], "tokens", "cu_seqlens", "mask")
+    yield Model(), layout, documents
     yield balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1), layout, cases[1:3]
 
 
@@ -317,10 +319,8 @@ def gathered_context_suite():
     yield model, layout, cases
     sliding = model.with_config(window_size=(9, 0), window_attn_skip_freq=2, softmax_type="learnable")
     yield replace(sliding, recompute="full"), replace(layout, overlap=True, distributed_optimizer=True), cases[1:3]
-    packed = [
-        replace(case, packed=form) for case, form in zip(cases[:3], ("tokens", "cu_seqlens", "mask"), strict=True)
-    ]
-    yield replace(model, kv_heads=1), layout, packed
+    documents = packed(cases[:3], "tokens", "cu_seqlens", "mask")
+    yield replace(model, kv_heads=1), layout, documents
 
 
 def selective(model: Model, *modules: str) -> Model:
@@ -345,18 +345,17 @@ def kept_attention_suite():
     layout, in_v = Layout(pipeline=2), Layout(pipeline=2, chunks=2, style="v")
     in_heads, in_queries = Layout(context=2), Layout(context=2, gathers_keys=True)
     cases, split = few_cases(), few_cases(("zb-h1",))
-    packed = [
-        replace(case, packed=form) for case, form in zip(cases[:3], ("tokens", "mask", "cu_seqlens"), strict=True)
-    ]
+    documents = packed(cases[:3], "tokens", "mask", "cu_seqlens")
     window = {"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
     yield replace(Model(kv_heads=2), **kept), layout, cases + split[1:4]
     yield replace(Model(), **kept).with_config(recompute_method="block"), layout, cases[1:3]
     yield replace(Model().with_config(**window), **kept), layout, cases[2:4]
-    yield replace(Model().with_config(**window), **kept, per_token_loss=True), layout, packed[1:2]
-    yield replace(Model(), **kept), layout, packed
+    yield replace(Model().with_config(**window), **kept, per_token_loss=True), layout, documents[1:2]
+    yield replace(Model(), **kept), layout, documents
     yield replace(Model(), **kept), in_v, few_cases(("1f1b", "auto"))[1:4]
     yield replace(latent(), **kept), layout, cases[1:3]
-    yield replace(latent(), **kept, keeps_latents=True, layers=4), replace(layout, chunks=2), cases[1:4] + packed[1:2]
+    two_chunks = replace(layout, chunks=2)
+    yield replace(latent(), **kept, keeps_latents=True, layers=4), two_chunks, cases[1:4] + documents[1:2]
     yield replace(balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1), **kept), layout, cases[1:3]
     yield replace(hybrid("GM*-"), **kept), layout, cases[1:3] + split[2:3]
     yield replace(Model().with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7), **kept), layout, cases[1:3]
@@ -372,9 +371,9 @@ def prediction_suite():
     yield model, layout, cases + few_cases(("zb-h1",))[1:3]
     yield replace(model, per_token_loss=True), layout, cases[1:3]
     yield replace(model, recompute="full"), Layout(pipeline=2, chunks=2), cases[2:3]
-    packed = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (cases[0], *cases[2:4])]
-    yield model, layout, packed + [replace(few_cases(("zb-h1",))[2], packed="cu_seqlens")]
-    yield replace(model, per_token_loss=True), layout, packed[1:3]
+    documents = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (cases[0], *cases[2:4])]
+    yield model, layout, documents + [replace(few_cases(("zb-h1",))[2], packed="cu_seqlens")]
+    yield replace(model, per_token_loss=True), layout, documents[1:3]
 
 
 def laid_out_prediction_suite():
@@ -399,68 +398,6 @@ def context_prediction_suite():
     yield model, layout, cases
     yield replace(model, per_token_loss=True), layout, cases[1:3]
     yield model, layout, [replace(cases[2], packed="cu_seqlens")]
-
-
-RANKS = {
-    "pp2-chunks3-layout": 2,
-    "pp2-chunks5-layout": 2,
-    "pp3-chunks2-layout": 3,
-    "pp4-chunks2-layout": 4,
-    "kept-attention": 2,
-    "recompute-modules": 2,
-    "pp2-mtp": 2,
-    "pp2-hybrid-mtp": 2,
-    "pp2-v-mtp": 2,
-    "pp3-mtp": 3,
-    "tp2-mtp": 2,
-    "cp2": 2,
-    "cp2-gather": 2,
-    "cp2-mtp": 2,
-    "cp2-moe": 2,
-    "cp2-recurrent": 2,
-    "tp2-cp2": 4,
-    "pp2-cp2": 4,
-    "cp4-gather": 4,
-    "transformer-engine": 2,
-    "transformer-engine-moe": 2,
-    "pp1": 1,
-    "pp2": 2,
-    "pp4": 4,
-    "pp2-families": 2,
-    "pp2-chunks3": 2,
-    "pp4-chunks2": 4,
-    "pp2-split": 2,
-    "pp4-split": 4,
-    "pp2-tp2-split": 4,
-    "tp2": 2,
-    "pp2-tp2": 4,
-    "pp2-documents": 2,
-    "pp2-tp2-documents": 4,
-    "pp2-positions": 2,
-    "pp2-mla": 2,
-    "pp2-latents": 2,
-    "tp2-mla": 2,
-    "pp2-moe": 2,
-    "pp2-moe-losses": 2,
-    "pp2-mla-moe": 2,
-    "pp1-moe-global": 1,
-    "dp2-moe": 2,
-    "pp2-dp2-moe": 4,
-    "tp2-moe": 2,
-    "pp2-windows": 2,
-    "pp2-hybrid": 2,
-    "pp1-recurrent": 1,
-    "pp4-recurrent": 4,
-    "pp2-delta-net": 2,
-    "pp2-mamba": 2,
-    "tp2-recurrent": 2,
-    "dp2": 2,
-    "pp2-dp2": 4,
-    "pp2-dp2-overlap": 4,
-    "pp2-v": 2,
-    "pp4-v": 4,
-    "pp2-dp2-v": 4,
-}
 
 
 def transformer_engine_suite():
@@ -592,7 +529,8 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        return RANKS[self.suite]
+        """The product of the sizes in the name of the suite, which has two ranks if it names none."""
+        return prod(int(size) for size in re.findall(r"\b(?:pp|tp|dp|cp)(\d+)", self.suite) or [2])
 
     def representatives(self) -> list[str]:
         """One case of each family, with three segments if there is one."""
