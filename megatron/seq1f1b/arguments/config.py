@@ -244,13 +244,4 @@ def _check_sizes(shape: Shape, run: MegatronRun, num_segments: int, placement: s
     stages = Placement(run.pipeline_parallel_size, run.num_chunks, placement)
     asked = Shape(stages, run.num_microbatches, num_segments)
     if shape != asked:
-        raise ValueError(
-            f"--pipeline-schedule-file is for {_words(shape)}, but the other flags are for {_words(asked)}"
-        )
-
-
-def _words(shape: Shape) -> str:
-    return (
-        f"{shape.num_ranks} ranks with {shape.num_chunks} model chunks each ({shape.placement.style}), "
-        f"{shape.num_microbatches} micro-batches and {shape.num_segments} segments"
-    )
+        raise ValueError(f"--pipeline-schedule-file is for {shape}, but the other flags are for {asked}")

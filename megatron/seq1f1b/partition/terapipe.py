@@ -6,11 +6,14 @@ Through a pipeline of K stages the segments of one sequence take
 
 where tᵢ is the time of segment i on the slowest stage. For a given bound tmax on the longest time, the least sum
 S*(tmax) of segments that keep the bound is a shortest path over the positions of the sequence (equations 7 and 8), and
-T* is the least S*(tmax) + (K − 1) · tmax over all tmax (equation 6).
+T* is the least S*(tmax) + (K − 1) · tmax over all tmax (equation 6). The paper tries every time that a segment takes.
+Here intervals of tmax are halved, and dropped as soon as they can hold nothing better: S* never grows with tmax, so
+between two bounds S*(tmax) + (K − 1) · tmax is at least S* of the upper one plus K − 1 times the lower one.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
@@ -20,8 +23,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from ..errors import ParameterError
-from .bottleneck_search import bottleneck_search
 from .cut_positions import SegmentTime, check_length, positions, tile
+
+# The latency found is at most this much above the least, relatively; of equal sums of times, the longest time is.
+_TOLERANCE, _BALANCE_TOLERANCE = 1e-6, 1e-3
 
 # Positions at which a sequence may be cut, at most: twice as many take four times as long.
 _MOST_POSITIONS = 1024
@@ -74,13 +79,49 @@ def terapipe(
     solve = _shortest_path(_table(cuts, time), num_segments)
     unbounded = solve(inf)
     assert unbounded is not None, "there are enough positions for so many segments"
-    path = bottleneck_search(
-        solve,
-        unbounded,
-        weight=(num_stages - 1) / num_microbatches,
-        shortest=unbounded.total / num_segments if num_segments else 0.0,
-    )
+    shortest = unbounded.total / num_segments if num_segments else 0.0
+    path = _least_latency(solve, unbounded, (num_stages - 1) / num_microbatches, shortest)
     return tuple(cuts[end] - cuts[start] for start, end in pairwise((0, *path.ends)))
+
+
+def _least_latency(solve: Callable[[float], Path | None], unbounded: Path, weight: float, shortest: float) -> Path:
+    """The path of least `total` + `weight` · `longest`, and of equal totals that with the least `longest`.
+
+    `solve(tmax)` gives one of least total among those whose longest time is at most tmax, or None; `unbounded` is one
+    of least total of all. No longest time is below `shortest`.
+    """
+
+    def latency(path: Path) -> float:
+        return path.total + weight * path.longest
+
+    best = unbounded
+    # Open intervals of tmax, the most promising first: (bound of the latency, low, high, bound of the total).
+    intervals = [(best.total + weight * shortest, shortest, best.longest, best.total)]
+    while intervals:
+        bound, low, high, least = heappop(intervals)
+        if bound >= latency(best) * (1 - _TOLERANCE):
+            break
+        middle = (low + high) / 2
+        if not low < middle < high:
+            continue
+        found = solve(middle)
+        if found is None or found.total > least:
+            heappush(intervals, (least + weight * middle, middle, high, least))
+        if found is not None:
+            # From its longest time up to the middle this path stays the best.
+            heappush(intervals, (found.total + weight * low, low, found.longest, found.total))
+            best = min(best, found, key=latency)
+
+    # Without a weight any longest time would do: the least total alone leaves it open.
+    low = shortest
+    while not weight and best.longest - low > _BALANCE_TOLERANCE * best.longest:
+        middle = (low + best.longest) / 2
+        found = solve(middle)
+        if found is not None and found.total <= best.total * (1 + _TOLERANCE):
+            best = found
+        else:
+            low = middle
+    return best
 
 
 def _table(cuts: Sequence[int], time: SegmentTime) -> NDArray[np.float64]:

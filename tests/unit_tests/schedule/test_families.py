@@ -91,16 +91,9 @@ def test_backwards_follow_the_groups_with_segments_reversed(shape):
 
 
 @fixed
-@given(shapes(chunks=1), st.integers(1, 5), st.integers(1, 5))
-def test_bubble_of_gpipe(shape, f, i):
-    bubble = idle(build("gpipe", shape), Costs.uniform(shape, f, i, 0))
-    assert bubble == (shape.num_ranks - 1) * (f + i)
-
-
-@fixed
-@given(shapes(chunks=1), st.integers(1, 5), st.integers(1, 5))
-def test_bubble_of_1f1b(shape, f, i):
-    bubble = idle(build("1f1b", shape), Costs.uniform(shape, f, i, 0))
+@given(st.sampled_from(["gpipe", "1f1b"]), shapes(chunks=1), st.integers(1, 5), st.integers(1, 5))
+def test_bubble_of_gpipe_and_1f1b(family, shape, f, i):
+    bubble = idle(build(family, shape), Costs.uniform(shape, f, i, 0))
     assert bubble == (shape.num_ranks - 1) * (f + i)
 
 

@@ -1,4 +1,5 @@
 import random
+import re
 
 import pytest
 from hypothesis import assume, given
@@ -14,7 +15,6 @@ from megatron.seq1f1b.schedule import (
     Shape,
     build,
     dependencies,
-    lower,
     parse_action,
     validate,
 )
@@ -116,14 +116,13 @@ def test_random_orders_are_judged_like_a_plain_replay():
         ("1F0.0 0F0.0 0B0.0", "1F0.0 has no such stage; there are 1"),
         ("0F1.0 0F0.0 0B0.0", "0F1.0 has no such micro-batch; there are 1"),
         ("0F0.1 0F0.0 0B0.0", "0F0.1 has no such segment; there are 1"),
-        ("0REDUCE 0F0.0 0B0.0", "0REDUCE is not a compute action"),
-        ("", "has no F"),
+        ("0REDUCE 0F0.0 0B0.0", "0REDUCE is not a compute action; lowering adds the others"),
+        ("0F0.0 1F0.0 0B0.0\n1F0.0 1B0.0", "rank 0, action 1: 1F0.0 belongs to rank 1"),
     ],
 )
 def test_what_is_wrong_is_said(text, message):
-    with pytest.raises(ScheduleError) as error:
-        validate(of(text or "\n", Shape(Placement(1), 1, 1)) if text else Schedule(Shape(Placement(1), 1), ((),)))
-    assert message in str(error.value)
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        validate(of(text))
 
 
 def test_segments_in_ascending_backward_order_are_rejected():
@@ -131,14 +130,11 @@ def test_segments_in_ascending_backward_order_are_rejected():
         validate(of("0F0.0 0F0.1 0B0.0 0B0.1", Shape(Placement(1), 1, 2)))
 
 
-def test_an_action_on_the_wrong_rank_is_named():
-    with pytest.raises(ScheduleError, match="rank 0, action 1: 1F0.0 belongs to rank 1"):
-        validate(of("0F0.0 1F0.0 0B0.0\n1F0.0 1B0.0"))
-
-
-def test_wrong_number_of_ranks():
+def test_ranks_without_their_actions_are_rejected():
     with pytest.raises(ScheduleError, match="1 ranks given, 2 expected"):
         validate(of("0F0.0 0B0.0", Shape(Placement(2), 1)))
+    with pytest.raises(ScheduleError, match="has no F"):
+        validate(Schedule(Shape(Placement(1), 1), ((),)))
 
 
 def test_a_full_backward_may_stand_next_to_a_split_one():
@@ -171,11 +167,6 @@ def test_the_cycle_of_a_deadlock_is_shown():
     ]
     assert "> rank 0    0F0.0  [0B0.0]" in str(error.value)
     assert "rank 1    1F0.0  [1F1.0]" in str(error.value)
-
-
-def test_a_lowered_schedule_is_not_a_schedule_of_compute_actions():
-    with pytest.raises(ScheduleError, match="is not a compute action; lowering adds the others"):
-        validate(lower(build("1f1b", Shape(Placement(2), 2))))
 
 
 def test_dependencies():
