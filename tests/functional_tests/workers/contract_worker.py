@@ -20,6 +20,18 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 
+from support.linear_stages import (  # noqa: E402
+    BATCH,
+    HIDDEN,
+    SEQUENCE,
+    Stage,
+    batches,
+    call,
+    configuration,
+    raises,
+    run_checks,
+    sum_of_squares,
+)
 from support.upstream_functions import replace_functions  # noqa: E402
 
 ALONE, PIPELINE, INTERLEAVED = (
@@ -28,33 +40,12 @@ ALONE, PIPELINE, INTERLEAVED = (
     "forward_backward_pipelining_with_interleaving",
 )
 MEGATRONS = {name: getattr(schedules, name) for name in (ALONE, PIPELINE, INTERLEAVED)}
-SEQUENCE, BATCH, HIDDEN, RANKS = 8, 2, 4, 4
+RANKS = 4
 TENSOR = int(os.environ["WORLD_SIZE"]) // RANKS
 
 
 def pipeline_rank() -> int:
     return parallel_state.get_pipeline_model_parallel_rank()
-
-
-class Chunk(torch.nn.Module):
-    """One linear layer; notes the calls that Megatron's functions make."""
-
-    def __init__(self, config: ModelParallelConfig, stage: int, vp_stage: int | None = None, width: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(stage)
-        self.config, self.model_type, self.vp_stage = config, None, vp_stage
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(width)))
-        self.input, self.calls = None, []
-
-    def set_input_tensor(self, tensors: list) -> None:
-        self.input = tensors[0]
-
-    def set_is_first_microbatch(self) -> None:
-        self.calls.append("first micro-batch")
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.calls.append("forward")
-        return self.layers(tokens if self.input is None else self.input).tanh()
 
 
 class Timers:
@@ -69,59 +60,20 @@ class Timers:
         )
 
 
-def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Chunk]:
+def chunks(count: int = 1, ranks: int = RANKS, **config) -> list[Stage]:
     """Of this rank; chunks of different sizes if there are several."""
-    made = ModelParallelConfig(
-        pipeline_model_parallel_size=ranks,
-        virtual_pipeline_model_parallel_size=count if count > 1 else None,
-        pipeline_dtype=torch.float32,
-        **config,
-    )
-    made.hidden_size = HIDDEN
+    made = configuration(ranks, virtual_pipeline_model_parallel_size=count if count > 1 else None, **config)
     rank = pipeline_rank() if ranks > 1 else 0
-    return [Chunk(made, c * ranks + rank, c if count > 1 else None, 1 + c) for c in range(count)]
-
-
-def batches(count: int):
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(count):
-        yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
-
-
-def mean_square(output: torch.Tensor):
-    loss = output.square().mean()
-    return loss, {"loss": loss.detach()}
-
-
-def sum_of_squares(output: torch.Tensor):
-    loss, count = output.square().sum(), torch.tensor(output.numel())
-    return loss, count, {"loss": loss.detach()}
+    return [Stage(made, c * ranks + rank, c if count > 1 else None, 1 + c) for c in range(count)]
 
 
 def summed(data_iterator, model):
     return model(next(data_iterator)), sum_of_squares
 
 
-def forward_step(data_iterator, model, *checkpointed):
-    model.calls += checkpointed
-    return model(next(data_iterator)), mean_square
-
-
 def integers(data_iterator, model):
     """Data that nobody reads, losses and reports that are no tensors."""
     return torch.rand(SEQUENCE, BATCH, HIDDEN), lambda output: (5, {"loss": 7})
-
-
-def call(function, model: list[Chunk], m: int, step=forward_step, **given):
-    arguments = {
-        "forward_step_func": step,
-        "data_iterator": [batches(m) for _ in model],
-        "model": model,
-        "num_microbatches": m,
-        "seq_length": SEQUENCE,
-        "micro_batch_size": BATCH,
-    }
-    return function(**{**arguments, **given})
 
 
 def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None = None, per_token_loss=False, **given):
@@ -147,20 +99,12 @@ def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None =
     }
 
 
-def check_same(name: str, *args, **kwargs) -> dict:
+def same(name: str, *args, **kwargs) -> dict:
     expected = seen(MEGATRONS[name], *args, **kwargs)
     actual = seen(getattr(schedules, name), *args, **kwargs)
     for what, value in expected.items():
         assert actual[what] == value, f"{name} {args} {kwargs}: {what} is {actual[what]}, with Megatron {value}"
     return actual
-
-
-def raises(kind: type[Exception] | tuple, function, *args, **kwargs) -> str:
-    try:
-        function(*args, **kwargs)
-    except kind as error:
-        return str(error)
-    raise AssertionError(f"no {kind}")
 
 
 def groups_by_hand(shape: list[int]) -> tuple[P2PCommunicator, ProcessGroupCollection]:
@@ -190,12 +134,12 @@ def check_no_pipeline() -> None:
         == [{"loss": 7}] * 4
     )
     for m in (1, 3):
-        check_same(ALONE, 1, m, 1)
-        check_same(ALONE, 1, m, 1, step=summed, per_token_loss=m == 3)
+        same(ALONE, 1, m, 1)
+        same(ALONE, 1, m, 1, step=summed, per_token_loss=m == 3)
     _, collection = groups_by_hand([2, 1, 1, 2 * TENSOR])
-    check_same(ALONE, 1, 3, 1, pg_collection=collection, force_all_reduce=True)
+    same(ALONE, 1, 3, 1, pg_collection=collection, force_all_reduce=True)
     del collection.pp
-    check_same(ALONE, 1, 3, 1, pg_collection=collection)
+    same(ALONE, 1, 3, 1, pg_collection=collection)
     parallel_state.destroy_model_parallel()
 
 
@@ -212,12 +156,12 @@ def check_one_chunk_a_rank() -> None:
     )
     assert reports == ([{"loss": 7}] * 8 if last else [])
     for m in (1, 3, 4, 9):
-        check_same(PIPELINE, 1, m)
-        check_same(PIPELINE, 1, m, forward_only=True)
-        check_same(PIPELINE, 1, m, step=summed, per_token_loss=m == 3)
-    check_same(PIPELINE, 1, 3, config={"deallocate_pipeline_outputs": True})
+        same(PIPELINE, 1, m)
+        same(PIPELINE, 1, m, forward_only=True)
+        same(PIPELINE, 1, m, step=summed, per_token_loss=m == 3)
+    same(PIPELINE, 1, 3, config={"deallocate_pipeline_outputs": True})
     communicator, collection = groups_by_hand([TENSOR, 1, 4, 1])
-    check_same(PIPELINE, 1, 3, p2p_communicator=communicator, pg_collection=collection, force_all_reduce=True)
+    same(PIPELINE, 1, 3, p2p_communicator=communicator, pg_collection=collection, force_all_reduce=True)
     parallel_state.destroy_model_parallel()
 
 
@@ -233,11 +177,11 @@ def check_interleaved_chunks_of_unequal_size() -> None:
             assert call(own, chunk, 8, decoder_seq_length=decoder_length, **unread) == [{"loss": 7}] * 8 * last
     for m, group_size in ((4, 4), (8, 4), (10, 5), (9, 5), (10, 6)):
         config = {"microbatch_group_size_per_vp_stage": group_size}
-        check_same(INTERLEAVED, 2, m, config=config)
-        check_same(INTERLEAVED, 2, m, config=config, forward_only=True)
+        same(INTERLEAVED, 2, m, config=config)
+        same(INTERLEAVED, 2, m, config=config, forward_only=True)
     communicator, collection = groups_by_hand([TENSOR, 1, 4, 1])
     communicator.virtual_pipeline_model_parallel_size = 2
-    check_same(INTERLEAVED, 2, 4, p2p_communicator=communicator, pg_collection=collection)
+    same(INTERLEAVED, 2, 4, p2p_communicator=communicator, pg_collection=collection)
     parallel_state.destroy_model_parallel()
 
 
@@ -281,7 +225,7 @@ def check_partial_activation_checkpoints() -> None:
     config = {"num_microbatches_with_partial_activation_checkpoints": 1}
     for virtual, name, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
         parallel_state.initialize_model_parallel(TENSOR, RANKS, virtual)
-        flags = [flag for chunk in check_same(name, virtual or 1, m, config=config)["calls"] for flag in chunk]
+        flags = [flag for chunk in same(name, virtual or 1, m, config=config)["calls"] for flag in chunk]
         assert False in flags and (True in flags) == (pipeline_rank() < RANKS - 1 or virtual is not None)
         parallel_state.destroy_model_parallel()
 
@@ -312,7 +256,7 @@ def check_first_step_of_a_validation() -> None:
     parallel_state.initialize_model_parallel(TENSOR, RANKS)
     for first_val_step in (None, True, False):
         for forward_only in (True, False):
-            check_same(PIPELINE, 1, 5, first_val_step=first_val_step, forward_only=forward_only)
+            same(PIPELINE, 1, 5, first_val_step=first_val_step, forward_only=forward_only)
     parallel_state.destroy_model_parallel()
 
 
@@ -334,19 +278,16 @@ def check_names_of_timers() -> None:
 
 def check_what_goes_to_megatrons_own() -> None:
     parallel_state.initialize_model_parallel(TENSOR, RANKS)
-    check_same(PIPELINE, 1, 3, config={"variable_seq_lengths": True})
-    check_same(PIPELINE, 1, 3, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
+    same(PIPELINE, 1, 3, config={"variable_seq_lengths": True})
+    same(PIPELINE, 1, 3, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
     parallel_state.destroy_model_parallel()
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     replace_functions()
-    for name, check in list(globals().items()):
-        if name.startswith("check_") and name != "check_same":
-            check()
-            dist.barrier()
-            print(f"passed: {name} on rank {dist.get_rank()}", flush=True)
+    run_checks(globals())
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The model is one linear layer a stage, without code of Megatron's: no process gr
 
 import argparse
 import time
+from dataclasses import replace
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -15,7 +16,6 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from megatron.core import ModelParallelConfig  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
     forward_backward_no_pipelining,
@@ -34,68 +34,34 @@ from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E40
 from megatron.seq1f1b.runtime import executor as executor_file  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 from megatron.seq1f1b.schedule import Given, Kind, Named, Placement, Shape, build  # noqa: E402
+from support.linear_stages import (  # noqa: E402
+    HIDDEN,
+    SEQUENCE,
+    Stage,
+    batches,
+    call,
+    configuration,
+    forward_step,
+    raises,
+    run_checks,
+    sum_of_squares,
+)
 
-SEQUENCE, BATCH, HIDDEN, MICROBATCHES = 8, 2, 4, 3
-
-
-class Stage(torch.nn.Module):
-    def __init__(self, config: ModelParallelConfig, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.config, self.model_type = config, None
-        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
-        self.input = None
-
-    def set_input_tensor(self, tensors: list) -> None:
-        self.input = tensors[0]
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.linear(tokens if self.input is None else self.input).tanh()
+MICROBATCHES = 3
 
 
 def stage(pipeline: dist.ProcessGroup) -> Stage:
-    config = ModelParallelConfig(pipeline_model_parallel_size=pipeline.size(), pipeline_dtype=torch.float32)
-    config.hidden_size = HIDDEN
-    return Stage(config, pipeline.rank())
+    return Stage(configuration(pipeline.size()), pipeline.rank())
 
 
 def groups(pipeline: dist.ProcessGroup, alone: dist.ProcessGroup) -> ProcessGroupCollection:
     return ProcessGroupCollection(pp=pipeline, tp=alone, cp=alone, dp_cp=alone, embd=None, pos_embd=None)
 
 
-def batches(count: int):
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(count):
-        yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
-
-
-def forward_step(data_iterator, model):
-    output = model(next(data_iterator))
-
-    def loss_func(output):
-        loss = output.square().mean()
-        return loss, {"loss": loss.detach()}
-
-    return output, loss_func
-
-
-def forward_step_of_integers(data_iterator, model):
-    return model(next(data_iterator)), lambda output: (5, {"loss": 7})
-
-
-def run(function, model, step=forward_step, microbatches=MICROBATCHES, **kwargs):
-    chunks = model if isinstance(model, list) else [model]
-    for chunk in chunks:
+def run(function, model, step=forward_step, microbatches=MICROBATCHES, **given):
+    for chunk in model if isinstance(model, list) else [model]:
         chunk.zero_grad()
-    arguments = {
-        "forward_step_func": step,
-        "data_iterator": [batches(microbatches) for _ in chunks],
-        "model": model,
-        "num_microbatches": microbatches,
-        "seq_length": SEQUENCE,
-        "micro_batch_size": BATCH,
-    }
-    return function(**{**arguments, **kwargs})
+    return call(function, model, microbatches, step, **given)
 
 
 def executor(schedule=Named("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
@@ -104,20 +70,30 @@ def executor(schedule=Named("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # 
     )
 
 
-def raises(kind: type[Exception], function, *args, **kwargs) -> str:
-    try:
-        function(*args, **kwargs)
-    except kind as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", [])])
-    raise AssertionError(f"no {kind.__name__}")
-
-
 def equal_gradients(model: Stage, expected: dict[str, torch.Tensor]) -> bool:
     return all(torch.allclose(param.grad, expected[name]) for name, param in model.named_parameters())
 
 
 def gradients(model: Stage) -> dict[str, torch.Tensor]:
     return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def sequences_first(data_iterator, model):
+    """A forward step on batches [b, n, h], as in Megatron's data sets."""
+    return model(next(data_iterator).transpose(0, 1)), sum_of_squares
+
+
+def in_a_row(world, placement: Placement) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+    """The four stages that this rank has, and their gradients where all run here, one after the other."""
+    stages = [Stage(configuration(2), number) for number in range(4)]
+    total = 0
+    for tokens in batches(MICROBATCHES):
+        for each in stages:
+            tokens = each(tokens)
+        total += tokens.square().mean() / MICROBATCHES
+    total.backward()
+    here = [stages[number] for number in placement.stages_of(world.rank())]
+    return here, [gradients(each) for each in here]
 
 
 def check_groups_of_the_caller(world, alone) -> None:
@@ -160,23 +136,6 @@ def check_messages_of_unknown_shape_are_refused(world, alone) -> None:
     assert "1 model chunks need a data iterator each, but 0" in message
 
 
-def check_integers_as_losses_and_reports(world, alone) -> None:
-    for pipeline in (world, alone):
-        model, collection = stage(pipeline), groups(pipeline, alone)
-        reports = run(executor(), model, forward_step_of_integers, pg_collection=collection, forward_only=True)
-        is_last = pipeline.rank() == pipeline.size() - 1
-        assert reports == ([{"loss": 7}] * MICROBATCHES if is_last else [])
-
-
-def check_what_is_not_a_loss(world, alone) -> None:
-    def step(data_iterator, model):
-        return model(next(data_iterator)), lambda output, non_loss_data=False: output.shape if non_loss_data else None
-
-    collected = {"forward_only": True, "collect_non_loss_data": True}
-    reports = run(executor(), stage(world), step, pg_collection=groups(world, alone), **collected)
-    assert reports == ([(SEQUENCE, BATCH, HIDDEN)] * MICROBATCHES if world.rank() == 1 else [])
-
-
 def check_a_whole_schedule(world, alone) -> None:
     """Trains on steps of its own shape only, evaluates on any."""
     model, collection = stage(world), groups(world, alone)
@@ -193,53 +152,35 @@ def check_a_whole_schedule(world, alone) -> None:
 def check_chunks_in_a_v(world, alone) -> None:
     """A whole schedule brings its placement, a name is given one; gradients are those of the stages in a row."""
     placement = Placement(2, 2, "v")
-    stages = [Stage(stage(world).config, number) for number in range(4)]
-    total = 0
-    for tokens in batches(MICROBATCHES):
-        for each in stages:
-            tokens = each.linear(tokens).tanh()
-        total += tokens.square().mean() / MICROBATCHES
-    total.backward()
-    here = placement.stages_of(world.rank())
-    expected = [gradients(stages[number]) for number in here]
+    model, expected = in_a_row(world, placement)
     whole = executor(Given(build("zb-h1", Shape(placement, MICROBATCHES))))
     named = executor(Named("1f1b", "v"))
     for given in (whole, named):
-        model = [stages[number] for number in here]
         reports = run(given, model, pg_collection=groups(world, alone))
         assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
         assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
 
 
 def check_messages_that_are_used_in_another_order_than_they_were_sent_in(world, alone) -> None:
-    """`auto` runs the chunks of two ranks in orders of their own. Also as on a GPU, where the first step is special."""
+    """In a schedule of a user's own, rank 1 begins its second chunk before the last unit of its first. Also as on a
+    GPU, where the first step is special."""
     placement = Placement(2, 2)
-    order = build("auto", Shape(placement, MICROBATCHES, 2))
+    order = build("breadth-first", Shape(placement, MICROBATCHES, 2))
+    second, units = list(order.ranks[1]), 2 * MICROBATCHES
+    second[units - 1 : units + 1] = second[units], second[units - 1]
+    order = replace(order, ranks=(order.ranks[0], tuple(second)))
     sent, used = (
         [(action.microbatch, action.segment, action.stage // 2) for action in rank if action.kind is Kind.F]
         for rank in order.ranks
     )
     assert sent != used
-    stages = [Stage(stage(world).config, number) for number in range(4)]
-    total = 0
-    for tokens in batches(MICROBATCHES):
-        for each in stages:
-            tokens = each.linear(tokens).tanh()
-        total += tokens.square().mean() / MICROBATCHES
-    total.backward()
-    expected = [gradients(stages[number]) for number in placement.stages_of(world.rank())]
-
-    def step(data_iterator, model):
-        output = model(next(data_iterator).transpose(0, 1))
-        return output, lambda output: (output.square().sum(), torch.tensor(output.numel()), {})
-
-    model = [stages[number] for number in placement.stages_of(world.rank())]
+    model, expected = in_a_row(world, placement)
     for kind in (Communicator, OnDevice):
         given = executor(Given(order), k=2)
         with patch.object(executor_file, "Communicator", kind):
             for _ in range(2):
                 data = {"data_iterator": [Counted(), Counted()]}
-                run(given, model, step, pg_collection=groups(world, alone), **data)
+                run(given, model, sequences_first, pg_collection=groups(world, alone), **data)
                 assert all(equal_gradients(*pair) for pair in zip(model, expected, strict=True))
     assert OnDevice.turns == 1, "the first step has messages in turn, the second has not"
 
@@ -284,21 +225,13 @@ class FusedLinear(torch.nn.Linear):
 
 def check_every_unit_adds_to_fused_gradients(world, alone) -> None:
     """In its first step, with the first segment that goes forward last to go backward, and with whole sequences."""
-
-    def step(data_iterator, model):
-        return model(next(data_iterator).transpose(0, 1)), lambda output: (
-            output.square().sum(),
-            torch.tensor(output.numel()),
-            {},
-        )
-
     found = []
     for k in (1, 2, 4):
         model = stage(alone)
         torch.manual_seed(1)
-        model.linear = FusedLinear()
-        run(executor(k=k), model, step, pg_collection=groups(alone, alone), data_iterator=[Counted()])
-        found.append(model.linear.weight.main_grad)
+        model.layers = FusedLinear()
+        run(executor(k=k), model, sequences_first, pg_collection=groups(alone, alone), data_iterator=[Counted()])
+        found.append(model.layers.weight.main_grad)
     assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2]) and found[0].any()
 
 
@@ -341,7 +274,7 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
     first, again, second, _ = seen
     assert first[0] == again[0] and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
     assert len(first[0]) == MICROBATCHES * world.rank()
-    assert not torch.equal(first[1]["linear.weight"], second[1]["linear.weight"])
+    assert not torch.equal(first[1]["layers.0.weight"], second[1]["layers.0.weight"])
     assert counted.read == 2 * MICROBATCHES
 
 
@@ -405,10 +338,7 @@ def main() -> None:
         run(executor(Named("gpipe"), timeout=600), stage(world), stuck_step(world), **given)
     if args.fail:
         run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            check(world, alone)
-            print(f"passed: {name} on rank {world.rank()}", flush=True)
+    run_checks(globals(), world, alone)
 
 
 if __name__ == "__main__":
