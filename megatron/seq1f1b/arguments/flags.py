@@ -25,12 +25,14 @@ EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
 
 # Flags of the authors' Megatron and of pull request 3116 that Megatron does not have: how many values follow, and what
 # stands in their place.
-_REMOVED: Mapping[str, tuple[int, str]] = MappingProxyType(
+_LENGTHS = "--chunked-pipeline-model-parallel-split-lengths"
+_REMOVED: Mapping[str, tuple[int | str, str]] = MappingProxyType(
     {
         "--no-async-tensor-model-parallel-allreduce": (0, "Megatron always overlaps these all-reduces"),
         "--DDP-impl": (1, "Megatron has one implementation, its own"),
         "--data-impl": (1, "Megatron reads .bin/.idx pairs only"),
         "--moe-load-balancing-loss-mode-for-chunked-sequence": (1, "balance losses are those of the whole micro-batch"),
+        _LENGTHS: ("+", "put these lengths into a file, and give it to --sequence-split-file"),
     }
 )
 
@@ -171,6 +173,8 @@ class _Removed(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
+        if option == _LENGTHS:  # without which the lengths would be others
+            raise argparse.ArgumentError(self, _REMOVED[option][1])
         warn_on_rank_0(_log, f"{option} has no effect and can be dropped: {_REMOVED[str(option)][1]}")
 
 
@@ -182,15 +186,6 @@ class _Splits(argparse.Action):
     ) -> None:
         setattr(namespace, self.dest, values)
         namespace.means_equal_lengths = option in EQUAL_SPLITS
-
-
-class _Lengths(argparse.Action):
-    """Names our flag for that of pull request 3116, whose values a file holds here."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        raise argparse.ArgumentError(self, "put these lengths into a file, and give it to --sequence-split-file")
 
 
 def _splits(text: str) -> int | str:
@@ -233,14 +228,6 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
         help="Times of segments measured on your hardware, for --sequence-split-strategy profile, balanced and "
         "terapipe: by seq1f1b profile before there is a run, or a trace that --pipeline-trace wrote in a "
         "short run of yours with --sequence-splits, whatever its parallelism and its layers.",
-    )
-    group.add_argument(
-        "--chunked-pipeline-model-parallel-split-lengths",
-        action=_Lengths,
-        nargs="+",
-        dest=argparse.SUPPRESS,
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
     )
     group.add_argument(
         "--sequence-split-file",

@@ -13,6 +13,7 @@ from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
     FAMILIES,
     FAMILY_NAMES,
+    PLACEMENTS,
     Given,
     Kind,
     Named,
@@ -232,6 +233,22 @@ def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch,
 def test_every_family_can_be_asked_for():
     for family in FAMILY_NAMES:
         assert pipeline_config(parsed("--pipeline-schedule", family)).schedule.name == family
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_layers_spread_unevenly_over_chunks_are_predicted(family, placement, capsys):
+    """One stage has no layer."""
+    config = validate(
+        parsed(
+            *("--pipeline-schedule", family, "--pipeline-placement", placement, "--sequence-splits", "64"),
+            pipeline_model_parallel_layout="Et*7|t*5||t*9|t*10|tL",
+            virtual_pipeline_model_parallel_size=3,
+            bf16=True,
+        )
+    )
+    assert config.run.layers_per_stage == (7, 5, 0, 9, 10, 1) and config.num_segments == 64
+    assert "predicted step" in capsys.readouterr().out
 
 
 @pytest.fixture

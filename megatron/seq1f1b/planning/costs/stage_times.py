@@ -46,7 +46,7 @@ def _rows(
         launch_f = num_layers * host.layer_forward
         launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
         total = max(back + weight, launch_b) + host.action
-        weight *= (total - host.action) / (back + weight) if setup.splits_backward else 1.0
+        weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
         row_f.append(max(forward, launch_f) + host.action)
         row_i.append(total - weight)
         row_w.append(weight)
