@@ -69,9 +69,11 @@ def _alone(setup: TrainingSetup) -> TrainingSetup:
 def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
     """For every stage, durations of F, I and W by segment. Seconds."""
     alone, last = _alone(setup), setup.placement.num_stages - 1
-    kinds = [(tuple(setup.stage_layers(stage).items()), stage == 0, stage == last) for stage in range(last + 1)]
-    rows = {kind: _rows(alone, machine, *kind) for kind in set(kinds)}
-    return [rows[kind] for kind in kinds]
+    rows = {
+        stage: _rows(alone, machine, tuple(setup.stage_layers(stage).items()), stage == 0, stage == last)
+        for stage in set(setup.alike)
+    }
+    return [rows[stage] for stage in setup.alike]
 
 
 def balanced_layers(setup: TrainingSetup, machine: Machine) -> tuple[int, ...]:
@@ -115,24 +117,24 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[t
     So many tensor-parallel ranks send a part each; without sequence parallelism the receivers gather the parts.
     """
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
-    tables = []
-    stages = setup.placement.num_stages
+
+    def time(source: int, destination: int, length: int) -> float:
+        size = BYTES * setup.rows(length) * setup.model.hidden_size
+        seconds = message_time(machine, source, destination, size / parts, senders)
+        return seconds if setup.sequence_parallel else seconds + all_gather_time(machine, setup.tensor_group, size)
+
+    tables, stages, found = [], setup.placement.num_stages, dict[tuple[int, int], Row]()
     for step in (1, -1):
         table = []
         for stage in range(stages):
-            row = []
-            for length in setup.segments:
-                size = BYTES * setup.rows(length) * setup.model.hidden_size
-                there = stage + step
-                if not 0 <= there < stages:
-                    row.append(0.0)
-                    continue
-                source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
-                time = message_time(machine, source, destination, size / parts, senders)
-                if not setup.sequence_parallel:
-                    time += all_gather_time(machine, setup.tensor_group, size)
-                row.append(time)
-            table.append(tuple(row))
+            there = stage + step
+            if not 0 <= there < stages:
+                table.append((0.0,) * len(setup.segments))
+                continue
+            source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
+            if (source, destination) not in found:
+                found[source, destination] = tuple(time(source, destination, length) for length in setup.segments)
+            table.append(found[source, destination])
         tables.append(tuple(table))
     return tuple(tables)
 

@@ -6,8 +6,9 @@ What layers keep is in layer_bytes; gradients and states follow Megatron's mixed
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...schedule import Action, Kind, Schedule
 from ...schedule.action import COMPUTE_KINDS
@@ -82,9 +83,16 @@ def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
     return held, tuple(tuple(map(min, *rows)) for rows in zip(kept, held, strict=True))
 
 
-def _by_segment(
-    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], float]
-) -> tuple[float, ...]:
+def _by_segment[Size](
+    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], Size]
+) -> tuple[Size, ...]:
+    return _of_first_alike(setup, setup.alike[stage], of_segment)
+
+
+@lru_cache(maxsize=4096)
+def _of_first_alike(
+    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], Any]
+) -> tuple[Any, ...]:
     return tuple(of_segment(setup, stage, index) for index in range(len(setup.segments)))
 
 
@@ -120,12 +128,13 @@ def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
     activations = keys_values = states = logits = 0.0
     for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
         if waits_for_weights:
-            activations += count * stage_kept_for_weights(setup, stage, segment)
+            activations += count * _by_segment(setup, stage, stage_kept_for_weights)[segment]
         else:
-            kept = stage_kept(setup, stage, segment)
+            kept = _by_segment(setup, stage, stage_kept)[segment]
             activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
             states += count * kept[2]
-        logits += count * _loss_kept(setup, stage, segment, waits_for_weights)
+        if stage == setup.placement.num_stages - 1:
+            logits += count * _loss_kept(setup, stage, segment, waits_for_weights)
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
@@ -176,7 +185,7 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
     gradients = {
         stage: _of_layers(setup, stage, lambda layer: layer_keys_values_gradients(setup, layer)) for stage in stages
     }
-    running = {(kind, stage): _running(setup, kind, stage) for kind in COMPUTE_KINDS for stage in stages}
+    running = {(kind, stage): _by_segment(setup, stage, _RUNNING[kind]) for kind in COMPUTE_KINDS for stage in stages}
     last = len(setup.segments) - 1
     now = left = most = left_then = 0.0
     at = -1
@@ -185,7 +194,8 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
             now += activation[stage][segment]
         elif kind is not Kind.W and segment == last:
             left += gradients[stage]
-        total = now + left + sum(running[kind, stage][segment])
+        loss, working = running[kind, stage][segment]
+        total = now + left + loss + working
         if total > most:
             most, left_then, at = total, left, number
         if kind is Kind.I:
@@ -211,16 +221,15 @@ def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, bool], ...]:
     return tuple((stage, segment, is_over) for (stage, _, segment), is_over in waits.items())
 
 
-def _running(setup: TrainingSetup, kind: Kind, stage: int) -> tuple[_Running, ...]:
-    """By segment."""
-    found = []
-    has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
-    for index, length in enumerate(setup.segments):
-        loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
-        if has_loss and setup.keeps_logits:  # these are counted with the unit
+def _running(kind: Kind, setup: TrainingSetup, stage: int, index: int) -> _Running:
+    length, loss = setup.segments[index], 0.0
+    if stage == setup.placement.num_stages - 1 and kind is not Kind.W:
+        loss = loss_bytes(setup, length, kind is Kind.F)
+        if setup.keeps_logits:  # these are counted with the unit
             loss -= loss_kept(setup, length)
-        if kind in (Kind.B, Kind.I):
-            found.append(_Running(loss, backward_working(setup, stage, *setup.spans[index])))
-        else:
-            found.append(_Running(loss, whole_input(setup, length)))
-    return tuple(found)
+    if kind in (Kind.B, Kind.I):
+        return _Running(loss, backward_working(setup, stage, *setup.spans[index]))
+    return _Running(loss, whole_input(setup, length))
+
+
+_RUNNING = {kind: partial(_running, kind) for kind in COMPUTE_KINDS}

@@ -164,6 +164,13 @@ class TrainingSetup:
             found[-1] = Counter(found[-1]) + Counter({last: self.model.prediction_depth})
         return found
 
+    @cached_property
+    def alike(self) -> list[int]:
+        """For each stage the first one with the same layers and ends."""
+        last, first = self.placement.num_stages - 1, dict[object, int]()
+        kinds = ((frozenset(self.stage_layers(stage).items()), stage == 0, stage == last) for stage in range(last + 1))
+        return [first.setdefault(kind, stage) for stage, kind in enumerate(kinds)]
+
     def layer_parameters(self, layer: int = 0) -> float:
         """Parameters of layer number `layer` on one rank, without its routed experts."""
         return layer_parameters(self.model, layer, self.tensor_parallel)

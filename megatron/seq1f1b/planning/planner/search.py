@@ -203,7 +203,10 @@ class Search:
                     if segments == 1 or least_bytes(named, segments) <= limit:
                         yield least_seconds_cut(named, machine, segments), _Scheduled(item, family, segments)
             case _Scheduled():
-                for candidate in cuts(self.question, *item):
+                for number, candidate in enumerate(cuts(self.question, *item)):
+                    # Equal segments come first, and need least.
+                    if number == 0 and any(each.total > limit for each in memory_in_flight(candidate.setup)):
+                        return
                     yield least_seconds(candidate.setup, machine), candidate
             case Candidate():
                 yield shortest(item.setup, machine), _Simulated(item)
