@@ -16,7 +16,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
+from functools import wraps
 from typing import Any, NamedTuple
 
 
@@ -33,9 +33,17 @@ class Patch(NamedTuple):
 
 
 def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
-    """Calls of the function `target` become `function(old, ...)`, those of an object's method `function(object, old,
-    ...)`."""
-    return Patch(target, partial(partial, function), reason, wraps=True)
+    """Calls of a function, or of a method of a class, become `function(old, ...)`, those of the method of an object
+    `function(object, old, ...)`."""
+
+    def wrap(*bound: Any) -> Callable[..., Any]:
+        @wraps(bound[-1])
+        def call(*args: Any, **options: Any) -> Any:
+            return function(*bound, *args, **options)
+
+        return call
+
+    return Patch(target, wrap, reason, wraps=True)
 
 
 # Patches that are applied, and undone, together.

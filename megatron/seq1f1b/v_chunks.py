@@ -8,7 +8,7 @@ of their depth, by which checkpoints name them: those of V-shaped and of looped 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,11 +103,10 @@ def patches() -> PatchTable:
             _with_embedding_ranks,
             "seeks the output layer, whose weights may be the embedding's, on the last rank, as scripts do",
         ),
-        Patch(
+        wrapping(
             "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout.get_layer_offset",
             _layer_offset,
             "counts the layers before a looped chunk",
-            wraps=True,
         ),
     )
 
@@ -155,12 +154,10 @@ def _embedding_ranks(ranks: list[int]) -> list[int]:
     return sorted({ranks[placement.rank_of(stage)] for stage in (0, placement.num_stages - 1)})
 
 
-def _layer_offset(upstream: Callable[..., int]) -> Callable[..., int]:
-    @wraps(upstream)
-    def layer_offset(layout: Any, layer_type: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-        placement = _placement()
-        if vp_stage is not None and pp_rank is None:
-            pp_rank = placement.stage_of(_pipeline_rank(), vp_stage) % placement.num_ranks
-        return upstream(layout, layer_type, vp_stage, pp_rank)
-
-    return layer_offset
+def _layer_offset(
+    upstream: Callable[..., int], layout: Any, layer_type: Any, vp_stage: int | None = None, pp_rank: int | None = None
+) -> int:
+    placement = _placement()
+    if vp_stage is not None and pp_rank is None:
+        pp_rank = placement.stage_of(_pipeline_rank(), vp_stage) % placement.num_ranks
+    return upstream(layout, layer_type, vp_stage, pp_rank)

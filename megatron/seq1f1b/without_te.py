@@ -1,13 +1,12 @@
 """Repairs of what Megatron does without Transformer Engine and NVIDIA apex: its local layers, torch's Adam."""
 
-import functools
 from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import torch
 
-from .patches import Patch
+from .patches import Patch, wrapping
 
 
 def repairs() -> tuple[Patch, ...]:
@@ -24,170 +23,138 @@ def repairs() -> tuple[Patch, ...]:
     return rows if distrib_optimizer.HAVE_APEX_OR_TE else rows + TORCH_ADAM
 
 
-def _marked_norm(new: Callable) -> Callable:
+def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """`WrappedTorchNorm.__new__` for sequence parallelism, too.
 
     The gradient of a norm's parameters must then be summed over the tensor-parallel ranks; Megatron does that for each
     parameter with this mark.
     """
-
-    @functools.wraps(new)
-    def build(cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        sequence_parallel = config.sequence_parallel
-        config.sequence_parallel = False  # Megatron refuses it, since nothing sets the mark
-        try:
-            norm = new(cls, config, hidden_size, *args, **kwargs)
-        finally:
-            config.sequence_parallel = sequence_parallel
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = sequence_parallel
-        return norm
-
-    return build
+    sequence_parallel = config.sequence_parallel
+    config.sequence_parallel = False  # Megatron refuses it, since nothing sets the mark
+    try:
+        norm = new(cls, config, hidden_size, *args, **kwargs)
+    finally:
+        config.sequence_parallel = sequence_parallel
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = sequence_parallel
+    return norm
 
 
-def _sized_for_latents(init: Callable) -> Callable:
+def _sized_for_latents(
+    init: Callable,
+    attention: Any,
+    *args: Any,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
     """`DotProductAttention.__init__` with the head sizes of keys and values, which multi-latent attention passes."""
-
-    @functools.wraps(init)
-    def initialize(
-        attention: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
-    ) -> None:
-        init(attention, *args, **kwargs)
-        if v_channels is not None:
-            attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
-
-    return initialize
+    init(attention, *args, **kwargs)
+    if v_channels is not None:
+        attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
 
 
-def _in_16_bits(init: Callable) -> Callable:
+def _in_16_bits(init: Callable, checkpoint: Any, fp8: Any = None) -> None:
     """`CheckpointWithoutOutput.__init__` for a part of a layer that is recomputed, such as its norm."""
-    return lambda checkpoint, fp8=None: init(checkpoint, None)
+    init(checkpoint, None)
 
 
-def _without_apex(init: Callable) -> Callable:
+def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options: Any) -> None:
     """`ColumnParallelLinear.__init__` for an output layer, without apex's extension for fused weight gradients.
 
     With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. The output layer is
     Megatron's own and would need the extension; here its weight gradient goes through autograd, and DDP adds it.
     """
-
-    @functools.wraps(init)
-    def initialize(layer: Any, *args: Any, config: Any, **options: Any) -> None:
-        # Layers inside a transformer layer, which need the extension as before, name the buffer of their messages.
-        if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
-            return init(layer, *args, config=config, **options)
-        unfused = copy(config)
-        unfused.gradient_accumulation_fusion = False
-        init(layer, *args, config=unfused, **options)
-        layer.config = config
-
-    return initialize
+    # Layers inside a transformer layer, which need the extension as before, name the buffer of their messages.
+    if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
+        return init(layer, *args, config=config, **options)
+    unfused = copy(config)
+    unfused.gradient_accumulation_fusion = False
+    init(layer, *args, config=unfused, **options)
+    layer.config = config
 
 
-def _state_dict_before_first_step(state_dict: Callable) -> Callable:
+def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
     """`DistributedOptimizer.state_dict` that also works before the first step.
 
     It reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is about to
     be loaded.
     """
-
-    @functools.wraps(state_dict)
-    def answer(self: Any) -> dict:
-        inner = self.optimizer
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        if inner.state or not parameters:
-            return state_dict(self)
-        inner.state[parameters[0]] = {"step": torch.tensor(0.0)}
-        try:
-            return state_dict(self)
-        finally:
-            inner.state.clear()
-
-    return answer
+    inner = self.optimizer
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    if inner.state or not parameters:
+        return state_dict(self)
+    inner.state[parameters[0]] = {"step": torch.tensor(0.0)}
+    try:
+        return state_dict(self)
+    finally:
+        inner.state.clear()
 
 
-def _load_with_steps(load_state_dict: Callable) -> Callable:
+@torch.no_grad()
+def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None:
     """`DistributedOptimizer.load_state_dict` that also restores the number of steps.
 
     A checkpoint stores it once a group. Megatron gives all parameters one tensor of it, which Adam increments in place,
     once for each of them. Parameters in fp32, which are their own main copies, are written to, which only `no_grad`
     allows.
     """
-
-    @functools.wraps(load_state_dict)
-    @torch.no_grad()
-    def load(self: Any, loaded: dict) -> None:
-        load_state_dict(self, loaded)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    return load
+    load_state_dict(self, loaded)
+    for state in self.optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"].clone()
 
 
-def _set_all_but_steps(set_states: Callable) -> Callable:
+def _set_all_but_steps(set_states: Callable, self: Any, model_param: torch.Tensor, tensors: dict) -> None:
     """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without steps.
 
     It copies into every tensor of a parameter's state, also into the number of steps, which a checkpoint does not store
     for each parameter.
     """
-
-    @functools.wraps(set_states)
-    def set_tensors(self: Any, model_param: torch.Tensor, tensors: dict) -> None:
-        set_states(self, model_param, {**tensors, "step": None})
-
-    return set_tensors
+    set_states(self, model_param, {**tensors, "step": None})
 
 
 LOCAL_LAYERS = (
-    Patch(
+    wrapping(
         "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
         _marked_norm,
         "refuses sequence parallelism, since its parameters have no mark",
-        wraps=True,
     ),
-    Patch(
+    wrapping(
         "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
         _sized_for_latents,
         "refuses the head sizes that multi-latent attention passes",
-        wraps=True,
     ),
 )
 RECOMPUTATION = (
-    Patch(
+    wrapping(
         "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
         _in_16_bits,
         "asks Transformer Engine how it computes in 8 bits",
-        wraps=True,
     ),
 )
 OUTPUT_LAYER = (
-    Patch(
+    wrapping(
         "megatron.core.tensor_parallel.layers.ColumnParallelLinear.__init__",
         _without_apex,
         "demands apex of the output layer, where all other layers are Transformer Engine's",
-        wraps=True,
     ),
 )
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 TORCH_ADAM = (
-    Patch(
+    wrapping(
         f"{_OPTIMIZER}.state_dict",
         _state_dict_before_first_step,
         "asserts one number of steps where there is no state yet, as when a checkpoint is to be loaded",
-        wraps=True,
     ),
-    Patch(
+    wrapping(
         f"{_OPTIMIZER}.load_state_dict",
         _load_with_steps,
         "lets parameters share one counter of steps; in fp32, needs no_grad",
-        wraps=True,
     ),
-    Patch(
+    wrapping(
         f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
         _set_all_but_steps,
         "overwrites the number of steps, or looks for it in vain",
-        wraps=True,
     ),
 )

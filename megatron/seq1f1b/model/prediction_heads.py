@@ -7,7 +7,6 @@ what follows, and the loss of a micro-batch is divided by the number of its toke
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +46,7 @@ class PredictionHeads:
         loss = "divides by the tokens of a segment"
         return (
             Patch(f"{module}.roll_tensor", self._shifted, shifts),
-            Patch(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts, wraps=True),
+            wrapping(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts),
             wrapping("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss),
             wrapping("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss),
             wrapping(
@@ -69,13 +68,9 @@ class PredictionHeads:
             shifted = shifted.masked_fill_(ahead.ends_document, 0)
         return shifted, ahead.counts[shift].to(tensor.dtype)
 
-    def _embeddings(self, upstream: Callable) -> Callable:
-        @wraps(upstream)
-        def embeddings(layer: Any, *args: Any, **options: Any) -> Any:
-            self._shifts = iter([("tokens", layer.layer_number), ("position_ids", layer.layer_number)])
-            return upstream(layer, *args, **options)
-
-        return embeddings
+    def _embeddings(self, upstream: Callable[..., Any], layer: Any, *args: Any, **options: Any) -> Any:
+        self._shifts = iter([("tokens", layer.layer_number), ("position_ids", layer.layer_number)])
+        return upstream(layer, *args, **options)
 
     def _loss(self, upstream: Callable[..., Tensor], *, labels: Tensor, config: Any, **options: Any) -> Tensor:
         if labels is None:

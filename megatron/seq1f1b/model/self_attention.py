@@ -1,7 +1,6 @@
 """Segment attention in place of the attention that a Megatron model was built with."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
 from math import gcd
 from typing import Any
 
@@ -12,7 +11,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, patched_on
+from ..patches import Patch, PatchTable, patched_on, wrapping
 from .attention import SegmentAttention
 from .head_exchange import HeadExchange
 from .kernels import KernelChoice
@@ -115,34 +114,26 @@ def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn
 
 
 # With context parallelism, whose ranks share heads, Megatron's local attention is built only to be replaced.
-def _built(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def built(attention: Any, config: Any, *args: Any, **options: Any) -> None:
-        size, config.context_parallel_size = config.context_parallel_size, 1
-        try:
-            init(attention, config, *args, **options)
-        finally:
-            config.context_parallel_size = size
-
-    return built
+def _built(init: Callable[..., None], attention: Any, config: Any, *args: Any, **options: Any) -> None:
+    size, config.context_parallel_size = config.context_parallel_size, 1
+    try:
+        init(attention, config, *args, **options)
+    finally:
+        config.context_parallel_size = size
 
 
-def _not_run(forward: Callable) -> Callable:
-    @wraps(forward)
-    def not_run(attention: Any, *args: Any, **options: Any) -> Any:
-        if attention.config.context_parallel_size > 1:
-            raise ValueError(
-                "Megatron's local attention does not see the keys of other context-parallel ranks; give --cp-comm-type "
-                "a2a or all_gather and no --attention-backend local"
-            )
-        return forward(attention, *args, **options)
-
-    return not_run
+def _not_run(forward: Callable[..., Tensor], attention: Any, *args: Any, **options: Any) -> Tensor:
+    if attention.config.context_parallel_size > 1:
+        raise ValueError(
+            "Megatron's local attention does not see the keys of other context-parallel ranks; give --cp-comm-type "
+            "a2a or all_gather and no --attention-backend local"
+        )
+    return forward(attention, *args, **options)
 
 
 _LOCAL = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 
 LOCAL_ATTENTION = (
-    Patch(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place", wraps=True),
-    Patch(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank where ours does not", wraps=True),
+    wrapping(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place"),
+    wrapping(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank where ours does not"),
 )

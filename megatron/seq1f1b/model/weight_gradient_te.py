@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..patches import Patch, patched_on
+from ..patches import Patch, patched_on, wrapping
 from .weight_gradient import WeightGradientStore, Work, accumulated
 
 
@@ -79,21 +79,18 @@ def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Modu
     base = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule"
     rows = (
         Patch(f"{base}.wgrad_store", products, "assigns gradients, and does not keep units apart", wraps=True),
-        Patch(f"{base}.forward", _on_aliases, "lets hooks of parameters fire before there is a gradient", wraps=True),
+        wrapping(f"{base}.forward", _on_aliases, "lets hooks of parameters fire before there is a gradient"),
     )
     return patched_on(layers, rows)
 
 
-def _on_aliases(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def on_aliases(*args: Any, **kwargs: Any) -> Any:
-        live = {name: layer._parameters[name] for name in aliased(layer)}
-        layer._parameters.update({name: _alias(parameter) for name, parameter in live.items()})
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            layer._parameters.update(live)
-
-    return on_aliases
+def _on_aliases(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    live = {name: layer._parameters[name] for name in aliased(layer)}
+    layer._parameters.update({name: _alias(parameter) for name, parameter in live.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer._parameters.update(live)
 
 
 def _alias(parameter: torch.nn.Parameter) -> Tensor:
