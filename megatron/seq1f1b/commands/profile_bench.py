@@ -105,7 +105,7 @@ class Bench:
             attention = block.self_attention.core_attention
             keys = self._random(end, self.shape.num_kv_heads or self.shape.num_heads, self.shape.head_dim)
             with self.context.running(segment, True):
-                self.context.cache(attention, lambda: KVCache(end + 1, keys, keys)).write(0, end, keys, keys)
+                self.context.cache(attention, lambda: KVCache(end + 1)).write(0, end, keys, keys)
 
         def follow() -> None:
             """Run the backward of the next segment, which comes first and leaves gradients for this one."""

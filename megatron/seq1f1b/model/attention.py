@@ -93,7 +93,7 @@ class SegmentAttention(torch.nn.Module):
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
-            cache = self.context.cache(self, lambda: _new_cache(rule.window, segment.sequence_length, key, value))
+            cache = self.context.cache(self, partial(self._new_cache, segment.sequence_length))
             call = _Call(call.kernel, segment, cache, partial(self.context.release, self, segment.microbatch))
         with self._random_numbers(rule):
             output = _Attend.apply(query, key, value, sink, call.cache and call.cache.take_prefix(), call)
@@ -136,6 +136,10 @@ class SegmentAttention(torch.nn.Module):
         generator = default_generator(query.device) if rule.dropout else None
         return kept.around(kernel, (self, segment.microbatch, segment.index), generator)
 
+    def _new_cache(self, sequence_length: int) -> SegmentCache:
+        window = self.training_rule.window
+        return KVCache(sequence_length) if window is None else WindowCache(window, sequence_length)
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
@@ -152,10 +156,6 @@ class SegmentAttention(torch.nn.Module):
     def _random_numbers(self, rule: AttentionRule) -> AbstractContextManager:
         """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
         return get_cuda_rng_tracker().fork() if rule.dropout and self.has_own_random_state else nullcontext()
-
-
-def _new_cache(window: int | None, sequence_length: int, key: Tensor, value: Tensor) -> SegmentCache:
-    return KVCache(sequence_length, key, value) if window is None else WindowCache(window, sequence_length)
 
 
 class _Call(NamedTuple):

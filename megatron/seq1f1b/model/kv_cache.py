@@ -5,7 +5,6 @@ the gradients of the keys and values before it. Seq1F1B (arXiv 2406.03488, secti
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,42 +12,59 @@ from torch import Tensor
 from .kernels import Gradients
 
 
-class GradientSums:
-    """Gradients of tensors whose rows are tokens, for those before the segment that went backward last.
+class GradientSum:
+    """The gradient of a tensor whose rows are tokens, for those before the segment that went backward last.
 
-    They reach back as far as the keys that later segments saw. Sums are kept in at least fp32: rounding to 16 bits once
+    It reaches back as far as the keys that later segments saw. Sums are kept in at least fp32: rounding to 16 bits once
     per segment would make the error grow with the number of segments.
     """
 
     def __init__(self, sequence_length: int) -> None:
         self._start = sequence_length  # of the segment that went backward last
-        self._sums: Sequence[Tensor] = ()
+        self._sum: Tensor | None = None
 
-    def exchange(
-        self, start: int, end: int, own: Sequence[Tensor], prefix: Sequence[Tensor] | None
-    ) -> Sequence[Tensor]:
+    def exchange(self, start: int, end: int, own: Tensor, prefix: Tensor | None) -> Tensor:
         """Leave gradients for earlier segments, take those that later segments left for this one.
 
-        `own` are the gradients [end − start, ...] of the segment's rows by its own queries, `prefix` those [p, ...] of
-        the p rows before it. Returns the complete gradients of the segment.
+        `own` is the gradient [end − start, ...] of the segment's rows by its own queries, `prefix` that [p, ...] of the
+        p rows before it. Returns the complete gradient of the segment.
         """
         assert end == self._start, "segments went backward out of order"
-        for grad, of_later in zip(own, self._sums, strict=bool(self._sums)):
-            _last(grad, of_later.shape[0]).add_(_last(of_later, grad.shape[0]))
-        rows_left = self._sums[0].shape[0] - (end - start) if self._sums else 0
-        left = [of_later[:rows_left] for of_later in self._sums] if rows_left > 0 else ()
-        self._start, self._sums = start, left
-        if prefix is not None:
-            of_later = left or [None] * len(prefix)
-            self._sums = [_added(*pair) for pair in zip(prefix, of_later, strict=True)]
+        left, self._start = self._sum, start
+        if left is not None:
+            _last(own, left.shape[0]).add_(_last(left, own.shape[0]))
+            rows = left.shape[0] - own.shape[0]
+            left = left[:rows] if rows > 0 else None
+        self._sum = left if prefix is None else _added(prefix, left)
         return own
 
 
-class SegmentCache(ABC):
-    """What attention keeps of one layer and one micro-batch from segment to segment.
+class Rows:
+    """One tensor [S, b, ...], preallocated and written segment by segment."""
 
-    To be called where autograd does not record.
+    def __init__(self, sequence_length: int) -> None:
+        self._length = sequence_length
+        self._rows: Tensor | None = None
+
+    def write(self, start: int, end: int, rows: Tensor) -> None:
+        if self._rows is None:
+            self._rows = rows.new_empty((self._length, *rows.shape[1:]))
+        self._rows.data[start:end].copy_(rows.detach())
+
+    def read(self, end: int) -> Tensor:
+        """The first rows, with a version of their own: later segments write others, which autograd would take for a
+        modification."""
+        assert self._rows is not None, "segments went forward out of order"
+        return self._rows.data[:end]
+
+
+class SegmentCache(ABC):
+    """What attention keeps of one layer and one micro-batch from segment to segment: two tensors, such as keys and
+    values, and their gradients. To be called where autograd does not record.
     """
+
+    def __init__(self, sequence_length: int) -> None:
+        self.gradients = GradientSum(sequence_length), GradientSum(sequence_length)
 
     @abstractmethod
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
@@ -58,13 +74,15 @@ class SegmentCache(ABC):
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """The keys and values [m, b, g, ...] that the segment sees, its own the last."""
 
-    @abstractmethod
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Leave gradients for earlier segments, take those that later segments left for this one, whose keys and values
         are not needed any more.
 
         Returns the complete gradients of the segment's keys and values, and that of what `take_prefix` returned.
         """
+        keys, values = self.gradients
+        of_keys, of_values = grads.prefix or (None, None)
+        return keys.exchange(start, end, grads.key, of_keys), values.exchange(start, end, grads.value, of_values), None
 
     def take_prefix(self) -> Tensor | None:
         """The prefix of the running segment as a part of the graph, None where its gradients are left in the cache."""
@@ -79,20 +97,16 @@ class KVCache(SegmentCache):
     concatenated as segments are added.
     """
 
-    def __init__(self, sequence_length: int, key: Tensor, value: Tensor) -> None:
-        self._keys = key.new_empty((sequence_length, *key.shape[1:]))
-        self._values = value.new_empty((sequence_length, *value.shape[1:]))
-        self.gradients = GradientSums(sequence_length)
+    def __init__(self, sequence_length: int) -> None:
+        super().__init__(sequence_length)
+        self.keys, self.values = Rows(sequence_length), Rows(sequence_length)
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
-        self._keys[start:end].copy_(key)
-        self._values[start:end].copy_(value)
+        self.keys.write(start, end, key)
+        self.values.write(start, end, value)
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._keys[:end], self._values[:end]
-
-    def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        return *self.gradients.exchange(start, end, (grads.key, grads.value), grads.prefix), None
+        return self.keys.read(end), self.values.read(end)
 
 
 class WindowCache(SegmentCache):
@@ -104,10 +118,10 @@ class WindowCache(SegmentCache):
     """
 
     def __init__(self, window: int, sequence_length: int) -> None:
+        super().__init__(sequence_length)
         self._window = window
         # By the token `end`, in order: the rows of the segment that ends there, or the last of them if it was trimmed.
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-        self.gradients = GradientSums(sequence_length)
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         # Copies, since both are often parts of a larger tensor.
@@ -118,7 +132,7 @@ class WindowCache(SegmentCache):
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         del self._rows[end]
-        return *self.gradients.exchange(start, end, (grads.key, grads.value), grads.prefix), None
+        return super().exchange_gradients(start, end, grads)
 
     def trim(self, keeps_earlier: bool) -> None:
         """Forget what later segments do not see of the segment written last, and of those before it unless

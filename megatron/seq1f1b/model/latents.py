@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..patches import patched_on, wrapping
 from .attention import SegmentAttention
 from .kernels import Gradients
-from .kv_cache import GradientSums, SegmentCache
+from .kv_cache import Rows, SegmentCache
 from .segment import Segment
 
 # Projecting up again may take this part of the time that attention to the prefix takes.
@@ -84,10 +84,10 @@ class LatentCache(SegmentCache):
     """
 
     def __init__(self, sequence_length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
+        super().__init__(sequence_length)
         self._project_up = project_up
         self._size = size  # d
-        self.latents = Prefix(sequence_length)
-        self.rotary = Prefix(sequence_length)
+        self.latents, self.rotary = Rows(sequence_length), Rows(sequence_length)
         self._heads = 0
         # Of the running segment: its tokens and those before it projected up, and the latter as a part of the graph.
         self._projected: Tensor | None = None
@@ -122,34 +122,14 @@ class LatentCache(SegmentCache):
         """Of the rotary keys; the gradients of the prefix go on through the projection, as [start, b, h·(d + e)]."""
         own = grads.key.clone()
         # The gradients of all heads add up to that of what they share.
-        shared = own[:, :, 0, self._size :]
+        shared, (_, rotary) = own[:, :, 0, self._size :], self.gradients
         if grads.prefix is None:
-            self.rotary.gradients.exchange(start, end, [shared], None)
+            rotary.exchange(start, end, shared, None)
             return own, grads.value, None
         keys, values = grads.prefix
-        self.rotary.gradients.exchange(start, end, [shared], [keys[..., self._size :].sum(2)])
+        rotary.exchange(start, end, shared, keys[..., self._size :].sum(2))
         of_prefix = torch.cat([keys[..., : self._size], values], -1).flatten(2)
         return own, grads.value, torch.nn.functional.pad(of_prefix, (0, 0, 0, 0, start - of_prefix.shape[0], 0))
-
-
-class Prefix:
-    """One tensor [S, b, d], written segment by segment, and its gradients."""
-
-    def __init__(self, sequence_length: int) -> None:
-        self._length = sequence_length
-        self._rows: Tensor | None = None
-        self.gradients = GradientSums(sequence_length)
-
-    def write(self, start: int, end: int, rows: Tensor) -> None:
-        if self._rows is None:
-            self._rows = rows.new_empty((self._length, *rows.shape[1:]))
-        self._rows.data[start:end].copy_(rows.detach())
-
-    def read(self, end: int) -> Tensor:
-        """The first rows, with a version of their own: later segments write others, which autograd would take for a
-        modification."""
-        assert self._rows is not None, "segments went forward out of order"
-        return self._rows.data[:end]
 
 
 class _Join(torch.autograd.Function):
@@ -166,6 +146,6 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         segment = ctx.segment
         own = grad[segment.start :].clone()
-        prefix = None if segment.is_first else [grad[: segment.start]]
-        ctx.cache.latents.gradients.exchange(segment.start, segment.end, [own], prefix)
+        latents, _ = ctx.cache.gradients
+        latents.exchange(segment.start, segment.end, own, None if segment.is_first else grad[: segment.start])
         return own, None, None

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..model.kv_cache import GradientSums
-from ..model.latents import Prefix
+from ..model.kv_cache import GradientSum, Rows
 from ..schedule import Action, Kind, Shape
 from .ledger import Category, StorageCounter, at
 
@@ -165,7 +164,7 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tenso
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict | tuple | list | Prefix | GradientSums):
-        fields = vars(value) if isinstance(value, Prefix | GradientSums) else value
+    elif isinstance(value, dict | tuple | list | Rows | GradientSum):
+        fields = vars(value) if isinstance(value, Rows | GradientSum) else value
         for item in fields.values() if isinstance(fields, dict) else fields:
             yield from _tensors_in(item)

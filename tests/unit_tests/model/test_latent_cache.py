@@ -110,9 +110,8 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
 
     def count(attention):
         cache = attention.context.kept()[0]
-        prefixes = [cache.latents, cache.rotary]
-        kept.append(sum(x._rows.untyped_storage().nbytes() for x in prefixes))
-        kept[-1] += sum(sums.numel() * 8 for x in prefixes for sums in x.gradients._sums)
+        kept.append(sum(x._rows.untyped_storage().nbytes() for x in (cache.latents, cache.rotary)))
+        kept[-1] += sum(x._sum.numel() * 8 for x in cache.gradients if x._sum is not None)
         assert cache._projected is cache._prefix is None
 
     step((40, 30, 20), None, count)

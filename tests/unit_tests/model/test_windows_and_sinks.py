@@ -79,7 +79,7 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
         outputs.pop().sum().backward()
         assert kept_tokens(layer.context) == segment.start
         for cache in layer.context.kept():
-            assert [x.untyped_storage().nbytes() for x in cache.gradients._sums] == [WINDOW * OF_TOKEN / 2] * 2
+            assert [x._sum.untyped_storage().nbytes() for x in cache.gradients] == [WINDOW * OF_TOKEN / 2] * 2
     layer.context.assert_empty()
 
 
