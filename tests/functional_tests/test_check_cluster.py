@@ -1,20 +1,17 @@
 """scripts/check_cluster.sh gives a verdict on two processes of this machine."""
 
 import os
-import subprocess
 
 import pytest
 
 from check_cluster import Facts, hidden_gpus, verdict
-from support.launch import ENVIRONMENT, ROOT
-from support.patience import patient
+from support import launchers
+from support.launch import ENVIRONMENT
 
 
 def run(*flags, **variables):
-    command = ["bash", ROOT / "scripts" / "check_cluster.sh", "--megabytes", "1", *flags]
-    environment = os.environ | ENVIRONMENT | {"GPUS_PER_NODE": "2"} | variables
-    environment.pop("SLURM_JOB_NODELIST", None)
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patient(360))
+    command = ["bash", "scripts/check_cluster.sh", "--megabytes", "1", *flags]
+    return launchers.run(command, timeout=360, **ENVIRONMENT | {"GPUS_PER_NODE": "2"} | variables)
 
 
 def test_a_machine_that_is_ready(tmp_path):

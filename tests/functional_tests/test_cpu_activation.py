@@ -1,13 +1,11 @@
 """Nothing is redirected unless asked for, and everything in the table is once it is."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from support.launch import ROOT
-from support.patience import patient
+from support.launchers import run
 
 # In a process of its own: redirects last as long as the process.
 BEFORE_AND_AFTER = """
@@ -46,20 +44,14 @@ print("as promised")
 
 
 def test_only_when_activated():
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=patient(120),
-    )
+    result = run([sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER], timeout=120)
     assert "as promised" in result.stdout, result.stderr[-3000:]
 
 
 def test_schedules_do_without_torch():
     """Reading or drawing a schedule should not take the seconds that importing torch does."""
     code = "import sys, megatron.seq1f1b.schedule; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=patient(60))
+    assert run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.fixture

@@ -93,10 +93,3 @@ def test_commands_run(page, words, tmp_path, monkeypatch):
     if "--output" in words and words[words.index("--output") + 1].endswith(".png"):
         pytest.importorskip("matplotlib")
     assert commands.main(words) == 0
-
-
-@pytest.mark.parametrize("page, words", COMMANDS, ids=str)
-def test_scripts_in_commands_exist(page, words):
-    for word in words:
-        if re.fullmatch(r"(scripts|tools|tests)/[\w/.]+", word):
-            assert (ROOT / word).exists(), word
