@@ -103,7 +103,7 @@ def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
     assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
     assert job.losses("lm loss value") == pytest.approx(megatrons_own.losses("lm loss value"), abs=1e-5)
     refused = launch(2, [*PIPELINE, *flags, "--global-batch-size", "4"])
-    assert refused.code != 0 and "4 micro-batches and 2 segments, but the other flags are for" in refused.log
+    assert refused.code != 0 and "4 micro-batches, 2 segments, but the other flags are for" in refused.log
 
 
 def test_bf16_falls_like_megatrons_own(launch):
