@@ -35,7 +35,7 @@ def one_f_one_b(shape: Shape) -> Clock:
     occupy all ranks; (C - 1) * G + 2 * (P - r - 1) + k - 1 forwards come before the first pair. A hop takes two ticks,
     as in Megatron's order.
 
-    V-shaped chunks: a unit goes down and up without a pause, at two ticks a hop; every rank holds about as many
+    V-shaped chunks: a unit goes down and up almost without a pause, at two ticks a hop; every rank holds about as many
     activations as rank 0 of 1F1B with one chunk.
     """
     if shape.num_chunks == 1:
