@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
+from .model import PIECE
 from .model.kernels import AttentionRule, KernelChoice
 from .ranks import warn_on_rank_0
 from .runtime import Packing, PipelineExecutor, Segmentation, Tracer, run_traced
@@ -107,6 +108,7 @@ def _executor(
         config.schedule,
         Segmentation(config.num_segments, cache(config.cut), packing),  # cuts in every step
         costs=None if not config.run.has_sizes else config.action_costs,
+        piece=None if config.keeps_logits else PIECE,
         **options,
     )
     executor.trace_with(_tracer(config, iteration_now))

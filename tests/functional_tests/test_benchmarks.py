@@ -44,6 +44,13 @@ def test_context_parallel_ranks_share_the_segments_of_a_pipeline(launch):
     assert rows[0].startswith("Megatron's own 1F1B ") and rows[1].startswith("1f1b, k = 2, balanced ")
 
 
+def test_the_loss_in_pieces_beside_kept_logits(launch):
+    flags = ["--seq-length", "64", "--hidden-size", "32", "--vocab-size", "512", "--piece", "2048", "--repeats", "1"]
+    log = launch(1, flags, script=ROOT / "tools" / "benchmark_loss.py").check().log
+    rows = [line.split() for line in log.splitlines() if line.startswith(("kept", "in pieces"))]
+    assert len(rows) == 4 and all(float(row[-2]) > 0 for row in rows)
+
+
 def test_segments_against_whole_sequences(launch):
     for part in ("attention", "layer", "latents"):
         flags = [*TINY, "--part", part, "--sequence-splits", "2", "4"]

@@ -23,7 +23,7 @@ class PipelineConfig:
 
     `schedule` is None if Megatron's own is to run untouched.
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens. `keeps_attention`:
-    layers are recomputed all but their attention.
+    layers are recomputed all but their attention. `keeps_logits`: the loss is not computed in pieces.
     """
 
     run: MegatronRun
@@ -31,6 +31,7 @@ class PipelineConfig:
     partition: SequencePartition
     lengths: tuple[int, ...]
     keeps_attention: bool
+    keeps_logits: bool
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
     is_on_cpu: bool
@@ -138,6 +139,7 @@ def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predict
         partition=partition,
         lengths=lengths,
         keeps_attention=flags.recompute_keeps_attention,
+        keeps_logits=flags.keep_logits,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
         is_on_cpu=is_on_cpu(flags),

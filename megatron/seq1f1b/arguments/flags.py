@@ -87,13 +87,20 @@ def _add_schedule_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags for recomputation, the device and traces."""
+    """Add the flags for what is kept and recomputed, the device and traces."""
     group.add_argument(
         "--recompute-keeps-attention",
         action="store_true",
         help="With --recompute-granularity full, recompute all of a layer but its attention, whose kernel is most of "
         "the work on long sequences: its output and log-sum-exp are kept, in 16 bits 2 h + 4 heads bytes a token, "
         "divided by the tensor-parallel size.",
+    )
+    group.add_argument(
+        "--keep-logits",
+        action="store_true",
+        help="Keep the logits of the last stage for the backward: 4 S V bytes for each sequence of S tokens and a "
+        "vocabulary of V, divided by the tensor-parallel size. By default the loss of a micro-batch with more than 2 "
+        "GiB of them is computed in pieces, and the logits of a piece again in its backward.",
     )
     group.add_argument(
         "--device",

@@ -34,6 +34,10 @@ class Predictions(Protocol):
         """The number of tokens from which on the kernels for a segment run at full speed."""
 
     @property
+    def has_loss_in_pieces(self) -> bool:
+        """Whether logits are computed in pieces instead of kept, as far as the sizes of the model are known."""
+
+    @property
     def flops(self) -> tuple[int, int] | None:
         """FLOPs of a token and of a pair of tokens by the formula of the authors of Seq1F1B; None for unknown sizes."""
 
@@ -45,6 +49,9 @@ class Predictions(Protocol):
 
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
         """A step with segments of `lengths` tokens."""
+
+    def forecast_of_megatron(self) -> Forecast:
+        """A step of Megatron's own 1F1B."""
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
         """The number of segments of the shortest step that fits the device; `cut(number)` gives their lengths."""

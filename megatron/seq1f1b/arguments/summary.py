@@ -1,6 +1,5 @@
 """What runs, in one block at the start, beside what Megatron's own schedule would give."""
 
-from ..schedule import Named
 from .config import PipelineConfig
 
 # Of so many segments all lengths are printed.
@@ -20,6 +19,8 @@ def summary(config: PipelineConfig, attention: str) -> str:
     ]
     if config.keeps_attention:
         rows.append(("recomputation", "all of a layer but its attention"))
+    if config.partition.costs.has_loss_in_pieces:
+        rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
     rows += _predictions(config)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
@@ -49,7 +50,7 @@ def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
         return []
     try:
         ours = config.partition.costs.forecast(schedule, config.lengths)
-        own = config.partition.costs.forecast(Named("1f1b"), (config.run.sequence_length,))
+        own = config.partition.costs.forecast_of_megatron()
     except ValueError:
         return []
     of = "Megatron's 1F1B"

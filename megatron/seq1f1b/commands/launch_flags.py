@@ -90,6 +90,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         recompute=_recompute(launch),
         distributed_optimizer=launch.use_distributed_optimizer,
         overlaps_data_parallel=launch.overlap_grad_reduce,
+        keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
     )
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
     if (actions := 2 * placement.num_stages * setup.num_microbatches * segments) > _MOST_ACTIONS:
@@ -173,7 +174,8 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute-modules", nargs="+")
     for name in ("recompute-method", "cp-comm-type", "pipeline-model-parallel-layout"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--recompute-keeps-attention", action="store_true")
+    for name in ("recompute-keeps-attention", "keep-logits"):
+        parser.add_argument(f"--{name}", action="store_true")
     for name in ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"):
         parser.add_argument(f"--{name}", action="store_true")
 

@@ -5,6 +5,7 @@ from ..local_hybrid import local_hybrid_spec
 from .attach import attach
 from .kept_attention import KeptAttention
 from .linear_layers import defer_weight_gradients
+from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents
 from .prediction_heads import PredictionHeads
 from .segment import Segment, SegmentContext
@@ -13,6 +14,7 @@ from .weight_gradient import WeightGradientStore
 from .weight_gradient_te import add_up_all_weight_gradients
 
 __all__ = [
+    "PIECE",
     "Documents",
     "KeptAttention",
     "PredictionHeads",
@@ -21,6 +23,7 @@ __all__ = [
     "WeightGradientStore",
     "add_up_all_weight_gradients",
     "attach",
+    "compute_loss_in_pieces",
     "defer_weight_gradients",
     "local_hybrid_spec",
     "refuse_attention_to_later_tokens",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..patches import Patch, PatchTable, patched_on
+from .loss_pieces import keeps_logits
 from .weight_gradient import WeightGradientStore, Work, accumulated
 from .weight_gradient_te import products_left_in
 
@@ -24,9 +25,10 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     """Inside, the backward of linear layers, Megatron's local ones and Transformer Engine's, leaves weight gradients in
     `store`.
 
-    All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients.
+    All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients. So are those of
+    an output layer whose logits are not kept.
     """
-    modules = [module for chunk in chunks for module in chunk.modules()]
+    modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
     with ExitStack() as undo:
         undo.enter_context(patched_on(modules, _deferring(store)))
         undo.enter_context(products_left_in(store, modules))

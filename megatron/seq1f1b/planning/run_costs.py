@@ -24,6 +24,7 @@ from .costs import (
     is_trace,
     read_stage_costs,
 )
+from .costs.layer_bytes import keeps_logits
 from .costs.machine import Device, Machine, read_machine
 from .costs.stage_times import step_costs
 from .costs.step_memory import activation_tables, rank_memory
@@ -69,6 +70,11 @@ class RunCosts:
     def model(self) -> ModelShape | None:
         """The sizes of the model, if they are known."""
         return model_shape(self.run.settings) if self.run.has_sizes else None
+
+    @property
+    def has_loss_in_pieces(self) -> bool:
+        whole = (self.run.sequence_length,)
+        return self.model is not None and not keeps_logits(self._training_setup(Named("1f1b"), whole))
 
     @property
     def flops(self) -> tuple[int, int] | None:
@@ -165,6 +171,10 @@ class RunCosts:
         total = max(scale * rank_memory(setup, short, rank).total + more for rank, more in enumerate(grown))
         return Forecast(estimate.seconds, estimate.bubble, max(estimate.activations), total)
 
+    def forecast_of_megatron(self) -> Forecast:
+        flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True})
+        return replace(self, flags=flags).forecast(Named("1f1b"), (self.run.sequence_length,))
+
     @property
     def _recompute(self) -> str:
         """What of TrainingSetup's is nearest."""
@@ -199,6 +209,7 @@ class RunCosts:
             recompute=self._recompute,
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
+            keeps_logits=self.flags.keep_logits,
         )
 
 

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from ..model import (
+    PIECE,
     Documents,
     KeptAttention,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
     attach,
+    compute_loss_in_pieces,
     defer_weight_gradients,
     refuse_attention_to_later_tokens,
 )
@@ -47,7 +49,8 @@ class PipelineExecutor:
     `costs(lengths)` are the costs that `auto` plans for, equal ones if it is None. `around_forward(stage, length)` is
     entered around the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a
     message is longer than `timeout`. With `reports_on_last_rank` the last rank of the pipeline has the reports, too,
-    where another computes the loss.
+    where another computes the loss. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps
+    all logits.
 
     The first step with segments of certain lengths may load or compile kernels, for which CUDA may wait for all of the
     GPU, so where messages are kernels it has none under way while another kernel starts.
@@ -64,6 +67,7 @@ class PipelineExecutor:
         around_forward: Callable[[int, int], AbstractContextManager] = _nothing,
         timeout: timedelta = timedelta(minutes=10),
         reports_on_last_rank: bool = False,
+        piece: int | None = PIECE,
     ) -> None:
         self._programs = Programs(schedule, costs, streams_share_queues())
         self._segmentation = segmentation
@@ -72,6 +76,7 @@ class PipelineExecutor:
         self._tracer: Tracer | None = None
         self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
+        self._piece = piece
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
@@ -118,6 +123,8 @@ class PipelineExecutor:
             self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
         add_up_all_weight_gradients(call.chunks)
+        num_tokens = call.seq_length * (call.micro_batch_size or 0) // call.groups.cp.size()
+        compute_loss_in_pieces(call.chunks, num_tokens, self._piece)
 
         timers = call.config.timers
         if timers is not None:

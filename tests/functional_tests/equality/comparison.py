@@ -16,10 +16,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
+from functional_tests.equality.batches import BATCH
 from functional_tests.equality.cases import Case, Layout
 from functional_tests.equality.experts import logged
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
-from functional_tests.equality.models import Model
+from functional_tests.equality.models import VOCABULARY, Model
 from functional_tests.equality.step import run
 from megatron.seq1f1b.model import latents
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
@@ -30,6 +31,8 @@ from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import choose
 
+# Logits of one or a few tokens on a rank, where a step has several micro-batches; where it has one, all are kept.
+_PIECE = BATCH * VOCABULARY
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -154,7 +157,8 @@ def compare(
         expected_reports, expected_grads, expected_logs, expected_evaluation = expected
         packing = Packing(0, cut_by_documents(case)) if case.packed else None
         cut = Segmentation(case.k, lambda length, case=case: case.lengths, packing)
-        executor = PipelineExecutor(choose(case.family, layout.style), cut)
+        piece = None if case.m == 1 else _PIECE
+        executor = PipelineExecutor(choose(case.family, layout.style), cut, piece=piece)
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
         if model.keeps_attention:
             executor.keep_attention()

@@ -12,6 +12,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
@@ -57,7 +58,9 @@ def use_ranks(layout: Layout) -> None:
 def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
     """The model chunks of this rank; every parameter has the same values in every layout."""
     use_ranks(layout)
-    destroy_moe_metrics_tracker()  # it counts the layers of the first model that it meets
+    # These count the layers of the first model that they meet.
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
     config = model.transformer_config(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,

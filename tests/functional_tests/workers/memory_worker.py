@@ -35,6 +35,7 @@ from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # no
 SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 1024, 32, 2, 4, 64, 8
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
 SPLITS = {"even": (256,) * 4, "uneven": (448, 256, 192, 128)}
+MANY = 4096  # words
 TOLERANCE = 0.05
 
 
@@ -65,7 +66,7 @@ class Allocated(TorchDispatchMode):
         self.now -= size
 
 
-def build_model() -> list[torch.nn.Module]:
+def build_model(vocabulary: int = VOCABULARY) -> list[torch.nn.Module]:
     config = TransformerConfig(
         num_layers=LAYERS * dist.get_world_size(),
         hidden_size=HIDDEN,
@@ -82,7 +83,7 @@ def build_model() -> list[torch.nn.Module]:
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
-        VOCABULARY,
+        vocabulary,
         SEQUENCE,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -181,6 +182,15 @@ def peak_promised(rank: int, lengths: Sequence[int], kept: int) -> float:
     return peak
 
 
+def growth_with_vocabulary(piece: int | None) -> int:
+    """By how many bytes the peak of a step in segments grows where the vocabulary is `MANY` words instead of few."""
+    peaks = []
+    for vocabulary in (VOCABULARY, MANY):
+        executor = PipelineExecutor(Named("1f1b"), Segmentation(4, lambda _: SPLITS["even"]), piece=piece)
+        peaks.append(peak_of(executor, build_model(vocabulary), batch()))
+    return peaks[1] - peaks[0]
+
+
 def check(name: str, measured: float, promised: float) -> None:
     print(f"rank {dist.get_rank()}, {name}: {measured:.4g}, promised {promised:.4g}", flush=True)
     assert abs(measured / promised - 1) < TOLERANCE, f"{name}: {measured:.4g} instead of {promised:.4g}"
@@ -205,6 +215,13 @@ def main() -> None:
         ours = peak_of(executor, model, data)
         check(f"bytes of Seq1F1B, {name} segments", ours, promised)
         check(f"their share of Megatron's, {name} segments", ours / megatrons, promised / whole)
+
+    # All segments go forward before the first goes backward, so their logits, or none, are there at once.
+    kept, in_pieces = growth_with_vocabulary(piece=None), growth_with_vocabulary(piece=2**14)
+    logits = 4 * SEQUENCE * (MANY - VOCABULARY)
+    if parallel_state.is_pipeline_last_stage():
+        assert in_pieces < 0.05 * logits < logits < kept, f"{kept} bytes of kept logits, {in_pieces} in pieces"
+    print(f"rank {rank}: {kept / logits:.3f} of the logits are kept, {in_pieces / logits:.3f} in pieces", flush=True)
     dist.barrier()
 
 

@@ -102,8 +102,10 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
 # Bytes of a logit: in 16 bit, and its exponential in 32 bit, which is computed in place. The exponential is kept for
 # the backward, which makes a gradient in 16 bit of it for the weight gradients.
 _LOGIT, _LOGIT_KEPT, _LOGIT_KEPT_FOR_WEIGHTS = 6, 4, BYTES
-# Logits of a piece, where the loss is taken in pieces: forward as above, backward with gradients in 32 bit.
-_PIECE, _LOGIT_BACKWARD = 2**26, 8
+# Logits of a piece, and of a micro-batch that keeps them in any case, as in model/loss_pieces.py. Of a piece there are
+# forward as many bytes as above, backward gradients in 32 bit.
+PIECE = 2**26
+MOST_KEPT, _LOGIT_BACKWARD = 8 * PIECE, 8
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
@@ -112,21 +114,28 @@ def logits(setup: TrainingSetup, length: int) -> float:
     return (1 + model.prediction_depth) * setup.rows(length) * model.vocab_size / setup.tensor_parallel
 
 
+def keeps_logits(setup: TrainingSetup) -> bool:
+    """Whether the loss is not taken in pieces."""
+    return setup.keeps_logits or logits(setup, setup.sequence_length) <= MOST_KEPT
+
+
 def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
     """What the loss of a segment keeps for its backward, or of that for the weight gradients: logits; in pieces, only
-    the hidden states and a number for each token."""
-    if setup.keeps_logits:
+    hidden states, before and after the last norm, and a number for each token, and for the weight gradients nothing."""
+    if keeps_logits(setup):
         return (_LOGIT_KEPT_FOR_WEIGHTS if for_weights else _LOGIT_KEPT) * logits(setup, length)
+    if for_weights:
+        return 0.0
     heads = 1 + setup.model.prediction_depth
-    return heads * (whole_input(setup, length) / setup.token_shares + 4 * setup.rows(length))
+    return heads * (2 * whole_input(setup, length) / setup.token_shares + 4 * setup.rows(length))
 
 
 @singledispatch
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
     """Logits, and what the loss makes of them, at their most."""
-    if setup.keeps_logits:
+    if keeps_logits(setup):
         return _LOGIT * logits(setup, length)
-    return (_LOGIT if is_forward else _LOGIT_BACKWARD) * min(_PIECE, logits(setup, length))
+    return (_LOGIT if is_forward else _LOGIT_BACKWARD) * min(PIECE, logits(setup, length))
 
 
 def whole_input(setup: TrainingSetup, length: int) -> float:

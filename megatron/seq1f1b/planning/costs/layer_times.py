@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .blocks import BYTES, Block, blocks_of
 from .flops import pairs
+from .layer_bytes import keeps_logits
 from .machine import Machine
 from .operations import all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
@@ -202,8 +203,9 @@ def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> E
     back = matmul_time(device, rows, hidden, columns) + moving_time(device, _OF_LOGIT_BACKWARD * logits, 4) + once
     adding = moving_time(device, 2 * setup.gradient_bytes * setup.embedding_parameters)
     weight = max(matmul_time(device, columns, hidden, rows), adding)
-    if not setup.keeps_logits:  # in pieces, which the backward computes again
+    if not keeps_logits(setup):  # in pieces, which the input gradients compute again, and the weight gradients with it
         back += matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
+        back, weight = back + weight, 0.0
     joining = model.prediction_depth * matmul_time(device, rows, hidden / setup.tensor_parallel, 2 * hidden)
     return EndTime(heads * forward + joining, heads * back + joining, heads * weight + joining)
 

@@ -16,6 +16,7 @@ from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
     backward_working,
+    keeps_logits,
     layer_activation,
     layer_kept_for_weights,
     layer_keys_values,
@@ -225,7 +226,7 @@ def _running(kind: Kind, setup: TrainingSetup, stage: int, index: int) -> _Runni
     length, loss = setup.segments[index], 0.0
     if stage == setup.placement.num_stages - 1 and kind is not Kind.W:
         loss = loss_bytes(setup, length, kind is Kind.F)
-        if setup.keeps_logits:  # these are counted with the unit
+        if keeps_logits(setup):  # these are counted with the unit
             loss -= loss_kept(setup, length)
     if kind in (Kind.B, Kind.I):
         return _Running(loss, backward_working(setup, stage, *setup.spans[index]))

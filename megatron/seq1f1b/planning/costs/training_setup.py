@@ -20,8 +20,8 @@ RECOMPUTES = ("none", *MODULES, FULL, ALL_BUT_ATTENTION)
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """`segments` are the lengths in tokens, first to last; `recompute` is one of RECOMPUTES; the loss is taken in
-    pieces unless it `keeps_logits`.
+    """`segments` are the lengths in tokens, first to last; `recompute` is one of RECOMPUTES; many logits are
+    taken in pieces unless it `keeps_logits`.
 
     `layers_per_stage` has one entry a stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel
     fastest, then context, data, pipeline. Experts are spread over `expert_parallel` of the ranks of a pipeline rank and

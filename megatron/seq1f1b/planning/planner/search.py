@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...schedule import Schedule, build
 from ..costs import action_costs
+from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, activation_tables, rank_memory, static_memory
@@ -69,7 +70,7 @@ def least_seconds_of(setup: TrainingSetup, machine: Machine) -> float:
     The busiest rank never idles, and its kernels lose nothing to launches, nor to tiles and waves that are not full, as
     it would be for ever larger micro-batches.
     """
-    endless = replace(setup, micro_batch_size=_MANY * setup.micro_batch_size)
+    endless = replace(setup, micro_batch_size=_MANY * setup.micro_batch_size, keeps_logits=keeps_logits(setup))
     work = [(sum(f) + sum(i) + sum(w)) / _MANY for f, i, w in stage_rows(endless, machine)]
     return _least(setup, machine, work, [0.0] * len(work))
 

@@ -102,6 +102,7 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                     sequence_parallel=tensor > 1,
                     distributed_optimizer=True,
                     overlaps_data_parallel=data * context > 1,
+                    keeps_logits=pipeline == 1,  # which runs Megatron's own schedule
                 )
                 for recompute in question.recomputes:
                     for expert in expert_sizes(question.model, tensor * context * data):

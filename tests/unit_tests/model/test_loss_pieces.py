@@ -1,0 +1,130 @@
+"""Losses in pieces are those of kept logits, with all gradients, and nothing as large as logits is kept."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.seq1f1b.model.linear_layers import defer_weight_gradients
+from megatron.seq1f1b.model.loss_pieces import WORTH, Logits, compute_loss_in_pieces
+from megatron.seq1f1b.model.weight_gradient import WeightGradientStore
+
+TOKENS, SEQUENCES, HIDDEN, WORDS = 10, 2, 8, 16
+ROW = SEQUENCES * WORDS
+ALL = TOKENS * ROW
+MANY = 10**6  # tokens
+
+
+class Head(LanguageModule):
+    """The end of a language model, as GPTModel and HybridModel have it."""
+
+    def __init__(self, is_tied: bool = False, factor: float = 1.0) -> None:
+        world = dist.group.WORLD
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HIDDEN,
+            num_attention_heads=1,
+            params_dtype=torch.float64,
+            use_cpu_initialization=True,
+            gradient_accumulation_fusion=False,
+        )
+        super().__init__(config, ProcessGroupCollection(tp=world, cp=world, pp=world, embd=None))
+        self.output_layer = ColumnParallelLinear(
+            HIDDEN,
+            WORDS,
+            config=config,
+            init_method=torch.nn.init.normal_,
+            bias=False,
+            gather_output=False,
+            skip_weight_param_allocation=is_tied,
+            tp_group=world,
+        )
+        self.factor = factor
+        self.tied = torch.nn.Parameter(torch.randn(WORDS, HIDDEN, dtype=torch.float64)) if is_tied else None
+
+    def logits(self, hidden):
+        logits, _ = self.output_layer(hidden, weight=self.tied)
+        return logits * self.factor if self.factor != 1.0 else logits
+
+    def forward(self, hidden, labels):
+        return self.compute_language_model_loss(labels, self.logits(hidden))
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """Model-parallel groups of one rank."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def batch():
+    torch.manual_seed(1)
+    hidden = torch.randn(TOKENS, SEQUENCES, HIDDEN, dtype=torch.float64, requires_grad=True)
+    return hidden, torch.randint(WORDS, (SEQUENCES, TOKENS)), torch.randn(SEQUENCES, TOKENS, dtype=torch.float64)
+
+
+def step(head):
+    """Losses, and the gradients of hidden states and weights for a scale of each token's loss."""
+    hidden, labels, scale = batch()
+    losses = head(hidden, labels)
+    return losses.detach(), *torch.autograd.grad((losses * scale).sum(), (hidden, *head.parameters()))
+
+
+@pytest.mark.parametrize("piece", [1, 3 * ROW, ALL - 1])
+@pytest.mark.parametrize("options", [{}, {"is_tied": True}, {"factor": 0.25}], ids=["plain", "tied", "scaled"])
+def test_losses_and_gradients_are_those_of_kept_logits(groups, piece, options):
+    head = Head(**options)
+    expected = step(head)
+    compute_loss_in_pieces([head], MANY, piece)
+    for found, wanted in zip(step(head), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_as_large_as_logits_is_kept(groups):
+    head, kept = Head(), []
+    compute_loss_in_pieces([head], MANY, ROW)
+    hidden, labels, _ = batch()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        head(hidden, labels)
+    assert kept and all(tensor.untyped_storage().nbytes() <= hidden.nbytes for tensor in kept)
+
+
+@pytest.mark.parametrize("piece", [None, ALL // WORTH])
+def test_few_logits_are_kept_and_without_pieces_all(groups, piece):
+    head = Head()
+    for given, is_kept in ((1, False), (piece, True), (ALL // WORTH - 1, False)):
+        compute_loss_in_pieces([head], TOKENS * SEQUENCES, given)
+        assert isinstance(head.logits(batch()[0]), torch.Tensor) is is_kept
+
+
+def test_whatever_else_reads_logits_gets_them_whole(groups):
+    head, (hidden, *_) = Head(), batch()
+    wanted = head.logits(hidden)
+    compute_loss_in_pieces([head], MANY, 3 * ROW)
+    logits = head.logits(hidden)
+    assert isinstance(logits, Logits) and logits.shape == wanted.shape and logits.size(-1) == WORDS
+    assert torch.equal(logits.transpose(0, 1).contiguous(), wanted.transpose(0, 1))
+    assert torch.equal(torch.softmax(logits, dim=-1), torch.softmax(wanted, dim=-1))
+    assert torch.equal(torch.argmax(logits, dim=-1), wanted.argmax(dim=-1))
+    torch.testing.assert_close(logits.max(dim=-1)[0], wanted.max(dim=-1)[0])
+    gathered, _ = head.output_layer(hidden, runtime_gather_output=True)
+    assert torch.equal(gathered, wanted)
+
+
+def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
+    """They would hold gradients as large as logits until then."""
+    store, head = WeightGradientStore(), Head()
+    compute_loss_in_pieces([head], MANY, ROW)
+    with defer_weight_gradients(store, [head]), store.collecting("unit"):
+        hidden, labels, _ = batch()
+        head(hidden, labels).sum().backward()
+        assert head.output_layer.weight.grad is not None and not store._left["unit"]
