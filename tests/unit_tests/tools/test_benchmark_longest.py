@@ -1,0 +1,27 @@
+"""The search for the longest sequence, and what is made of it."""
+
+import pytest
+
+from benchmark_longest import Step, longest, parse, plot, table
+
+
+@pytest.mark.parametrize("start", [16, 512, 20000])
+@pytest.mark.parametrize("most", [16, 100, 1000, 12345])
+def test_the_longest_is_found_from_any_start(start, most):
+    tried = []
+
+    def try_length(length):
+        tried.append(length)
+        return Step(length, 1.0, 1.0, 1) if length <= most else None
+
+    found = longest(try_length, start, 0.1).length
+    assert found <= most < found + max(32, 0.1 * found + 16)
+    assert all(length % 16 == 0 for length in tried) and len(tried) == len(set(tried))
+
+
+def test_the_table_and_the_picture_show_each_method(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = {"Megatron's": Step(1000, 1.0, 3.0, 2**20), "ours": Step(5000, 1.0, 9.0, 2**20)}
+    assert table(found).splitlines()[-1] == "| ours | 5,000 | 5.0 | 9 s | 1 MiB |"
+    plot(found, parse(["--output", str(tmp_path / "a.svg")]))
+    assert "<!-- 5,000 -->" in (tmp_path / "a.svg").read_text()
