@@ -45,17 +45,20 @@ class Rows:
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
         self._rows: Tensor | None = None
+        # By their end, since forward and backward read the same; a view costs the host as much as a small kernel.
+        self._first: dict[int, Tensor] = {}
 
     def write(self, start: int, end: int, rows: Tensor) -> None:
         if self._rows is None:
             self._rows = rows.new_empty((self._length, *rows.shape[1:]))
-        self._rows.data[start:end].copy_(rows.detach())
+        self._rows[start:end].copy_(rows)
 
     def read(self, end: int) -> Tensor:
-        """The first rows, with a version of their own: later segments write others, which autograd would take for a
-        modification."""
+        """The first rows. Later segments write others, which autograd would take for a modification of these."""
         assert self._rows is not None, "segments went forward out of order"
-        return self._rows.data[:end]
+        if end not in self._first:
+            self._first[end] = self._rows[:end]
+        return self._first[end]
 
 
 class SegmentCache(ABC):
@@ -170,5 +173,5 @@ def _added(grad: Tensor, left: Tensor | None) -> Tensor:
 
 
 def _last(tensor: Tensor, rows: int) -> Tensor:
-    """The last rows of a tensor, all of them if it has fewer; a view costs the host as much as a small kernel."""
+    """The last rows of a tensor, all of them if it has fewer, without a view of them."""
     return tensor if rows >= tensor.shape[0] else tensor[tensor.shape[0] - rows :]

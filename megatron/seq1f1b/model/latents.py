@@ -139,7 +139,8 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, latent: Tensor, cache: LatentCache, segment: Segment) -> Tensor:
         cache.latents.write(segment.start, segment.end, latent)
         ctx.cache, ctx.segment = cache, segment
-        return cache.latents.read(segment.end)
+        # With a version of its own, since the projection saves it.
+        return cache.latents.read(segment.end).data
 
     @staticmethod
     @once_differentiable
