@@ -71,7 +71,7 @@ def activations(folder: Path = REFERENCE) -> Iterator[Row]:
     """Of the first stage, which the paper counts, keys and values included, by its formulas."""
     for row in read("megatron_activations_figure1", folder):
         setup = _later_setup(row)
-        memory = rank_memory(setup, build(setup.family, setup.shape), 0)
+        memory = rank_memory(setup, build(setup.family, setup.shape).ranks[0], 0)
         label = f"{row['model']}, {row['recompute']}"
         predicted = (memory.activations + memory.keys_values) / GIB
         yield Row("Megatron activations, figure 1", label, "GiB", float(row["activations_GiB"]), predicted, setup=setup)

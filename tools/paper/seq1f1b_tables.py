@@ -108,7 +108,7 @@ def _memory(
     for row in read(source, folder):
         setup = _of_paper(row, 16, _CHUNKS_OF_MEMORY if row["method"] == "Seq1F1B-I" else None)
         schedule = build(setup.family, setup.shape)
-        sizes = [rank_memory(setup, schedule, rank).total / GIB for rank in range(setup.pipeline_parallel)]
+        sizes = [rank_memory(setup, schedule.ranks[rank], rank).total / GIB for rank in range(setup.pipeline_parallel)]
         yield Row(
             table,
             f"{row['model']}, {row['seqlen']} tokens, {row['method']}",
@@ -172,7 +172,7 @@ def allocated(folder: Path = REFERENCE) -> Iterator[Row]:
     machine = read_machine("a100-seq1f1b")
     for row in read("third_party_allocator", folder):
         setup, stage = third_party_setup(row), int(row["stage"])
-        memory = rank_memory(setup, build(setup.family, setup.shape), stage)
+        memory = rank_memory(setup, build(setup.family, setup.shape).ranks[stage], stage)
         moments = memory.optimizer * 2 / 3
         yield Row(
             "Seq1F1B third-party memory, allocated",

@@ -95,6 +95,6 @@ def memory(folder: Path = REFERENCE) -> Iterator[Row]:
     """
     for row, label, setup, machine, _, schedule in _cases(folder):
         if row["memory_GB"] and row["method"] != "ZB-2p":
-            ranks = [rank_memory(setup, schedule, rank) for rank in range(setup.pipeline_parallel)]
+            ranks = [rank_memory(setup, schedule.ranks[rank], rank) for rank in range(setup.pipeline_parallel)]
             most = max(each.total - each.reserved for each in ranks) / 1e9
             yield Row("Zero Bubble memory", label, "GB", float(row["memory_GB"]), most, setup=setup, machine=machine)

@@ -168,7 +168,7 @@ class RunCosts:
         estimate = estimate_step(schedule_of, self.run.num_microbatches, costs)
         short = schedule_of(1)
         grown = (most - least for most, least in zip(estimate.activations, peak_memory(short, costs), strict=True))
-        total = max(scale * rank_memory(setup, short, rank).total + more for rank, more in enumerate(grown))
+        total = max(scale * rank_memory(setup, short.ranks[rank], rank).total + more for rank, more in enumerate(grown))
         return Forecast(estimate.seconds, estimate.bubble, max(estimate.activations), total)
 
     def forecast_of_megatron(self) -> Forecast:

@@ -5,10 +5,10 @@ from itertools import repeat
 from math import inf
 from typing import NamedTuple
 
-from .action import COMPUTE_KINDS, Action, Kind
+from .action import Action, Kind
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
-from .schedule import Schedule, Shape
+from .schedule import Schedule
 from .timeline import Span, Timeline
 
 _ROW = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
@@ -26,12 +26,13 @@ class _Rule(NamedTuple):
     duration: float
 
 
-def _rules(shape: Shape, costs: Costs) -> dict[Kind, list[list[_Rule]]]:
+def _rules(schedule: Schedule, costs: Costs) -> dict[Kind, list[list[_Rule]]]:
     """`dependencies` and costs as a table by kind, stage and segment, so that millions of actions take seconds.
 
     Outcomes have codes, dense from 0; those of successive micro-batches differ by the number of segments. The
     dependencies of an action never leave its micro-batch.
     """
+    shape = schedule.shape
 
     def code_of(action: Action) -> int:
         value = outcome(action)
@@ -48,7 +49,7 @@ def _rules(shape: Shape, costs: Costs) -> dict[Kind, list[list[_Rule]]]:
     stages, segments = range(shape.num_stages), range(shape.num_segments)
     return {
         kind: [[rule(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages]
-        for kind in COMPUTE_KINDS
+        for kind in {action.kind for actions in schedule.ranks for action in actions}
     }
 
 
@@ -66,7 +67,7 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     """
     shape = schedule.shape
     costs.check(shape)
-    rules, stride = _rules(shape, costs), shape.num_segments
+    rules, stride = _rules(schedule, costs), shape.num_segments
     end_of = [-inf] * (len(_ROW) * shape.num_stages * shape.num_units)
     waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
     runnable = list(range(len(schedule.ranks)))

@@ -111,7 +111,7 @@ def test_what_is_freed_late_grows_with_the_layers_of_a_stage():
 
 def test_weight_gradients_that_wait_hold_no_scores():
     setup = paper(WHOLE, sequence_length=2048, segments=(), family="zb-h1", flash_attention=False)
-    apart, whole = (rank_memory(setup, build(family, setup.shape), 7) for family in ("zb-h1", "1f1b"))
+    apart, whole = (rank_memory(setup, build(family, setup.shape).ranks[7], 7) for family in ("zb-h1", "1f1b"))
     activation, kept = activation_tables(setup)
     # The last rank holds one unit, and with weight gradients apart those of seven more.
     more = apart.activations + apart.keys_values + apart.logits - whole.activations - whole.keys_values - whole.logits

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from math import log2
 from typing import Any, NamedTuple
 
-from ...schedule import Action, Kind, Schedule
+from ...schedule import Action, Kind
 from ...schedule.action import COMPUTE_KINDS
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
@@ -122,10 +122,10 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
     return BYTES * (parameters + experts), setup.gradient_bytes * (parameters + experts), optimizer
 
 
-def rank_memory(setup: TrainingSetup, schedule: Schedule, rank: int) -> Memory:
-    """The memory of a rank at the moment of its peak."""
+def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
+    """The memory of a rank at the peak of its compute actions, in the order in which they run."""
     stages = setup.placement.stages_of(rank)
-    peak = _peak(setup, schedule.ranks[rank], stages)
+    peak = _peak(setup, actions, stages)
     activations = keys_values = states = logits = 0.0
     for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
         if waits_for_weights:
@@ -181,12 +181,13 @@ class _Peak:
 
 def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
     """Of the action during which a rank holds most."""
+    kinds = {action.kind for action in actions}
     activation = {stage: _by_segment(setup, stage, _held) for stage in stages}
-    kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages}
+    kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages if Kind.I in kinds}
     gradients = {
         stage: _of_layers(setup, stage, lambda layer: layer_keys_values_gradients(setup, layer)) for stage in stages
     }
-    running = {(kind, stage): _by_segment(setup, stage, _RUNNING[kind]) for kind in COMPUTE_KINDS for stage in stages}
+    running = {(kind, stage): _by_segment(setup, stage, _RUNNING[kind]) for kind in kinds for stage in stages}
     last = len(setup.segments) - 1
     now = left = most = left_then = 0.0
     at = -1

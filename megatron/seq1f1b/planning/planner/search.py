@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
 
-from ...schedule import Schedule, build
+from ...schedule import FAMILIES, Action, Schedule, Shape, build
 from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
@@ -112,9 +113,15 @@ def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
     if setup.family != "breadth-first":
         few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
         setup = replace(setup, num_microbatches=min(setup.num_microbatches, few))
-    schedule, last = build(setup.family, setup.shape), setup.pipeline_parallel - 1
+    last = setup.pipeline_parallel - 1
     for rank in sorted(range(last + 1), key=lambda rank: min(rank, last - rank)):
-        yield rank_memory(setup, schedule, rank)
+        yield rank_memory(setup, _order(setup.family, setup.shape, rank), rank)
+
+
+@lru_cache(maxsize=256)
+def _order(family: str, shape: Shape, rank: int) -> list[Action]:
+    """Many candidates differ in other things than their schedule."""
+    return FAMILIES[family](shape).order(rank)
 
 
 def _silent(done: int, total: int) -> None:

@@ -50,7 +50,7 @@ def test_one_expert_for_all_tokens_is_a_feed_forward_block():
 def test_expert_parallelism_divides_the_experts_and_their_state():
     few, many = (replace(SETUP, expert_parallel=size) for size in (1, 8))
     assert many.layer_expert_parameters(0) == few.layer_expert_parameters(0) / 8
-    memory = [rank_memory(setup, build("1f1b", setup.shape), 0) for setup in (few, many)]
+    memory = [rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (few, many)]
     assert memory[1].weights < memory[0].weights / 3
     # The optimizer state is sharded over all replicas of a weight: as much on every rank either way.
     assert memory[1].optimizer == pytest.approx(memory[0].optimizer)

@@ -64,13 +64,13 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     assert len({round(each) for each in (without[0][0] - keys_values, *without[0][1:])}) == 1
     # In flight are 5 units and 4, most bytes where none is the last segment of its micro-batch. One more state is the
     # gradient that goes back to the segment before.
-    states = [rank_memory(setup, schedule, rank).states for rank in (0, 1)]
+    states = [rank_memory(setup, schedule.ranks[rank], rank).states for rank in (0, 1)]
     assert states == [(5 + 1) * of_stage, (4 + 1) * of_stage]
 
 
 def test_recurrent_layers_take_less_than_attention_when_long():
     attention, recurrent = (
-        rank_memory(setup, build("1f1b", setup.shape), 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
+        rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
     )
     assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4
 
@@ -84,7 +84,7 @@ def test_keys_and_values_and_their_gradients_have_a_buffer_each():
     # Two micro-batches are in flight, one of them between its first backward and its last. Gradients have 32 bit, those
     # of the last segment no place in the buffer.
     for rank in (0, 1):
-        assert rank_memory(setup, schedule, rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
+        assert rank_memory(setup, schedule.ranks[rank], rank).keys_values == 2 * (2 * of_layer + 2 * of_layer * 3 / 4)
 
 
 def test_a_window_keeps_units_in_flight_and_its_own_gradients():
@@ -92,7 +92,7 @@ def test_a_window_keeps_units_in_flight_and_its_own_gradients():
     setup = replace(PLAIN, model=window)
     sizes = [layer_keys_values_gradients(setup, layer) for layer in range(4)]
     assert sizes[0] == sizes[2] == sizes[1] * 1024 / (LENGTH - LENGTH // 4) and sizes[1] == sizes[3]
-    full, within = (rank_memory(each, build("1f1b", each.shape), 0) for each in (PLAIN, setup))
+    full, within = (rank_memory(each, build("1f1b", each.shape).ranks[0], 0) for each in (PLAIN, setup))
     # Four units are in flight, as many as a micro-batch has, of two micro-batches.
     buffer = layer_keys_values(PLAIN, 0, 0, LENGTH // 4)
     assert full.keys_values - within.keys_values == pytest.approx(2 * (sizes[1] - sizes[0]) + 2 * buffer)

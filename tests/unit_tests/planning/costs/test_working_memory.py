@@ -9,7 +9,7 @@ from megatron.seq1f1b.planning.costs.layer_bytes import backward_working
 from megatron.seq1f1b.planning.costs.machine import GIB
 from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, static_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.schedule import Placement, Schedule, build
+from megatron.seq1f1b.schedule import Placement, build
 
 LENGTH = 65536
 WHOLE = TrainingSetup(preset("30b"), LENGTH, 8, placement=Placement(8), keeps_logits=True)
@@ -34,7 +34,7 @@ def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
     temporaries = [backward_working(setup, 0, *span) / GIB for span in ((0, 25344), (25344, 41600))]
     assert temporaries == pytest.approx([1.02, 0.65], rel=0.15)
     schedule = build("1f1b", setup.shape)
-    memory = [rank_memory(setup, schedule, rank) for rank in range(8)]
+    memory = [rank_memory(setup, schedule.ranks[rank], rank) for rank in range(8)]
     counted = [50.64, 47.54, 42.37, 40.22, 37.85, 35.15, 29.98, 29.47]
     assert [(each.total - each.reserved) / GIB for each in memory] == pytest.approx(counted, rel=0.03)
     assert [each.keys_values / GIB for each in memory] == pytest.approx([8.5, 8.5, 7, 7, 7, 7, 5.5, 5.5], rel=0.001)
@@ -73,7 +73,7 @@ def test_weight_gradients_apart_hold_what_a_rehearsal_counts():
         keeps_logits=True,
     )
     schedule = build("zb-h1", setup.shape)
-    memory = [rank_memory(setup, schedule, rank) for rank in (0, 1)]
+    memory = [rank_memory(setup, schedule.ranks[rank], rank) for rank in (0, 1)]
     assert [each.activations / GIB for each in memory] == pytest.approx([10.03, 11.05], rel=0.03)
     assert [(each.total - each.reserved) / GIB for each in memory] == pytest.approx([21.32, 23.39], rel=0.04)
 
@@ -84,15 +84,13 @@ def test_the_peak_is_that_of_the_fullest_prefix_of_actions(family, lengths):
     setup = replace(SHARED, segments=lengths, family=family)
     schedule = build(family, setup.shape)
     for rank in (0, 7):
-        whole = rank_memory(setup, schedule, rank)
+        whole = rank_memory(setup, schedule.ranks[rank], rank)
         assert whole.total > sum(static_memory(setup, rank)) + whole.reserved
         actions = schedule.ranks[rank]
         cut = [len(actions) // 4, len(actions) // 2]
-        parts = [Schedule(schedule.shape, tuple(each[:length] for each in schedule.ranks)) for length in cut]
-        assert all(rank_memory(setup, part, rank).total <= whole.total for part in parts)
+        assert all(rank_memory(setup, actions[:length], rank).total <= whole.total for length in cut)
 
 
 def test_a_rank_without_actions_holds_what_no_schedule_changes():
-    nothing = Schedule(WHOLE.shape, ((),) * 8)
-    memory = rank_memory(WHOLE, nothing, 1)
+    memory = rank_memory(WHOLE, (), 1)
     assert (memory.activations, memory.working, memory.keys_values) == (0, 0, 0)
