@@ -95,7 +95,7 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
     timed: list[tuple[str, Variant]] = []
     for schedule, strategy, segments, microbatches in (*_PROFILES, *CONFIGURATIONS[num_chunks]):
         lengths = cut(args, strategy, segments, num_stages)
-        (variant,) = ours(args, schedule, strategy, lengths, model, batch, microbatches)
+        variant = ours(args, schedule, strategy, lengths, model, batch, microbatches)
         timed.append((f"{variant.name}, m = {microbatches}, C = {num_chunks}", variant))
     for _ in range(args.repeats + 1):
         for _, variant in timed:

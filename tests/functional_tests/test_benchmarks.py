@@ -48,7 +48,7 @@ def test_the_loss_in_pieces_beside_kept_logits(launch):
     flags = ["--seq-length", "64", "--hidden-size", "32", "--vocab-size", "512", "--piece", "2048", "--repeats", "1"]
     log = launch(1, flags, script=ROOT / "tools" / "benchmark_loss.py").check().log
     rows = [line.split() for line in log.splitlines() if line.startswith(("kept", "in pieces"))]
-    assert len(rows) == 4 and all(float(row[-2]) > 0 for row in rows)
+    assert len(rows) == 4 and all(float(row[-1]) > 0 for row in rows)  # relative, since seconds may round to 0.00
 
 
 def test_segments_against_whole_sequences(launch):

@@ -94,4 +94,4 @@ def test_an_interrupt_is_one_line_and_ends_all_ranks(launch):
     """As Ctrl-C does it, in the middle of a training."""
     job = launch(2, FLAGS, SCRIPT, env={"FAULT": "interrupt forward 3 both"}, watched=False)
     assert job.code > 0 and "Traceback" not in job.log, job.log[-4000:]
-    assert job.log.count("error: ") == 1 and "error: interrupted" in job.log.splitlines()[-1], job.log[-4000:]
+    assert job.log.count("error: ") == 1 and "\nerror: interrupted.\n" in job.log, job.log[-4000:]

@@ -32,9 +32,9 @@ from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E40
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
 
-SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 1024, 32, 2, 4, 64, 8
+SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 8
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
-SPLITS = {"even": (256,) * 4, "uneven": (448, 256, 192, 128)}
+SPLITS = {"even": (512,) * 4, "uneven": (896, 512, 384, 256)}
 MANY = 4096  # words
 TOLERANCE = 0.05
 
@@ -123,15 +123,17 @@ def counting(model: list[torch.nn.Module], data: dict[str, torch.Tensor]) -> All
     return Allocated([*parameters, *(p.main_grad for p in parameters), *model[0].module.buffers(), *data.values()])
 
 
-def peak_of(schedule: Callable, model: list[torch.nn.Module], data: dict[str, torch.Tensor]) -> int:
+def peak_of(
+    schedule: Callable, model: list[torch.nn.Module], data: dict[str, torch.Tensor], microbatches: int = MICROBATCHES
+) -> int:
     """Bytes at the peak of one training step."""
     model[0].zero_grad_buffer()
     with counting(model, data) as counter:
         schedule(
             forward_step_func=ForwardStep(),
-            data_iterator=iter([data] * MICROBATCHES),
+            data_iterator=iter([data] * microbatches),
             model=model,
-            num_microbatches=MICROBATCHES,
+            num_microbatches=microbatches,
             seq_length=SEQUENCE,
             micro_batch_size=1,
             forward_only=False,
@@ -187,7 +189,7 @@ def growth_with_vocabulary(piece: int | None) -> int:
     peaks = []
     for vocabulary in (VOCABULARY, MANY):
         executor = PipelineExecutor(Named("1f1b"), Segmentation(4, lambda _: SPLITS["even"]), piece=piece)
-        peaks.append(peak_of(executor, build_model(vocabulary), batch()))
+        peaks.append(peak_of(executor, build_model(vocabulary), batch(), microbatches=1))
     return peaks[1] - peaks[0]
 
 
