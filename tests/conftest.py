@@ -4,7 +4,9 @@
 unit_tests or functional_tests belongs to the tier of its folder unless it is marked `exhaustive`.
 """
 
+import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,12 @@ def pytest_terminal_summary(terminalreporter) -> None:
     left = terminalreporter._session.testscollected - sum(tests.values())
     if left and not terminalreporter.config.option.collectonly:
         terminalreporter.line(f"{left} tests were not reached")
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """A model leaves variables that choose its attention in the environment, and so in that of later ranks."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -212,6 +212,7 @@ def test_a_signal_ends_the_run_and_its_workers(corpus, tmp_path, number):
 
 def in_own_session(words: list) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background of a shell
     sys.exit(run("preprocess", words))
 
 
