@@ -11,16 +11,14 @@ import argparse
 import os
 import statistics
 import time
-import weakref
 from collections.abc import Sequence
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_map_only  # noqa: E402
 
+from benchmarking.allocated import Allocated  # noqa: E402
 from megatron.seq1f1b import cpu  # noqa: E402
 
 cpu.activate()
@@ -34,32 +32,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.seq1f1b.model import compute_loss_in_pieces  # noqa: E402
 
 VARIANTS = ("kept", "in pieces", "kept, fused", "in pieces, fused")
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes at a time of the storages that are made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._note, result)
-        return result
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known.add(storage._cdata)
-            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.remove(key)
-        self.now -= size
 
 
 def build(args: argparse.Namespace, is_fused: bool) -> GPTModel:
@@ -113,9 +85,9 @@ def main() -> None:
             model.zero_grad()
             start = time.perf_counter()
             if number == 0:  # which warms up
-                with Peak() as peak:
+                with Allocated([*model.parameters(), *inputs, *labels]) as allocated:
                     step(model, inputs, labels)
-                peaks[name] = peak.most
+                peaks[name] = allocated.peak
             else:
                 step(model, inputs, labels)
                 seconds[name].append(time.perf_counter() - start)

@@ -5,12 +5,10 @@ counts, whoever holds it: activations, keys and values, messages, workspace.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from megatron.seq1f1b import cpu
 
@@ -31,39 +29,13 @@ from megatron.seq1f1b.model import Segment, SegmentContext, attach, use_segment_
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
+from tools.benchmarking.allocated import Allocated  # noqa: E402
 
 SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 8
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
 SPLITS = {"even": (512,) * 4, "uneven": (896, 512, 384, 256)}
 MANY = 4096  # words
 TOLERANCE = 0.05
-
-
-class Allocated(TorchDispatchMode):
-    """Bytes of the storages made inside that are still alive: `now`, and at their `peak`; not those of `present`."""
-
-    def __init__(self, present: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in present}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._note, result)
-        return result
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            weakref.finalize(storage, self._forget, key, size)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.remove(key)
-        self.now -= size
 
 
 def build_model(vocabulary: int = VOCABULARY) -> list[torch.nn.Module]:
