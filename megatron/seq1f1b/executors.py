@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .arguments import MegatronRun, Naming, PipelineConfig, run_of_program
+from .arguments import MegatronRun, PipelineConfig, keywords_in_errors, run_of_program
 from .model import PIECE
 from .model.kernels import AttentionRule, KernelChoice
 from .ranks import warn_on_rank_0
@@ -68,14 +68,14 @@ class ProgramExecutor:
         forward_only: bool = False,
         **step: Any,
     ) -> list[Any]:
-        if self._run is None:
-            micro_batch_size = step.get("micro_batch_size")
-            run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
-            config = self._configure(run)
-            packing = _packing(config) if config.follows_documents else None
-            self._run = _executor(config, lambda: self._training_steps, packing=packing)
-        self._training_steps += not forward_only
-        with Naming.KEYWORDS.in_errors():
+        with keywords_in_errors():
+            if self._run is None:
+                micro_batch_size = step.get("micro_batch_size")
+                run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
+                config = self._configure(run)
+                packing = _packing(config) if config.follows_documents else None
+                self._run = _executor(config, lambda: self._training_steps, packing=packing)
+            self._training_steps += not forward_only
             return self._run(
                 model=model,
                 num_microbatches=num_microbatches,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from . import cpu, rehearsal
 from .arguments import (
     MegatronRun,
-    Naming,
     PipelineConfig,
     add_arguments,
     has_our_flags,
@@ -94,7 +93,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
 
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
-        overlay.executor = ProgramExecutor(partial(_configured, options, naming=Naming.KEYWORDS), keep_documents_apart)
+        overlay.executor = ProgramExecutor(partial(_configured, options), keep_documents_apart)
     with _names_of(version):
         overlay.patches.enter_context(patched(_patches(overlay, net, is_library, add_flags)))
     overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
@@ -167,9 +166,9 @@ def validate(args: Namespace) -> PipelineConfig:
     return config
 
 
-def _configured(flags: Namespace, run: MegatronRun, naming: Naming = Naming.FLAGS) -> PipelineConfig:
+def _configured(flags: Namespace, run: MegatronRun) -> PipelineConfig:
     """The configuration of our parsed flags; what their user may not expect of it is logged on rank 0."""
-    config = make_config(flags, run, RunCosts(flags, run), naming)
+    config = make_config(flags, run, RunCosts(flags, run))
     if is_rank_0():
         for sentence in advice(config, flags):
             _log.warning("%s.", sentence)

@@ -103,7 +103,7 @@ def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (["sequence_splits=40"], "sequence_splits=40 leaves empty segments: seq_length=32 has only 32 pieces"),
+        (["sequence_splits=40"], "sequence_splits 40 leaves empty segments: seq_length 32 has only 32 pieces"),
         (["sequence_splits=2", "sequence_split_strategy=profile"], "needs sequence_split_profile"),
         (["pipeline_schedule=2f2b"], "pipeline_schedule='2f2b': invalid choice: '2f2b'"),
         (["segments=2"], "segments is not a keyword of megatron.seq1f1b.install"),

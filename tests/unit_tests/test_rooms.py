@@ -11,10 +11,9 @@ ROOT = Path(__file__).parents[2] / "megatron" / "seq1f1b"
 
 # Each room with the rooms that it may import.
 MAY_IMPORT = {
-    "errors": set(),
-    "schedule": {"errors"},
-    "partition": {"errors"},
-    "planning": {"errors", "schedule", "partition", "arguments"},
+    "schedule": set(),
+    "partition": set(),
+    "planning": {"schedule", "partition", "arguments"},
     "report": {"schedule"},
     "ranks": set(),
     "patches": set(),
@@ -24,8 +23,8 @@ MAY_IMPORT = {
     "model": {"ranks", "patches", "local_hybrid"},
     "runtime": {"ranks", "patches", "schedule", "model"},
     "v_chunks": {"patches", "schedule", "runtime"},
-    "rehearsal": {"errors", "ranks", "patches", "schedule", "planning", "report", "model", "runtime"},
-    "arguments": {"errors", "ranks", "patches", "schedule", "partition"},
+    "rehearsal": {"ranks", "patches", "schedule", "planning", "report", "model", "runtime"},
+    "arguments": {"ranks", "patches", "schedule", "partition"},
     "executors": {"ranks", "patches", "schedule", "model", "runtime", "arguments", "v_chunks"},
 }
 # These stand on top: the entry points and the console command.
@@ -35,7 +34,6 @@ MAY_IMPORT |= {
 }
 MAY_IMPORT |= {"__init__": {"arguments", "install"}, "__main__": {"install"}}
 PURE = {
-    "errors": set(),
     "schedule": set(),
     "partition": {"numpy"},
     "planning": {"numpy"},

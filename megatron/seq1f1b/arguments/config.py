@@ -10,7 +10,6 @@ from ..partition import DEFAULT_STRATEGY
 from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .device import is_on_cpu
 from .megatron_run import MegatronRun
-from .naming import Naming
 from .packages import packs_documents
 from .predictions import Predictions
 from .sequence_partition import SequencePartition
@@ -87,18 +86,6 @@ class PipelineConfig:
         return segments_are_possible(settings) and not packs_documents(settings)
 
 
-def pipeline_config(
-    flags: argparse.Namespace, run: MegatronRun, costs: Predictions, naming: Naming = Naming.FLAGS
-) -> PipelineConfig:
-    """Turn our parsed flags into the configuration of this process; `costs` are those of the segments of `run`.
-
-    Raises ValueError for what is not supported: a sentence that names the flag, or the keyword of a program, and the
-    way out.
-    """
-    with naming.in_errors():
-        return _pipeline_config(flags, run, costs, naming)
-
-
 def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     """Raise ValueError for a feature in `settings` that does not go with our flags.
 
@@ -109,14 +96,17 @@ def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -
         _refuse(settings, schedule, _asks_for_segments(flags))
 
 
-def _pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions, naming: Naming) -> PipelineConfig:
+def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> PipelineConfig:
+    """Turn our parsed flags into the configuration of this process; `costs` are those of the segments of `run`.
+
+    Raises ValueError for what is not supported: a sentence that names the flag and the way out.
+    """
     partition = SequencePartition(
         run=run,
         costs=costs,
         strategy=_strategy(flags, run),
         num_segments=None if flags.sequence_splits == "auto" else flags.sequence_splits,
         file=flags.sequence_split_file,
-        naming=naming,
     )
     schedule = _schedule(flags, run.settings)
     if flags.pipeline_placement != "looped":

@@ -26,7 +26,6 @@ from typing import Any, TextIO
 from ..patches import Patch
 from ..ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
-from .naming import Naming
 
 # What functions do whose traceback does not name the flag, with values of their `args`.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
@@ -187,7 +186,7 @@ def sentence_of(error: BaseException) -> str:
 def _words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
-    text = Naming.FLAGS.sentence(error) if isinstance(error, ValueError) else str(error)
+    text = str(error)
     if "Traceback (most recent call last)" in text:  # of another process; its last line has the words
         text = [line for line in text.splitlines() if line.strip() and not line.startswith(" ")][-1]
         text = re.sub(r"^[\w.]+\.(\w+: )", r"\1", text)

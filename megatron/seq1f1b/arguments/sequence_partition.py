@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths, terapipe
 from .megatron_run import MegatronRun
-from .naming import Naming
 from .predictions import Predictions
 
 
@@ -15,7 +14,6 @@ class SequencePartition:
     """A cut by `strategy`, which follows `costs`, unless `file` gives the lengths.
 
     `num_segments` is None where no number is given: a file determines it, or TeraPipe's dynamic programme finds it.
-    Errors are ValueErrors that name parameters by `naming`.
     """
 
     run: MegatronRun
@@ -23,7 +21,6 @@ class SequencePartition:
     strategy: str
     num_segments: int | None
     file: Path | None
-    naming: Naming = Naming.FLAGS
 
     @property
     def follows_documents(self) -> bool:
@@ -43,12 +40,6 @@ class SequencePartition:
         With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
         follow those.
         """
-        with self.naming.in_errors():
-            return self._cut(sequence_length, num_segments, documents)
-
-    def _cut(
-        self, sequence_length: int, num_segments: int | None, documents: Sequence[Sequence[int]] | None
-    ) -> tuple[int, ...]:
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:

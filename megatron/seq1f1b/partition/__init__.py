@@ -1,4 +1,4 @@
-"""Where a sequence is cut: the lengths of its segments. Pure Python; of this package only errors is imported.
+"""Where a sequence is cut: the lengths of its segments. Pure Python, with nothing else of this package.
 
 Start with cut (the strategies). The time of a segment is a function that the caller passes.
 """

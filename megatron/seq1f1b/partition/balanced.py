@@ -31,7 +31,7 @@ def balanced(
     Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
     segment, whose tokens are the cheapest, takes what is left over. No segment is shorter than `min_length`, unless
     that many are too many for the sequence. With `documents`, for each sequence of the micro-batch the positions that
-    documents start at, the first of them 0, `time` is that of a sequence of one document. Raises ParameterError if the
+    documents start at, the first of them 0, `time` is that of a sequence of one document. Raises ValueError if the
     sequence is too short for so many segments, or no multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)

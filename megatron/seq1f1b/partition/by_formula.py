@@ -2,7 +2,6 @@
 
 from math import sqrt
 
-from ..errors import ParameterError
 from .cut_positions import check_length, check_multiple
 
 
@@ -10,7 +9,7 @@ def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple
     """Cut into segments whose lengths differ by at most `multiple_of` tokens.
 
     Every segment is a multiple of `multiple_of` (tensor-parallel ranks share a segment evenly under sequence
-    parallelism). The longer segments come first, where the causal prefix is short. Raises ParameterError if the
+    parallelism). The longer segments come first, where the causal prefix is short. Raises ValueError if the
     sequence is too short for that many segments, or is itself no multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)
@@ -33,7 +32,7 @@ def uniform_comp(
 
     `per_token` and `per_pair` are the FLOPs of a token in matrix products, and of a query and a key in attention. The
     segments are solved from the last to the first, each rounded down to a multiple of `multiple_of`; the first takes
-    what remains. Raises ParameterError if rounding would leave an empty segment, or if the sequence is no multiple.
+    what remains. Raises ValueError if rounding would leave an empty segment, or if the sequence is no multiple.
     """
     check_multiple(sequence_length, multiple_of)
     # A segment of x tokens that ends at `end` costs (per_token + per_pair·end)·x − per_pair/2·x².
@@ -51,10 +50,8 @@ def uniform_comp(
         end -= length
     lengths.append(end)
     if min(lengths) <= 0:
-        raise ParameterError(
-            "{num_segments} with {strategy:uniform_comp} leaves an empty segment of {sequence_length}; use fewer "
-            "segments or {strategy:even}",
-            num_segments=num_segments,
-            sequence_length=sequence_length,
+        raise ValueError(
+            f"--sequence-splits {num_segments} with --sequence-split-strategy uniform_comp leaves an empty segment of "
+            f"--seq-length {sequence_length}; use fewer segments or --sequence-split-strategy even"
         )
     return tuple(reversed(lengths))

@@ -6,7 +6,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
-from ..errors import ParameterError
 from .balanced import balanced
 from .by_formula import even, uniform_comp
 from .cut_positions import SegmentTime, segment_times
@@ -98,27 +97,28 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 )
 
 _WITHOUT_SIZES = (
-    "{strategy} needs the sizes of a transformer, which this model does not have; use {strategy:even}, or "
-    "{lengths_file.name}"
+    "needs the sizes of a transformer, which this model does not have; use --sequence-split-strategy even, or "
+    "--sequence-split-file"
 )
 _WITHOUT = {
     "flops": _WITHOUT_SIZES,
     "time": _WITHOUT_SIZES,
-    "measured time": "{strategy} needs {profile.name}; measure one with `seq1f1b profile`, or use {strategy:balanced}",
+    "measured time": "needs --sequence-split-profile; measure one with `seq1f1b profile`, or use "
+    "--sequence-split-strategy balanced",
 }
 
 
 def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     """Lengths in tokens of the segments of a sequence, first to last, multiples of `task.multiple_of`.
 
-    Raises ParameterError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
+    Raises ValueError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
     given, and for a cut that would leave a segment empty.
     """
     if strategy not in STRATEGIES:
-        raise ParameterError("{strategy} is unknown; choose one of {0}", ", ".join(STRATEGIES), strategy=strategy)
+        raise ValueError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
     if task.num_segments < 1:
-        raise ParameterError("{num_segments} must be at least 1", num_segments=task.num_segments)
+        raise ValueError(f"--sequence-splits {task.num_segments} must be at least 1")
     needs = STRATEGIES[strategy].needs
     if (needs == "flops" and task.flops is None) or (STRATEGIES[strategy].needs_time and task.time is None):
-        raise ParameterError(_WITHOUT[needs], strategy=strategy)
+        raise ValueError(f"--sequence-split-strategy {strategy} {_WITHOUT[needs]}")
     return STRATEGIES[strategy].cut(task)

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 from math import gcd, lcm
 
-from ..errors import ParameterError
-
 # Seconds, or any other unit, for a segment of the tokens [start, end).
 SegmentTime = Callable[[int, int], float]
 
@@ -24,28 +22,22 @@ def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
 
 
 def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:
-    """Raises ParameterError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
+    """Raises ValueError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
     check_multiple(sequence_length, multiple_of)
     pieces = sequence_length // multiple_of
     if num_segments > pieces:
-        raise ParameterError(
-            "{num_segments} leaves empty segments: {sequence_length} has only {0} pieces of {1} token(s); use at most "
-            "{0} segments",
-            pieces,
-            multiple_of,
-            num_segments=num_segments,
-            sequence_length=sequence_length,
+        raise ValueError(
+            f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only {pieces} "
+            f"pieces of {multiple_of} token(s); use at most {pieces} segments"
         )
 
 
 def check_multiple(sequence_length: int, multiple_of: int) -> None:
-    """Raises ParameterError if the sequence is no multiple of `multiple_of`."""
+    """Raises ValueError if the sequence is no multiple of `multiple_of`."""
     if sequence_length % multiple_of:
-        raise ParameterError(
-            "{sequence_length} is not a multiple of {0}, to which segments are rounded with sequence parallelism; "
-            "choose a multiple of {0}",
-            multiple_of,
-            sequence_length=sequence_length,
+        raise ValueError(
+            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, to which segments are rounded with "
+            f"sequence parallelism; choose a multiple of {multiple_of}"
         )
 
 

@@ -4,22 +4,20 @@ import json
 import re
 from pathlib import Path
 
-from ..errors import ParameterError
+_FLAG = "--sequence-split-file"
 
 
 def read_lengths(lengths_file: str | Path) -> tuple[int, ...]:
     """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines.
 
-    In text, what follows a '#' on a line is a comment. Raises ParameterError if there is no such list of positive
+    In text, what follows a '#' on a line is a comment. Raises ValueError if there is no such list of positive
     integers.
     """
     try:
         text = Path(lengths_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ParameterError(
-            "{lengths_file} cannot be read ({0}); give a text or JSON file", reason, lengths_file=lengths_file
-        ) from error
+        raise ValueError(f"{_FLAG} {lengths_file} cannot be read ({reason}); give a text or JSON file") from error
     try:
         lengths = json.loads(text)
     except (ValueError, RecursionError):
@@ -28,10 +26,9 @@ def read_lengths(lengths_file: str | Path) -> tuple[int, ...]:
     if isinstance(lengths, int):
         lengths = [lengths]
     if not isinstance(lengths, list) or not all(type(x) is int and x > 0 for x in lengths) or not lengths:
-        raise ParameterError(
-            "{lengths_file} must hold the lengths of the segments in tokens, positive integers such as "
-            "'4096 2048 2048' or [4096, 2048, 2048]; correct the file",
-            lengths_file=lengths_file,
+        raise ValueError(
+            f"{_FLAG} {lengths_file} must hold the lengths of the segments in tokens, positive integers such as "
+            "'4096 2048 2048' or [4096, 2048, 2048]; correct the file"
         )
     return tuple(lengths)
 
@@ -43,28 +40,20 @@ def check_lengths(
     num_segments: int | None,
     multiple_of: int,
 ) -> None:
-    """Raises ParameterError if the lengths do not fit the sequence, the number of segments or the parallel sizes."""
+    """Raises ValueError if the lengths do not fit the sequence, the number of segments or the parallel sizes."""
     if sum(lengths) != sequence_length:
-        raise ParameterError(
-            "the lengths in {lengths_file} add up to {0}, not to {sequence_length}; correct the file or "
-            "{sequence_length.name}",
-            sum(lengths),
-            lengths_file=lengths_file,
-            sequence_length=sequence_length,
+        raise ValueError(
+            f"the lengths in {_FLAG} {lengths_file} add up to {sum(lengths)}, not to --seq-length {sequence_length}; "
+            "correct the file or --seq-length"
         )
     if num_segments not in (None, len(lengths)):
-        raise ParameterError(
-            "{lengths_file} holds {0} segments, not {num_segments}; drop {num_segments.name}, the file is enough",
-            len(lengths),
-            lengths_file=lengths_file,
-            num_segments=num_segments,
+        raise ValueError(
+            f"{_FLAG} {lengths_file} holds {len(lengths)} segments, not --sequence-splits {num_segments}; drop "
+            "--sequence-splits, the file is enough"
         )
     odd = [length for length in lengths if length % multiple_of]
     if odd:
-        raise ParameterError(
-            "{lengths_file} holds a segment of {0} tokens, which is not a multiple of {1}, as sequence parallelism "
-            "needs; correct the file",
-            odd[0],
-            multiple_of,
-            lengths_file=lengths_file,
+        raise ValueError(
+            f"{_FLAG} {lengths_file} holds a segment of {odd[0]} tokens, which is not a multiple of {multiple_of}, as "
+            "sequence parallelism needs; correct the file"
         )

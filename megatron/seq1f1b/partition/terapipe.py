@@ -22,7 +22,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ..errors import ParameterError
 from .cut_positions import SegmentTime, check_length, positions, tile
 
 # The latency found is at most this much above the least, relatively; of equal sums of times, the longest time is.
@@ -62,19 +61,15 @@ def terapipe(
     segment, or the shortest segments are always best. With `num_microbatches` sequences one after another the sum of
     equation 5 counts that often. Segments are multiples of `step` tokens, a multiple of `multiple_of`, and the
     first takes what is left over; by default the step is 128 tokens, longer for sequences above 131072 tokens and
-    shorter where segments would be few steps long. Raises ParameterError if that leaves too few positions.
+    shorter where segments would be few steps long. Raises ValueError if that leaves too few positions.
     """
     check_length(sequence_length, num_segments or 1, multiple_of)
     step = step or _step(sequence_length, num_segments or _USUAL_SEGMENTS, multiple_of)
     cuts = positions(sequence_length, step)
     if (num_segments or 1) >= len(cuts):
-        raise ParameterError(
-            "{num_segments} are more segments than the {0} pieces of {1} tokens in {sequence_length}; use fewer "
-            "segments or {strategy:balanced}",
-            len(cuts) - 1,
-            step,
-            num_segments=num_segments or 1,
-            sequence_length=sequence_length,
+        raise ValueError(
+            f"--sequence-splits {num_segments or 1} are more segments than the {len(cuts) - 1} pieces of {step} tokens "
+            f"in --seq-length {sequence_length}; use fewer segments or --sequence-split-strategy balanced"
         )
     solve = _shortest_path(_table(cuts, time), num_segments)
     unbounded = solve(inf)

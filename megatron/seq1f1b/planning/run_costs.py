@@ -8,7 +8,6 @@ from math import inf
 
 from ..arguments import Forecast, MegatronRun
 from ..arguments.device import device_memory, gpu_name, is_on_cpu
-from ..errors import ParameterError
 from ..partition import SegmentTime
 from ..schedule import Costs, Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, build, peak_memory
 from .costs import (
@@ -103,10 +102,9 @@ class RunCosts:
     def time(self, of_any_length: bool = False) -> SegmentTime:
         profile = self.flags.sequence_split_profile
         if of_any_length and profile is not None and is_trace(profile):
-            raise ParameterError(
-                "{profile} is a trace, which has no times of shorter segments, so {strategy:terapipe} cannot choose "
-                "their number; give {num_segments.name}",
-                profile=profile,
+            raise ValueError(
+                f"--sequence-split-profile {profile} is a trace, which has no times of shorter segments, so "
+                "--sequence-split-strategy terapipe cannot choose their number; give --sequence-splits"
             )
         return bottleneck_time(self.stages)
 

@@ -7,7 +7,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import ParameterError
 from .action import CHUNK_KINDS, COMPUTE_KINDS, Action, Kind
 from .files import UNUSABLE, read_json, reason, written_whole
 from .schedule import Placement, Shape
@@ -146,4 +145,4 @@ def read_timeline(path: str | Path) -> Timeline:
     try:
         return from_json(data)
     except UNUSABLE as error:
-        raise ParameterError("{0} is no timeline: {1}; {pipeline_trace} writes them", path, reason(error)) from error
+        raise ValueError(f"{path} is no timeline: {reason(error)}; --pipeline-trace writes them") from error

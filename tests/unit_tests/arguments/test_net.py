@@ -10,7 +10,6 @@ import pytest
 
 from megatron.seq1f1b.arguments import net
 from megatron.seq1f1b.arguments.net import Net, sentence_of
-from megatron.seq1f1b.errors import ParameterError
 from support.launch import Launcher
 
 
@@ -53,10 +52,6 @@ REMOTE = RuntimeError(
         ),
         (raised(open, "/no/file"), "/no/file: No such file or directory"),
         (raised(int, "many\n  lines"), "invalid literal for int() with base 10: 'many\\n lines'"),
-        (
-            ParameterError("{num_segments} must be at least {0}", 1, num_segments=0),
-            "--sequence-splits 0 must be at least 1",
-        ),
         (RuntimeError(), "RuntimeError"),
         (RuntimeError("x " * 999), f"{'x ' * 200} ..."),
         (ModuleNotFoundError("no", name="datasets"), "the package datasets is missing; pip install"),

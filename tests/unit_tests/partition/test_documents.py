@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import (
     Task,
     balanced,
@@ -101,7 +100,7 @@ def test_lengths_are_multiples_even_of_short_sequences(multiple_of, sequence_len
 
 
 def test_too_many_segments_are_refused():
-    with pytest.raises(ParameterError, match="leaves empty segments"):
+    with pytest.raises(ValueError, match="leaves empty segments"):
         balanced(8, 9, COST, documents=[(0,)])
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import (
     STRATEGIES,
     Task,
@@ -39,25 +38,25 @@ def test_uniform_comp_golden_values_of_the_authors_documentation():
 
 
 def test_uniform_comp_refuses_an_empty_segment():
-    with pytest.raises(ParameterError, match="num_segments=8 .* empty segment"):
+    with pytest.raises(ValueError, match="--sequence-splits 8 .* empty segment"):
         uniform_comp(16, 8, *authors_flops(GPT_7B), multiple_of=8)
 
 
 def test_even_refuses_more_segments_than_pieces():
-    with pytest.raises(ParameterError, match="use at most 2 segments"):
+    with pytest.raises(ValueError, match="use at most 2 segments"):
         even(16, 3, multiple_of=8)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sequence_that_is_no_multiple_is_refused(strategy):
-    with pytest.raises(ParameterError, match="sequence_length=1001 is not a multiple of 8"):
+    with pytest.raises(ValueError, match="--seq-length 1001 is not a multiple of 8"):
         cut_sequence(strategy, Task(1001, 4, 8, time=TIME, flops=authors_flops(GPT_7B)))
 
 
 def test_unknown_strategy_and_no_segment_are_refused():
-    with pytest.raises(ParameterError, match="choose one of even"):
+    with pytest.raises(ValueError, match="choose one of even"):
         cut_sequence("random", Task(1024, 4))
-    with pytest.raises(ParameterError, match="at least 1"):
+    with pytest.raises(ValueError, match="at least 1"):
         cut_sequence("even", Task(1024, 0))
 
 
@@ -69,11 +68,11 @@ def test_lengths_from_a_file(tmp_path, text):
     assert lengths == (4096, 2048, 2048)
     check_lengths(lengths, path, 8192, None, 8)
     check_lengths(lengths, path, 8192, 3, 1)
-    with pytest.raises(ParameterError, match="add up to 8192, not to sequence_length=4096"):
+    with pytest.raises(ValueError, match="add up to 8192, not to --seq-length 4096"):
         check_lengths(lengths, path, 4096, None, 1)
-    with pytest.raises(ParameterError, match="3 segments, not num_segments=4"):
+    with pytest.raises(ValueError, match="3 segments, not --sequence-splits 4"):
         check_lengths(lengths, path, 8192, 4, 1)
-    with pytest.raises(ParameterError, match="4096 tokens, which is not a multiple of 3"):
+    with pytest.raises(ValueError, match="4096 tokens, which is not a multiple of 3"):
         check_lengths(lengths, path, 8192, None, 3)
 
 
@@ -81,17 +80,17 @@ def test_lengths_from_a_file(tmp_path, text):
 def test_a_file_without_lengths_is_refused(tmp_path, text):
     path = tmp_path / "lengths"
     path.write_text(text)
-    with pytest.raises(ParameterError, match="lengths_file=.* positive integers .*; correct the file"):
+    with pytest.raises(ValueError, match="--sequence-split-file .* positive integers .*; correct the file"):
         read_lengths(path)
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ParameterError, match="lengths_file=.*missing cannot be read"):
+    with pytest.raises(ValueError, match="--sequence-split-file .*missing cannot be read"):
         read_lengths(tmp_path / "missing")
 
 
 def test_profile_without_measured_costs_is_refused():
-    with pytest.raises(ParameterError, match="strategy=profile needs profile"):
+    with pytest.raises(ValueError, match="--sequence-split-strategy profile needs --sequence-split-profile"):
         cut_sequence("profile", Task(8192, 4))
 
 

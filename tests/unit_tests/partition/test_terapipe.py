@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import segment_times, terapipe
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 
@@ -109,5 +108,5 @@ def test_multiples_and_what_is_left_over():
 
 
 def test_too_many_segments_for_the_step_are_refused():
-    with pytest.raises(ParameterError, match="9 are more segments than the 8 pieces of 128 tokens"):
+    with pytest.raises(ValueError, match="9 are more segments than the 8 pieces of 128 tokens"):
         terapipe(1024, lambda start, end: 1.0, 2, 9, step=128)

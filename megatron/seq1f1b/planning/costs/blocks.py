@@ -11,7 +11,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...errors import ParameterError
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 
 BYTES = 2  # of an element, in 16 bit
@@ -83,7 +82,7 @@ class Block:
 
 @lru_cache(maxsize=1024)
 def blocks_of(model: ModelShape, layer: int) -> tuple[Block, ...]:
-    """The blocks of layer number `layer`. Raises ParameterError where one is not known."""
+    """The blocks of layer number `layer`. Raises ValueError where one is not known."""
     return tuple(_block(model, symbol) for symbol in model.blocks(layer))
 
 
@@ -102,7 +101,9 @@ def _block(model: ModelShape, symbol: str) -> Block:
             return _delta_net(hidden, model.delta_net)
         case "M" if model.mamba is not None:
             return _mamba(hidden, model.mamba)
-    raise ParameterError("{pattern.name} has a layer {0} whose cost is not known; use {strategy:even}", symbol)
+    raise ValueError(
+        f"--hybrid-layer-pattern has a layer {symbol} whose cost is not known; use --sequence-split-strategy even"
+    )
 
 
 def _attention(model: ModelShape) -> Block:

@@ -16,7 +16,7 @@ class Flops(NamedTuple):
 
 
 def layer_flops(model: ModelShape, layer: int) -> Flops:
-    """FLOPs of layer number `layer`, counted from 0. Raises ParameterError for a layer whose cost is not known."""
+    """FLOPs of layer number `layer`, counted from 0. Raises ValueError for a layer whose cost is not known."""
     per_token = per_pair = 0
     for block in blocks_of(model, layer):
         per_token += 2 * sum(product.size for product in block.products) + block.scan

@@ -48,7 +48,7 @@ class LayerTime(NamedTuple):
 @singledispatch
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
     """The time of the tokens [start, end) of every sequence of a micro-batch in layer number `layer`, without
-    recomputation. Raises ParameterError for a layer whose cost is not known."""
+    recomputation. Raises ValueError for a layer whose cost is not known."""
     blocks, rows = blocks_of(setup.model, layer), setup.rows(end - start)
     forward_matmul, input_matmul, weight = _products(setup, machine, layer, rows)
     forward_attention, input_attention = _attention(setup, machine, layer, start, end)

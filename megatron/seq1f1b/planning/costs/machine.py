@@ -10,8 +10,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ...errors import ParameterError
-
 _FOLDER = Path(__file__).parent / "machines"
 
 
@@ -75,7 +73,7 @@ def machine_names() -> list[str]:
 def read_machine(machine: str | Path) -> Machine:
     """A machine of this package by its name, or any other by the path of its file.
 
-    Raises ParameterError if there is none, or if a constant is missing, unknown or no positive number.
+    Raises ValueError if there is none, or if a constant is missing, unknown or no positive number.
     """
     path = _FOLDER / f"{machine}.toml"
     if not path.is_file():
@@ -84,11 +82,10 @@ def read_machine(machine: str | Path) -> Machine:
         with path.open("rb") as file:
             data = tomllib.load(file)
     except OSError as error:
-        raise ParameterError(
-            "{machine}: there is no such file, and this package has {0}", ", ".join(machine_names()), machine=machine
-        ) from error
+        names = ", ".join(machine_names())
+        raise ValueError(f"--machine {machine}: there is no such file, and this package has {names}") from error
     except ValueError as error:  # not UTF-8, or not TOML
-        raise ParameterError("{machine}: {0} is not TOML: {1}", path, error, machine=machine) from error
+        raise ValueError(f"--machine {machine}: {path} is not TOML: {error}") from error
     try:
         node = dict(data["node"])
         devices = int(node.pop("devices"))
@@ -101,9 +98,7 @@ def read_machine(machine: str | Path) -> Machine:
             network=_part(Link, data["network"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ParameterError(
-            "{machine}: {0} lacks a constant or has a wrong one: {1}", path, error, machine=machine
-        ) from error
+        raise ValueError(f"--machine {machine}: {path} lacks a constant or has a wrong one: {error}") from error
 
 
 def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import ParameterError
 from ...partition import SegmentTime
 from ...schedule import UNUSABLE, read_json, reason
 from .model_shape import ModelShape
@@ -207,7 +206,7 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 
 def read_profile(profile: str | Path) -> Profile:
-    """Raises ParameterError if the file cannot be read, or its measurements do not suffice for a fit."""
+    """Raises ValueError if the file cannot be read, or its measurements do not suffice for a fit."""
     try:
         data = read_json(profile)
         model = data["model"]
@@ -230,24 +229,21 @@ def read_profile(profile: str | Path) -> Profile:
                 raise ValueError(f"of a backward of {row.backward} s, weight gradients cannot take {row.weight} s")
         measured.costs([1])
     except UNUSABLE as error:
-        raise ParameterError(
-            "{profile} is no usable profile ({0}); measure one with `seq1f1b profile`",
-            reason(error),
-            profile=profile,
+        raise ValueError(
+            f"--sequence-split-profile {profile} is no usable profile ({reason(error)}); measure one with "
+            "`seq1f1b profile`"
         ) from error
     return measured
 
 
 def check_profile(profile: Profile, path: str | Path, model: ModelShape, tensor_parallel_size: int) -> None:
-    """Raises ParameterError if `profile` is of another model, apart from the number of layers, or of other sizes."""
+    """Raises ValueError if `profile` is of another model, apart from the number of layers, or of other sizes."""
     measured = asdict(profile.model) | {"tensor_parallel_size": profile.tensor_parallel_size}
     wanted = asdict(model) | {"tensor_parallel_size": tensor_parallel_size}
     different = [name for name in wanted if name != "num_layers" and measured[name] != wanted[name]]
     if different:
         what = ", ".join(f"{name} {measured[name]} instead of {wanted[name]}" for name in different)
-        raise ParameterError(
-            "{profile} was measured on another model ({0}); measure this one with `seq1f1b profile`, or give "
-            "the trace of a run of it ({pipeline_trace.name})",
-            what,
-            profile=path,
+        raise ValueError(
+            f"--sequence-split-profile {path} was measured on another model ({what}); measure this one with "
+            "`seq1f1b profile`, or give the trace of a run of it (--pipeline-trace)"
         )

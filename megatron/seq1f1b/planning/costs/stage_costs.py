@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ...errors import ParameterError
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
 from .blocks import BYTES
@@ -101,15 +100,12 @@ def analytic_costs(
 
     The first stage also holds the embedding, the last the layers of multi-token prediction and the projections to the
     vocabulary. Where `recompute`, as in TrainingSetup, repeats layers, that is a part of their backward.
-    Raises ParameterError if the stages do not hold all layers of the model.
+    Raises ValueError if the stages do not hold all layers of the model.
     """
     if sum(layers_per_stage) != model.num_layers:
-        raise ParameterError(
-            "{num_layers} are not the {0} layers of the pipeline stages {1}; make the stages add up to "
-            "{num_layers.name}",
-            sum(layers_per_stage),
-            list(layers_per_stage),
-            num_layers=model.num_layers,
+        raise ValueError(
+            f"--num-layers {model.num_layers} are not the {sum(layers_per_stage)} layers of the pipeline stages "
+            f"{list(layers_per_stage)}; make the stages add up to --num-layers"
         )
     matmul = num_devices * device.peak_flops * device.matmul_efficiency
     lookup = BYTES * model.hidden_size / (num_devices * device.memory_bandwidth * device.memory_efficiency)

@@ -10,7 +10,6 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import mean, median
 
-from ...errors import ParameterError
 from ...schedule import UNUSABLE, Kind, Timeline, read_json, read_timeline, reason
 from .model_shape import ModelShape
 from .profile import FitError, Point, check_profile, least_squares, read_profile, relative_errors
@@ -29,7 +28,7 @@ def is_trace(path: str | Path) -> bool:
 def read_traced_costs(profile: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
     """The cost of a segment on every stage, in seconds for a micro-batch, and how well they fit what was measured.
 
-    Raises ParameterError if the trace is of another number of stages, or has too few segments.
+    Raises ValueError if the trace is of another number of stages, or has too few segments.
     """
     try:
         timeline = read_timeline(profile)
@@ -37,10 +36,9 @@ def read_traced_costs(profile: str | Path, num_stages: int) -> tuple[tuple[Stage
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
     except UNUSABLE as error:
-        raise ParameterError(
-            "{profile} is no usable trace ({0}); write one with {pipeline_trace.name} in a run with {num_segments:4}",
-            reason(error),
-            profile=profile,
+        raise ValueError(
+            f"--sequence-split-profile {profile} is no usable trace ({reason(error)}); write one with --pipeline-trace "
+            "in a run with --sequence-splits 4"
         ) from error
 
 
@@ -49,7 +47,7 @@ def read_stage_costs(
 ) -> tuple[tuple[StageCost, ...], FitError, str]:
     """The measured cost of a segment on every stage, how well it fits, and where it was measured.
 
-    The file is a profile or a trace. Raises ParameterError if it is neither, or was measured on another model.
+    The file is a profile or a trace. Raises ValueError if it is neither, or was measured on another model.
     """
     if is_trace(path):
         return *read_traced_costs(path, len(layers_per_stage)), "a run, by its trace"

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ...errors import ParameterError
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
@@ -201,7 +200,7 @@ def _cut(
                 length, segments, multiple, time=time, flops=authors_flops(model), full_speed_rows=A100.full_speed_rows
             ),
         )
-    except ParameterError:
+    except ValueError:
         return None
 
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.partition import Task, cut_sequence, segment_times
 from megatron.seq1f1b.planning.costs import bottleneck_time, check_profile, read_profile, write_profile
 from megatron.seq1f1b.planning.costs.profile import MeasuredTime, Point, fit, least_squares, relative_errors
@@ -64,7 +63,7 @@ def test_survives_its_file_and_balances_segments(tmp_path):
 
 def test_a_profile_of_another_model_is_refused():
     sentence = r"another model \(hidden_size 256 instead of 512, tensor_parallel_size 1 in"
-    with pytest.raises(ParameterError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         check_profile(profile(), "p.json", replace(MODEL, hidden_size=512), 2)
 
 
@@ -89,6 +88,6 @@ def test_a_profile_that_does_not_suffice_is_refused(tmp_path, spoil):
     data = json.loads(path.read_text())
     spoil(data)
     path.write_text(json.dumps(data))
-    sentence = "profile=.* no usable profile .*`seq1f1b profile`"
-    with pytest.raises(ParameterError, match=sentence):
+    sentence = "--sequence-split-profile .* no usable profile .*`seq1f1b profile`"
+    with pytest.raises(ValueError, match=sentence):
         read_profile(path)

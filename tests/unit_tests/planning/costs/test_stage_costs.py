@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.planning.costs import (
     A100,
     CPU_CORE,
@@ -108,5 +107,5 @@ def test_slowest_is_the_highest_of_all_stages_for_every_segment():
 
 
 def test_stages_have_to_hold_all_layers():
-    with pytest.raises(ParameterError, match="num_layers=32 are not the 30 layers"):
+    with pytest.raises(ValueError, match="--num-layers 32 are not the 30 layers"):
         analytic_costs(GPT_7B, [15, 15], A100)

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.seq1f1b.errors import ParameterError
 from megatron.seq1f1b.planning.costs import (
     CPU_CORE,
     AnalyticTime,
@@ -72,7 +71,7 @@ def test_no_part_of_a_time_is_negative():
 def test_a_trace_that_does_not_fit_is_an_error(tmp_path, told, num_stages, sentence):
     path = tmp_path / "trace.json"
     write_timeline(timeline("1f1b", told=told), path)
-    with pytest.raises(ParameterError, match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         read_traced_costs(path, num_stages)
 
 
