@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
-from math import inf, isclose
+from itertools import chain, islice, product
+from math import inf
 
 from .action import Action, Kind
 from .clock import straight
 from .cost_tables import Costs, peak_memory
+from .dependencies import dependencies
 from .families import FAMILIES
 from .list_scheduling import ListScheduler, Priority
 from .schedule import Schedule, Shape
@@ -57,10 +58,10 @@ def auto(
     if num_actions > _MANY_ACTIONS:
         enough = (1 + _CLOSE) * shortest_makespan(shape, costs)
         most_plans = max(1, _ACTIONS_OF_ALL_PLANS // num_actions)
-    plans = islice(_plans(shape, costs, limits, split), most_plans)
+    plans = islice(filter(None, _plans(shape, costs, limits, split)), most_plans)
 
     best: Schedule | None = None
-    best_score = inf, inf, inf
+    best_score: tuple[float, ...] = (inf,)
     for schedule in chain(named.values(), plans):
         if not split and any(action.kind is Kind.I for actions in schedule.ranks for action in actions):
             continue
@@ -68,8 +69,9 @@ def auto(
         if any(peak > limit for peak, limit in zip(peaks, limits, strict=True)):
             continue
         timeline = simulate(schedule, costs)
-        score = timeline.makespan, timeline.longest_stretch, max(peaks)
-        if _is_less(score, best_score):
+        # Sums of floats are not exact.
+        score = tuple(float(f"{each:.9g}") for each in (timeline.makespan, timeline.longest_stretch, max(peaks)))
+        if score < best_score:
             best, best_score = schedule, score
         if best_score[0] <= enough:
             break
@@ -92,35 +94,26 @@ def shortest_makespan(shape: Shape, costs: Costs) -> float:
     return max(whole)
 
 
-def _is_less(score: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the first number in which they differ is smaller; sums of floats are not exact."""
-    for a, b in zip(score, other, strict=True):
-        if not isclose(a, b):
-            return a < b
-    return False
-
-
-def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
+def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule | None]:
     yield from _list_schedules(shape, costs, limits, split)
     if split and costs.kept != costs.activation:
         # Weight gradients that count in full run earlier, which is sometimes better.
         yield from _list_schedules(shape, replace(costs, kept=costs.activation), limits, split)
 
 
-def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule]:
+def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> Iterator[Schedule | None]:
     scheduler = ListScheduler(shape, costs, limits, split)
+    by_tick = {hop: _by_tick(shape, hop) for hop, _, _ in _BY_TICK}
     # The order of 1F1B, with W only where a rank waits.
     orders = FAMILIES["1f1b"](shape).schedule().ranks
     for patience in _BY_ORDER if split else _BY_ORDER[:1]:
-        schedule = scheduler.by_order(orders, patience)
-        if schedule is not None:
-            yield schedule
+        yield scheduler.plan(by_tick[1], patience, orders=orders)
     # A short hop starts backwards early and holds little, a long one hides unequal costs better.
     for hop, patience, hold in _BY_TICK:
-        yield scheduler.by_priority(_by_tick(shape, hop), patience, hold)
+        yield scheduler.plan(by_tick[hop], patience, hold)
     paths = _longest_paths(shape, costs)
     for weight, patience, hold in _BY_PATH:
-        yield scheduler.by_priority(_by_path(shape, paths, weight), patience, hold)
+        yield scheduler.plan(_by_path(shape, paths, weight), patience, hold)
 
 
 def _by_tick(shape: Shape, hop: int) -> Priority:
@@ -132,7 +125,8 @@ def _by_tick(shape: Shape, hop: int) -> Priority:
     )
 
 
-_Paths = dict[tuple[Kind, int, int], float]
+# By whether it is a forward, stage and segment: the time from the start of an F or B to the end of all that needs it.
+_Paths = dict[tuple[bool, int, int], float]
 
 
 def _by_path(shape: Shape, paths: _Paths, weight: float) -> Priority:
@@ -141,28 +135,21 @@ def _by_path(shape: Shape, paths: _Paths, weight: float) -> Priority:
 
     def priority(kind: Kind, position: int, stage: int) -> float:
         microbatch, number = divmod(position, segments)
-        return later * microbatch - paths[kind, stage, number if kind is Kind.F else segments - 1 - number]
+        is_forward = kind is Kind.F
+        return later * microbatch - paths[is_forward, stage, number if is_forward else segments - 1 - number]
 
     return priority
 
 
 def _longest_paths(shape: Shape, costs: Costs) -> _Paths:
-    """By kind, stage and segment: the time from the start of an F or B to the end of all that depends on it."""
+    units = list(product(range(shape.num_stages), range(shape.num_segments)))
+    after = {Action(Kind.B, stage, 0, segment): costs.w[stage][segment] for stage, segment in units}
     paths: _Paths = {}
-
-    def path(kind: Kind, stage: int, segment: int, next_stage: int, next_segment: int) -> float:
-        action = Action(kind, stage, 0, segment)
-        after = [paths.get((kind, stage, next_segment), 0.0)]
-        if (kind, next_stage, segment) in paths:
-            delay = costs.delay(action, action._replace(stage=next_stage), shape.placement)
-            after.append(delay + paths[kind, next_stage, segment])
-        after.append(paths[Kind.B, stage, segment] if kind is Kind.F else costs.w[stage][segment])
-        return max(after) + (costs.f if kind is Kind.F else costs.i)[stage][segment]
-
-    for stage in range(shape.num_stages):
-        for segment in range(shape.num_segments):
-            paths[Kind.B, stage, segment] = path(Kind.B, stage, segment, stage - 1, segment - 1)
-    for stage in reversed(range(shape.num_stages)):
-        for segment in reversed(range(shape.num_segments)):
-            paths[Kind.F, stage, segment] = path(Kind.F, stage, segment, stage + 1, segment + 1)
+    # What needs an action comes before it.
+    in_order = [*product([Kind.B], units), *product([Kind.F], reversed(units))]
+    for kind, (stage, segment) in in_order:
+        action, table = Action(kind, stage, 0, segment), costs.f if kind is Kind.F else costs.i
+        path = paths[kind is Kind.F, stage, segment] = after[action] + table[stage][segment]
+        for needed in dependencies(action, shape):
+            after[needed] = max(after.get(needed, 0.0), costs.delay(needed, action, shape.placement) + path)
     return paths

@@ -4,39 +4,39 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import product
 from math import inf
 
 from .action import Action, Kind
 from .cost_tables import Costs, memory_change
 from .dependencies import dependencies
 from .schedule import Schedule, Shape
+from .timing import rules_of
 
-# Kind (F or B), position of the unit in forward or backward order, stage; smaller goes first.
+# Kind, position of the unit in forward or backward order, stage; smaller goes first.
 Priority = Callable[[Kind, int, int], float]
 
 
-# For each kind and stage a heap of (position, when it can start, action).
-_Ready = dict[tuple[Kind, int], list[tuple[int, float, Action]]]
+@dataclass
+class _Queue:
+    """The forwards or the backwards of a stage; they run in this order, that of the units."""
 
-
-# An F or B of one micro-batch that waits for another: kind, stage, segment, the delay of what it waits for, and its
-# number of dependencies.
-_Follower = tuple[Kind, int, int, float, int]
-
-# For every F or B that waits: the number of its dependencies that are to come, and the latest arrival of the others.
-_Missing = dict[tuple[Kind, int, int, int], tuple[int, float]]
+    rank: int
+    actions: Sequence[Action]
+    position: int = 0  # of the next one
+    time: float = inf  # when that can start, once all that it needs has started
 
 
 @dataclass
 class _Rank:
     """What a rank has done and could do at one moment."""
 
-    index: int
     limit: float
     whole: float  # memory of one micro-batch with all its chunks and segments
     forwards_left: list[int]  # of each micro-batch
     held: list[float]  # memory of each micro-batch
-    ready: _Ready
+    queues: dict[tuple[Kind, int], _Queue]  # by kind and stage
+    order: deque[Action] | None  # of the forwards and backwards that are left, if it is given
     weights: deque[Action] = field(default_factory=deque)  # the W that could run
     actions: list[Action] = field(default_factory=list)
     free: float = 0.0  # when the last action ends
@@ -44,8 +44,18 @@ class _Rank:
     oldest: int = 0  # the first micro-batch with forwards left
     used_by_oldest: float = 0.0  # memory of the micro-batches up to that one
 
+    def candidates(self) -> list[_Queue]:
+        """The queues whose next action may be the next of this rank, as far as all that it needs has started."""
+        if self.order is None:
+            return [queue for queue in self.queues.values() if queue.time < inf]
+        if not self.order:
+            return []
+        kind, stage, *_ = wanted = self.order[0]
+        queue = self.queues[kind, stage]
+        return [queue] if queue.time < inf and queue.actions[queue.position] == wanted else []
+
     def admits(self, microbatch: int, memory: float) -> bool:
-        """Whether a forward fits and leaves room for the oldest micro-batch with forwards left.
+        """Whether a forward fits and, in a free order, leaves room for the oldest micro-batch with forwards left.
 
         So the oldest unfinished micro-batch of the whole pipeline finds room on every rank: the
         older ones are gone and the younger ones leave enough. It is never stuck, nor is the next.
@@ -53,7 +63,7 @@ class _Rank:
         if self.used + memory > self.limit:
             return False
         younger = self.used - self.used_by_oldest
-        return microbatch <= self.oldest or self.whole + younger + memory <= self.limit
+        return self.order is not None or microbatch <= self.oldest or self.whole + younger + memory <= self.limit
 
     def append(self, action: Action, end: float, memory: float) -> None:
         microbatch = action.microbatch
@@ -73,168 +83,139 @@ class _Rank:
 class ListScheduler:
     """Makes schedules whose ranks never hold more activation memory than `limits[rank]`.
 
-    A free rank takes the forward or backward that its rule chooses. If there is none that could
-    start now it takes its oldest W, unless one is due that could start before `patience` times
-    that W has passed. With `split=False` backwards are whole (B) and there is no W. Filling idle
-    time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
-
-    Raises ValueError if a rank cannot hold one whole micro-batch.
+    With `split=False` backwards are whole (B) and there is no W. Raises ValueError if a rank cannot hold one whole
+    micro-batch.
     """
 
     def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True) -> None:
         self._shape, self._costs, self._limits = shape, costs, limits
         self._backward = Kind.I if split else Kind.B
-        placement = shape.placement
-        self._rank_of = [placement.rank_of(stage) for stage in range(shape.num_stages)]
+        self._rules = rules_of(shape, costs, (Kind.F, self._backward, Kind.W))
         self._whole = [
-            sum(sum(costs.activation[stage]) for stage in placement.stages_of(rank)) for rank in range(shape.num_ranks)
+            sum(sum(costs.activation[stage]) for stage in shape.placement.stages_of(rank))
+            for rank in range(shape.num_ranks)
         ]
         for rank, (whole, limit) in enumerate(zip(self._whole, limits, strict=True)):
             if whole > limit:
                 raise ValueError(
                     f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
                 )
-        self._followers: dict[tuple[Kind, int, int], list[_Follower]] = {}  # the same for every micro-batch
-        for stage in range(shape.num_stages):
-            for segment in range(shape.num_segments):
-                for kind in (Kind.F, Kind.B):
-                    self._link(Action(kind, stage, 0, segment))
+        # By kind and stage of an action, the queues in which one may need it, its own among them.
+        queues = list(product((Kind.F, self._backward), range(shape.num_stages)))
+        self._followers = {queue: {queue} for queue in queues}
+        for (kind, stage), segment in product(queues, range(shape.num_segments)):
+            for needed in dependencies(Action(kind, stage, 0, segment), shape):
+                self._followers[self._own_kind(needed), needed.stage].add((kind, stage))
 
-    def _link(self, action: Action) -> None:
-        needs = dependencies(action, self._shape)
-        for needed in needs:
-            delay = self._costs.delay(needed, action, self._shape.placement)
-            follower = action.kind, action.stage, action.segment, delay, len(needs)
-            self._followers.setdefault((needed.kind, needed.stage, needed.segment), []).append(follower)
+    def plan(
+        self,
+        priority: Priority,
+        patience: float = 0.0,
+        hold: float = 0.0,
+        orders: Sequence[Sequence[Action]] | None = None,
+    ) -> Schedule | None:
+        """A free rank takes what has the smallest priority among the forwards and backwards that can start and fit.
 
-    def by_priority(self, priority: Priority, patience: float = 0.0, hold: float = 0.0) -> Schedule:
-        """Each rank takes what has the smallest priority among what can start and fits.
+        No forward starts if a backward is due before `hold` times that forward has passed. A rank that starts none
+        takes its oldest W, unless one is due that could start before `patience` times that W has passed. Filling idle
+        time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
 
-        No forward starts if a backward is due before `hold` times that forward has passed.
+        With `orders` each rank keeps to the order of the F and B (or I) there, in which the units of a stage come in
+        their own order, and adds W only; None if that cannot be kept within the limits.
         """
+        stride = self._shape.num_segments
+        ranks = [self._new_rank(index, orders) for index in range(self._shape.num_ranks)]
+        queues = {key: queue for rank in ranks for key, queue in rank.queues.items()}
+        end_of: dict[int, float] = {}
+        events: list[tuple[float, int]] = []  # when which rank may find something to do
 
-        def rule(rank: _Rank, now: float) -> tuple[tuple[Kind, int] | None, float]:
-            chosen, best, soonest, backward = None, inf, inf, inf
-            for (kind, stage), heap in rank.ready.items():
-                if not heap:
-                    continue
-                position, time, action = heap[0]
-                if kind is Kind.F:
-                    memory = self._costs.activation[stage][action.segment]
-                    if not rank.admits(action.microbatch, memory):
-                        continue
-                if time > now:
-                    soonest = min(soonest, time)
-                    if kind is Kind.B:
-                        backward = min(backward, time)
-                    continue
-                value = priority(kind, position, stage)
-                if value < best:
-                    chosen, best = (kind, stage), value
-            if chosen is not None and chosen[0] is Kind.F:
-                forward = rank.ready[chosen][0][2]
-                if backward < now + hold * self._duration(forward):
-                    return None, backward
-            return chosen, soonest
+        def release(queue: _Queue) -> None:
+            """Notes when the next action can start, if all that it needs has started."""
+            if queue.time < inf or queue.position == len(queue.actions):
+                return
+            kind, stage, microbatch, segment = queue.actions[queue.position]
+            code, needs, _ = self._rules[kind][stage][segment]
+            code += microbatch * stride
+            time = 0.0
+            for difference, delay in needs:
+                if code + difference not in end_of:
+                    return
+                time = max(time, end_of[code + difference] + delay)
+            queue.time = time
+            heappush(events, (time, queue.rank))
 
-        return self._run(rule, patience)
-
-    def by_order(self, orders: Sequence[Sequence[Action]], patience: float = 0.0) -> Schedule | None:
-        """Each rank keeps to the order of the F and B (or I) in `orders` and adds W only.
-
-        Units of a stage have to come in the order of their micro-batches there. None if the order
-        cannot be kept within the limits.
-        """
-        plans = [
-            deque(a if a.kind is Kind.F else a._replace(kind=Kind.B) for a in order if a.kind is not Kind.W)
-            for order in orders
-        ]
-
-        def rule(rank: _Rank, now: float) -> tuple[tuple[Kind, int] | None, float]:
-            if not plans[rank.index]:
-                return None, inf
-            wanted = plans[rank.index][0]
-            heap = rank.ready[wanted.kind, wanted.stage]
-            if not heap or heap[0][2] != wanted:
-                return None, inf
-            memory = self._costs.activation[wanted.stage][wanted.segment]
-            if wanted.kind is Kind.F and rank.used + memory > rank.limit:
-                return None, inf
-            if heap[0][1] > now:
-                return None, heap[0][1]
-            plans[rank.index].popleft()
-            return (wanted.kind, wanted.stage), inf
-
-        schedule = self._run(rule, patience)
-        return None if any(plans) else schedule
-
-    def _run(self, rule: Callable[[_Rank, float], tuple[tuple[Kind, int] | None, float]], patience: float) -> Schedule:
-        ranks = [self._new_rank(index) for index in range(self._shape.num_ranks)]
-        missing: _Missing = {}
-        events = [(0.0, self._rank_of[0])]  # when which rank may find something to do
+        release(queues[Kind.F, 0])
         while events:
             now, index = heappop(events)
             rank = ranks[index]
             if now < rank.free:
                 continue
-            chosen, soonest = rule(rank, now)
-            if chosen is not None:
-                action = heappop(rank.ready[chosen])[2]
-                if action.kind is Kind.B:
-                    action = action._replace(kind=self._backward)
+            queue, soonest = self._choice(rank, now, priority, hold)
+            if queue is not None:
+                action = queue.actions[queue.position]
+                queue.position, queue.time = queue.position + 1, inf
+                if rank.order is not None:
+                    rank.order.popleft()
             elif rank.weights and soonest >= now + patience * self._duration(rank.weights[0]):
                 action = rank.weights.popleft()
             else:
                 continue
+            kind, stage, microbatch, segment = action
             end = now + self._duration(action)
-            rank.append(action, end, memory_change(self._costs, action.kind, action.stage, action.segment))
+            rank.append(action, end, memory_change(self._costs, kind, stage, segment))
             heappush(events, (end, index))
-            if action.kind is Kind.I:
+            if kind is Kind.I:
                 rank.weights.append(action._replace(kind=Kind.W))
-            if action.kind is not Kind.W:
-                self._release(action, end, missing, ranks, events)
+            if kind is not Kind.W:
+                end_of[self._rules[kind][stage][segment].code + microbatch * stride] = end
+                for follower in self._followers[kind, stage]:
+                    release(queues[follower])
+        if any(rank.order for rank in ranks):
+            return None
         return Schedule(self._shape, tuple(tuple(rank.actions) for rank in ranks))
 
-    def _new_rank(self, index: int) -> _Rank:
+    def _choice(self, rank: _Rank, now: float, priority: Priority, hold: float) -> tuple[_Queue | None, float]:
+        """What a rank takes now, or None, and when it could take something else."""
+        chosen, best, soonest, backward, duration = None, inf, inf, inf, 0.0
+        for queue in rank.candidates():
+            kind, stage, microbatch, segment = queue.actions[queue.position]
+            if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][segment]):
+                continue
+            if queue.time > now:
+                soonest = min(soonest, queue.time)
+                if kind is not Kind.F:
+                    backward = min(backward, queue.time)
+                continue
+            value = priority(kind, queue.position, stage)
+            if value < best:
+                chosen, best = queue, value
+                duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
+        if chosen is not None and backward < now + hold * duration:
+            return None, backward
+        return chosen, soonest
+
+    def _new_rank(self, index: int, orders: Sequence[Sequence[Action]] | None) -> _Rank:
         shape = self._shape
-        stages = shape.placement.stages_of(index)
-        ready: _Ready = {(kind, stage): [] for stage in stages for kind in (Kind.F, Kind.B)}
-        if 0 in stages:
-            for microbatch in range(shape.num_microbatches):
-                first = Action(Kind.F, 0, microbatch, 0)
-                ready[Kind.F, 0].append((microbatch * shape.num_segments, 0.0, first))
+        stages, segments = shape.placement.stages_of(index), range(shape.num_segments)
+        queues = {}
+        for stage in stages:
+            for kind, in_order in ((Kind.F, segments), (self._backward, segments[::-1])):
+                units = product([kind], [stage], range(shape.num_microbatches), in_order)
+                queues[kind, stage] = _Queue(index, [Action(*unit) for unit in units])
+        order = None
+        if orders is not None:
+            order = deque(a._replace(kind=self._own_kind(a)) for a in orders[index] if a.kind is not Kind.W)
         return _Rank(
-            index=index,
             limit=self._limits[index],
             whole=self._whole[index],
             forwards_left=[len(stages) * shape.num_segments] * shape.num_microbatches,
             held=[0.0] * shape.num_microbatches,
-            ready=ready,
+            queues=queues,
+            order=order,
         )
 
-    def _release(
-        self,
-        action: Action,
-        end: float,
-        missing: _Missing,
-        ranks: Sequence[_Rank],
-        events: list[tuple[float, int]],
-    ) -> None:
-        """Makes ready what waited for this forward or backward alone."""
-        num_segments = self._shape.num_segments
-        microbatch, ended = action.microbatch, Kind.F if action.kind is Kind.F else Kind.B
-        for follower in self._followers.get((ended, action.stage, action.segment), ()):
-            kind, stage, segment, delay, needs = follower
-            waiting = kind, stage, microbatch, segment
-            number, arrival = missing.pop(waiting, (needs, 0.0))
-            arrival = max(arrival, end + delay)
-            if number > 1:
-                missing[waiting] = number - 1, arrival
-                continue
-            within = segment if kind is Kind.F else num_segments - 1 - segment
-            rank = ranks[self._rank_of[stage]]
-            heappush(rank.ready[kind, stage], (microbatch * num_segments + within, arrival, Action(*waiting)))
-            heappush(events, (arrival, rank.index))
+    def _own_kind(self, action: Action) -> Kind:
+        return Kind.F if action.kind is Kind.F else self._backward
 
     def _duration(self, action: Action) -> float:
-        return self._costs.duration(action.kind, action.stage, action.segment)
+        return self._rules[action.kind][action.stage][action.segment].duration

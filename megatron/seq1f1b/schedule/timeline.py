@@ -78,15 +78,7 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
     }
     ranks = [
         [
-            {
-                "kind": action.kind.value,
-                "stage": action.stage,
-                "chunk": placement.chunk_of(action.stage),
-                "microbatch": action.microbatch,
-                "segment": action.segment,
-                "start": start,
-                "end": end,
-            }
+            {**action._asdict(), "chunk": placement.chunk_of(action.stage), "start": start, "end": end}
             for action, start, end in spans
         ]
         for spans in timeline.ranks
@@ -106,23 +98,18 @@ def from_json(data: Mapping[str, Any]) -> Timeline:
     shape = Shape(placement, sizes["microbatches"], sizes["segments"])
     if len(data["ranks"]) != shape.num_ranks:
         raise ValueError(f"num_ranks is {shape.num_ranks}, but there are {len(data['ranks'])}")
-    ranks = tuple(
-        tuple(
-            Span(
-                Action(Kind(row["kind"]), row["stage"], row["microbatch"], row["segment"]),
-                row["start"],
-                row["end"],
-            )
-            for row in rows
-        )
-        for rows in data["ranks"]
-    )
+    ranks = tuple(tuple(map(_span, rows)) for rows in data["ranks"])
     for action, start, end in (span for spans in ranks for span in spans):
         if not _is_of(shape, action):
             raise ValueError(f"{action} is not of {shape}")
         if not -inf < start <= end < inf or end - start == inf:
             raise ValueError(f"{action} lasts from {start} to {end}")
     return Timeline(shape, ranks, meta.pop("time_unit", ""), meta)
+
+
+def _span(row: Mapping[str, Any]) -> Span:
+    action = Action(Kind(row["kind"]), row["stage"], row["microbatch"], row["segment"])
+    return Span(action, row["start"], row["end"])
 
 
 def _is_of(shape: Shape, action: Action) -> bool:

@@ -1,6 +1,6 @@
 """When each compute action of a schedule starts and ends, for given costs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import repeat
 from math import inf
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from typing import NamedTuple
 from .action import Action, Kind
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
-from .schedule import Schedule
+from .schedule import Schedule, Shape
 from .timeline import Span, Timeline
 
 _ROW = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
 
 
-class _Rule(NamedTuple):
+class Rule(NamedTuple):
     """The rule of a kind, stage and segment, for all micro-batches.
 
     `code` numbers what the action gives for micro-batch 0; `needs` holds, for every dependency, the difference to its
@@ -26,30 +26,28 @@ class _Rule(NamedTuple):
     duration: float
 
 
-def _rules(schedule: Schedule, costs: Costs) -> dict[Kind, list[list[_Rule]]]:
+def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
     """`dependencies` and costs as a table by kind, stage and segment, so that millions of actions take seconds.
 
     Outcomes have codes, dense from 0; those of successive micro-batches differ by the number of segments. The
     dependencies of an action never leave its micro-batch.
     """
-    shape = schedule.shape
 
     def code_of(action: Action) -> int:
         value = outcome(action)
         return (_ROW[value.kind] * shape.num_stages + value.stage) * shape.num_units + value.segment
 
-    def rule(action: Action) -> _Rule:
+    def rule(action: Action) -> Rule:
         code = code_of(action)
         needs = tuple(
             (code_of(needed) - code, costs.delay(needed, action, shape.placement))
             for needed in dependencies(action, shape)
         )
-        return _Rule(code, needs, costs.duration(action.kind, action.stage, action.segment))
+        return Rule(code, needs, costs.duration(action.kind, action.stage, action.segment))
 
     stages, segments = range(shape.num_stages), range(shape.num_segments)
     return {
-        kind: [[rule(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages]
-        for kind in {action.kind for actions in schedule.ranks for action in actions}
+        kind: [[rule(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages] for kind in kinds
     }
 
 
@@ -67,7 +65,8 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     """
     shape = schedule.shape
     costs.check(shape)
-    rules, stride = _rules(schedule, costs), shape.num_segments
+    rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
+    stride = shape.num_segments
     end_of = [-inf] * (len(_ROW) * shape.num_stages * shape.num_units)
     waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
     runnable = list(range(len(schedule.ranks)))
