@@ -43,7 +43,7 @@ from megatron.core.pipeline_parallel.schedules import backward_step, forward_ste
 
 from megatron.seq1f1b.model import Segment, SegmentContext, WeightGradientStore  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
-from megatron.seq1f1b.model.kernels import Gradients, Kernel  # noqa: E402
+from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.runtime.call import Call  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
 from megatron.seq1f1b.runtime.interpreter import Interpreter, Services, Step  # noqa: E402
@@ -93,11 +93,10 @@ class NoKernel:
     """Attention that returns its input."""
 
     def forward(self, query, key, value):
-        return query.flatten(2), (query,)
+        return query.view_as(query), (query,)
 
     def backward(self, grad_output, saved):
-        grad = grad_output.view_as(saved.query)
-        return Gradients.of_last_keys(grad, torch.zeros_like(saved.key), torch.zeros_like(saved.value))
+        return Gradients(grad_output, torch.zeros_like(saved.key), torch.zeros_like(saved.value))
 
 
 def forward_step_func(_, model):
@@ -165,15 +164,12 @@ class Bare(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        query, *_ = ctx.saved_tensors
-        grad = grad_output.view_as(query)
-        return grad, grad, grad, None
+        return grad_output, grad_output, grad_output, None
 
 
 def attention_layer(kernel: Kernel) -> SegmentAttention:
     config = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=True)
-    layer = SegmentAttention(config)
-    layer.kernels._choose = lambda *_: kernel
+    layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda *_: kernel))
     layer.context = SegmentContext()
     return layer
 
@@ -206,28 +202,21 @@ class Moved(NamedTuple):
     by_attention: int
 
 
-class CountedKernel:
+class CountedKernel(DocumentKernel):
     """Attention on tensors without values; in one call for packed documents, too."""
 
     def __init__(self, beside: "KernelsBeside") -> None:
         self._beside = beside
 
-    def forward_packed(self, query, key, value, lengths=None):
+    def forward(self, query, key, value, documents=None):
         with self._beside.attention(query, key, value) as tensors:
             tensors += [output := query.clone(), statistics := query[..., 0].float()]
         return output, (statistics,)
 
-    def backward_packed(self, grad_output, saved, lengths=None):
+    def backward(self, grad_output, saved, documents=None):
         with self._beside.attention(grad_output, *saved[:4], *saved.statistics) as tensors:
             tensors += [grads := [x.clone() for x in saved[:3]]]
-        return grads
-
-    def forward(self, query, key, value):
-        output, statistics = self.forward_packed(query, key, value)
-        return output.flatten(2), statistics
-
-    def backward(self, grad_output, saved):
-        return Gradients.of_last_keys(*self.backward_packed(grad_output, saved))
+        return Gradients(*grads)
 
 
 class KernelsBeside(TorchDispatchMode):

@@ -116,20 +116,18 @@ class SegmentAttention(torch.nn.Module):
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
-        length = num_keys = key.shape[0]
-        documents = None
+        prefix, documents = 0, None
         if segment is not None:
             # A window leaves out the first keys.
-            first_key = 0 if rule.window is None else max(0, segment.start - rule.window)
-            num_keys = segment.end - first_key
+            prefix = segment.start if rule.window is None else min(segment.start, rule.window)
             if segment.documents is not None:
                 assert query.shape[1] == len(segment.documents), (
                     f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the "
                     "script flattens packed batches; use --micro-batch-size 1"
                 )
-                documents = segment.visible_documents(first_key)
-        runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
-        kernel = on_parts(kernel, length, num_keys, runs, documents)
+                documents = segment.visible_documents(segment.start - prefix)
+        runs = ((0, len(key)),) if self.exchange is None else self.exchange.own_queries(len(key))
+        kernel = on_parts(kernel, prefix, runs, documents)
         kept = None if segment is None or not self.context.keeps_for_backward else self.context.kept_attention
         if kept is None:
             return kernel
@@ -193,13 +191,14 @@ class _Attend(torch.autograd.Function):
             output, statistics = call.kernel.forward(query, *call.cache.read(segment.start, segment.end))
             ctx.save_for_backward(query, output, *statistics)
         ctx.call = call
-        return output
+        return output.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
         kernel, segment, cache, release = ctx.call
         query, output, *statistics = ctx.saved_tensors
+        grad_output = grad_output.view_as(output)
         if cache is None:
             *statistics, key, value = statistics
             grads = kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))

@@ -23,19 +23,19 @@ class GradientSum:
         self._start = sequence_length  # of the segment that went backward last
         self._sum: Tensor | None = None
 
-    def exchange(self, start: int, end: int, own: Tensor, prefix: Tensor | None) -> Tensor:
+    def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
         """Leave gradients for earlier segments, take those that later segments left for this one.
 
-        `own` is the gradient [end − start, ...] of the segment's rows by its own queries, `prefix` that [p, ...] of the
-        p rows before it. Returns the complete gradient of the segment.
+        `grad` is the gradient [u, ...] of the last u rows up to `end` by the segment's own queries, and is written to.
+        Returns the complete gradient [end − start, ...] of the segment.
         """
         assert end == self._start, "segments went backward out of order"
         left, self._start = self._sum, start
+        own, rows_before = _last(grad, end - start), len(grad) - (end - start)
         if left is not None:
-            _last(own, left.shape[0]).add_(_last(left, own.shape[0]))
-            rows = left.shape[0] - own.shape[0]
-            left = left[:rows] if rows > 0 else None
-        self._sum = left if prefix is None else _added(prefix, left)
+            _last(own, len(left)).add_(_last(left, len(own)))
+            left = left[: -len(own)] if len(left) > len(own) else None
+        self._sum = left if rows_before == 0 else _added(grad[:rows_before], left)
         return own
 
 
@@ -84,8 +84,7 @@ class SegmentCache(ABC):
         Returns the complete gradients of the segment's keys and values, and that of what `take_prefix` returned.
         """
         keys, values = self.gradients
-        of_keys, of_values = grads.prefix or (None, None)
-        return keys.exchange(start, end, grads.key, of_keys), values.exchange(start, end, grads.value, of_values), None
+        return keys.exchange(start, end, grads.key), values.exchange(start, end, grads.value), None
 
     def take_prefix(self) -> Tensor | None:
         """The prefix of the running segment as a part of the graph, None where its gradients are left in the cache."""

@@ -120,16 +120,16 @@ class LatentCache(SegmentCache):
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the rotary keys; the gradients of the prefix go on through the projection, as [start, b, h·(d + e)]."""
-        own = grads.key.clone()
-        # The gradients of all heads add up to that of what they share.
-        shared, (_, rotary) = own[:, :, 0, self._size :], self.gradients
-        if grads.prefix is None:
-            rotary.exchange(start, end, shared, None)
+        (_, rotary), size, length = self.gradients, self._size, end - start
+        own = grads.key[-length:].clone()
+        # The gradients of all heads add up to that of what they share, which goes on through the first.
+        own[..., size:] = 0
+        own[:, :, 0, size:] = rotary.exchange(start, end, grads.key[..., size:].sum(2))
+        if len(grads.key) == length:
             return own, grads.value, None
-        keys, values = grads.prefix
-        rotary.exchange(start, end, shared, keys[..., self._size :].sum(2))
-        of_prefix = torch.cat([keys[..., : self._size], values], -1).flatten(2)
-        return own, grads.value, torch.nn.functional.pad(of_prefix, (0, 0, 0, 0, start - of_prefix.shape[0], 0))
+        of_prefix = torch.cat([grads.key[:-length, ..., :size], grads.value[:-length]], -1).flatten(2)
+        of_prefix = torch.nn.functional.pad(of_prefix, (0, 0, 0, 0, start - len(of_prefix), 0))
+        return own, grads.value[-length:], of_prefix
 
 
 class _Join(torch.autograd.Function):
@@ -145,8 +145,5 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        segment = ctx.segment
-        own = grad[segment.start :].clone()
         latents, _ = ctx.cache.gradients
-        latents.exchange(segment.start, segment.end, own, None if segment.is_first else grad[: segment.start])
-        return own, None, None
+        return latents.exchange(ctx.segment.start, ctx.segment.end, grad.clone()), None, None

@@ -221,8 +221,8 @@ def test_segments_equal_unfused_attention(monkeypatch, provider, heads):
 def test_documents_in_one_call_equal_documents_apart(monkeypatch, provider, documents):
     kernel_of = provider(monkeypatch)
     visible = VisibleDocuments(documents)
-    assert isinstance(on_parts(kernel_of(RULE), 40, 40, [(0, 40)], visible), DocumentsPacked)
-    assert isinstance(on_parts(Unfused(RULE), 40, 40, [(0, 40)], visible), InCalls)
+    assert isinstance(on_parts(kernel_of(RULE), 0, [(0, 40)], visible), DocumentsPacked)
+    assert isinstance(on_parts(Unfused(RULE), 0, [(0, 40)], visible), InCalls)
     tensors = inputs((len(documents), 4, 2, 64, 64))
     apart = step(Unfused, *tensors, documents=documents)
     for result, expected in zip(step(kernel_of, *tensors, documents=documents), apart, strict=True):
@@ -262,14 +262,9 @@ def test_calls_fit_the_operators_of_pytorch(start, groups):
     key, value = (torch.empty(start + length, batch, groups, size, dtype=torch.bfloat16, device="meta") for _ in "kv")
     kernel = CudaFlash(AttentionRule(0.125, 0.1))
     output, statistics = kernel.forward(query, key, value)
-    assert output.shape == (length, batch, heads * size)
+    assert output.shape == query.shape
     grads = kernel.backward(torch.empty_like(output), Saved(query, key, value, output, statistics))
-    assert grads.query.shape == query.shape
-    assert grads.key.shape == grads.value.shape == (length, batch, groups, size)
-    if start:
-        assert all(grad.shape == (start, batch, groups, size) for grad in grads.prefix)
-    else:
-        assert grads.prefix is None
+    assert [x.shape for x in grads[:3]] == [query.shape, key.shape, value.shape]
 
 
 def test_packed_calls_fit_the_operators_of_pytorch():
@@ -278,10 +273,10 @@ def test_packed_calls_fit_the_operators_of_pytorch():
     ends = torch.empty(4, dtype=torch.int32, device="meta")
     packing = CumulativeLengths(ends, ends, 20, 40)
     kernel = CudaFlash(AttentionRule(0.125, 0.1))
-    output, statistics = kernel.forward_packed(query, key, value, packing)
+    output, statistics = kernel.forward(query, key, value, packing)
     assert output.shape == query.shape
-    grads = kernel.backward_packed(output, Saved(query, key, value, output, statistics), packing)
-    assert [x.shape for x in grads] == [query.shape, key.shape, value.shape]
+    grads = kernel.backward(output, Saved(query, key, value, output, statistics), packing)
+    assert [x.shape for x in grads[:3]] == [query.shape, key.shape, value.shape]
 
 
 def test_the_stand_in_takes_what_flash_attn_4_takes(monkeypatch):
@@ -302,14 +297,14 @@ def test_transformer_engine_gets_its_own_argument_names():
     functions = {each.name: each.args for each in ast.parse(path.read_text()).body if isinstance(each, ast.FunctionDef)}
     calls = {}
     kernel = object.__new__(TransformerEngineFused)
-    kernel._rule, kernel._ends = RULE, {}
+    kernel._rule, kernel._ends = RULE, lambda *of: None
     kernel._package = SimpleNamespace(
         FusedAttnBackend={"F16_arbitrary_seqlen": 1},
         fused_attn_fwd=lambda **call: calls.update(fused_attn_fwd=call) or (call["q"], [call["q"]]),
         fused_attn_bwd=lambda **call: calls.update(fused_attn_bwd=call) or (call["q"], call["k"], call["v"]),
     )
     x = torch.zeros(2, 1, 1, 8)
-    kernel.backward(torch.zeros(2, 1, 8), Saved(x, x, x, *kernel.forward(x, x, x)))
+    kernel.backward(x, Saved(x, x, x, *kernel.forward(x, x, x)))
     for name, call in calls.items():
         parameters = [each.arg for each in functions[name].args]
         required = parameters[: len(parameters) - len(functions[name].defaults)]

@@ -30,14 +30,12 @@ def run(kernel_of, query, key, value, grad, dropout, seed):
     runs = [kernel.forward(query[a:b], key[:b], value[:b]) for a, b in BOUNDS]
     grad_query, grad_key, grad_value = (torch.zeros_like(x) for x in (query, key, value))
     for (a, b), (output, statistics) in reversed(list(zip(BOUNDS, runs, strict=True))):
-        part = kernel.backward(grad[a:b], Saved(query[a:b], key[:b], value[:b], output, statistics))
+        grad_output = grad[a:b].view_as(output)
+        part = kernel.backward(grad_output, Saved(query[a:b], key[:b], value[:b], output, statistics))
         grad_query[a:b] = part.query
-        grad_key[a:b] += part.key
-        grad_value[a:b] += part.value
-        if part.prefix is not None:
-            grad_key[:a] += part.prefix[0]
-            grad_value[:a] += part.prefix[1]
-    return [torch.cat([output for output, _ in runs]), grad_query, grad_key, grad_value]
+        grad_key[:b] += part.key
+        grad_value[:b] += part.value
+    return [torch.cat([output.flatten(2) for output, _ in runs]), grad_query, grad_key, grad_value]
 
 
 def masks(kernel_of, query, key, dropout, seed):
@@ -46,7 +44,7 @@ def masks(kernel_of, query, key, dropout, seed):
     units = torch.eye(LENGTH, dtype=query.dtype)[:, None, None].expand(LENGTH, BATCH, GROUPS, LENGTH)
     kernel = kernel_of(AttentionRule(SCALE, dropout))
     weights = [kernel.forward(query[a:b], key[:b], units[:b])[0] for a, b in BOUNDS]
-    return torch.cat(weights).unflatten(2, (HEADS, LENGTH)).permute(1, 2, 0, 3) != 0
+    return torch.cat(weights).permute(1, 2, 0, 3) != 0
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

@@ -62,8 +62,7 @@ class Attention:
         keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
         kernel = WithSink(KernelChoice().kernel(AttentionRule(SIZE**-0.5), query, values), sink)
         if self.documents is not None:
-            documents = segment.visible_documents(0)
-            kernel = on_parts(kernel, segment.length, segment.end, [(0, segment.length)], documents)
+            kernel = on_parts(kernel, segment.start, [(0, segment.length)], segment.visible_documents(0))
         release = partial(self.context.release, self, segment.microbatch)
         call = _Call(kernel, segment, cache, release)
         return _Attend.apply(query, keys, values, sink, cache.take_prefix(), call)

@@ -8,13 +8,14 @@ kernel to the documents of packed sequences, and to some of the queries of a seg
 from .adapted import WithSink
 from .choice import KernelChoice
 from .flash import CudaFlash
-from .interface import AttentionRule, Gradients, Kernel, Saved
+from .interface import AttentionRule, DocumentKernel, Gradients, Kernel, Saved
 from .parts import on_parts
 from .unfused import default_generator
 
 __all__ = [
     "AttentionRule",
     "CudaFlash",
+    "DocumentKernel",
     "Gradients",
     "Kernel",
     "KernelChoice",

@@ -22,23 +22,15 @@ class Padded:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         size = self._size(query, value)
         output, statistics = self.kernel.forward(*(_pad(x, size) for x in (query, key, value)))
-        heads = output.view(*query.shape[:3], size)
-        return heads[..., : value.shape[3]].flatten(2).contiguous(), statistics
+        return output[..., : value.shape[3]].contiguous(), statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        query, key, value, output, statistics = saved
-        size = self._size(query, value)
-        grad_output, output = (
-            _pad(x.unflatten(2, (-1, value.shape[3])), size).flatten(2) for x in (grad_output, output)
-        )
-        padded = Saved(*(_pad(x, size) for x in (query, key, value)), output, statistics)
-        grads = self.kernel.backward(grad_output, padded)
-
-        def own_sizes(grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
-            return grad_key[..., : key.shape[3]], grad_value[..., : value.shape[3]]
-
-        prefix = own_sizes(*grads.prefix) if grads.prefix is not None else None
-        return Gradients(grads.query[..., : query.shape[3]], *own_sizes(grads.key, grads.value), prefix)
+        *tensors, statistics = saved
+        size, value_size = self._size(saved.query, saved.value), saved.value.shape[3]
+        padded = Saved(*(_pad(x, size) for x in tensors), statistics)
+        query, key, value, _ = self.kernel.backward(_pad(grad_output, size), padded)
+        own_size = saved.query.shape[3]
+        return Gradients(query[..., :own_size], key[..., :own_size], value[..., :value_size])
 
     def _size(self, query: Tensor, value: Tensor) -> int:
         largest = max(query.shape[3], value.shape[3])
@@ -70,14 +62,13 @@ class WithSink:
         heads = self._by_head(logsumexp, query)
         total = torch.logaddexp(heads, self._sink(heads))
         kept = (heads - total).exp().permute(2, 0, 1).unsqueeze(-1)
-        output = (output.unflatten(2, (query.shape[2], -1)) * kept).to(output.dtype).flatten(2)
-        return output, (total.view_as(logsumexp), *others)
+        return (output * kept).to(output.dtype), (total.view_as(logsumexp), *others)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         total = self._by_head(saved.statistics[0], saved.query)
         weight = (self._sink(total) - total).exp()
         # Σ weight · its gradient over the keys of a query, as [b, h, n]: the sink's own gradient is 0.
-        expected = (grad_output * saved.output).unflatten(2, (saved.query.shape[2], -1)).to(total.dtype).sum(-1)
+        expected = (grad_output * saved.output).to(total.dtype).sum(-1)
         grad_sink = -(weight * expected.permute(1, 2, 0)).sum((0, 2)).to(self.sink.dtype)
         return self.kernel.backward(grad_output, saved)._replace(sink=grad_sink)
 

@@ -1,6 +1,7 @@
 """Which kernel serves a layer, by Megatron's own flags for attention."""
 
 import logging
+from functools import cache, partial
 
 import torch
 import torch.nn.attention
@@ -38,19 +39,16 @@ class KernelChoice:
         self._backend = backend
         self._asked_for = flash_attention_version
         self._has_dropout = has_dropout
-        self._version: int | None = None  # once a layer needs it
-        self._chosen: dict[tuple, Kernel] = {}
-        self._warned: set[str] = set()
+        self._chosen = cache(self._choose)
+        self._version = cache(self._best_version)
+        self._warn_once = cache(partial(warn_on_rank_0, _log))
 
     def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
         """The kernel by which `rule` is computed for queries like [n, b, h, d] and values like [m, b, g, e].
 
         Chosen at the first tensors of a device, type and head sizes; later ones get the same kernel.
         """
-        key = rule, self.is_on_gpu(query), query.dtype, query.shape[3], value.shape[3]
-        if key not in self._chosen:
-            self._chosen[key] = self._choose(*key)
-        return self._chosen[key]
+        return self._chosen(rule, self.is_on_gpu(query), query.dtype, query.shape[3], value.shape[3])
 
     @staticmethod
     def is_on_gpu(tensor: Tensor) -> bool:
@@ -65,7 +63,7 @@ class KernelChoice:
             return "PyTorch's flash attention for CPUs"
         if self._backend == "fused":
             return "Transformer Engine's fused attention"
-        version = self._best_version()
+        version = self._version()
         return f"FlashAttention-{version}" + (" of PyTorch" if version == 2 else "")
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
@@ -94,14 +92,10 @@ class KernelChoice:
     def _fused(self, rule: AttentionRule) -> Kernel:
         if self._backend == "fused":
             return TransformerEngineFused(rule)
-        if self._version is None:
-            self._version = self._best_version()
-            if self._version == 3:
-                torch.nn.attention.activate_flash_attention_impl("FA3")
-        return FlashAttention4(rule) if self._version == 4 and rule.window is None else CudaFlash(rule)
+        return FlashAttention4(rule) if self._version() == 4 and rule.window is None else CudaFlash(rule)
 
     def _best_version(self) -> int:
-        """The version for this process."""
+        """The version for this process, whose operators run on it from now on."""
         if self._asked_for in (3, 4):
             reason = "it has no attention dropout" if self._has_dropout else why_not(self._asked_for)
             if reason is not None:
@@ -109,15 +103,12 @@ class KernelChoice:
                     f"--flash-attention-version {self._asked_for} cannot be used: {reason}; or drop it, which takes "
                     "FlashAttention 2"
                 )
-            return self._asked_for
-        if self._asked_for == 2 or self._has_dropout:
+        elif self._asked_for == 2 or self._has_dropout:
             return 2
-        reason = why_not(3)
-        if reason is not None and torch.cuda.get_device_capability()[0] == 9:
-            self._warn_once(f"attention runs on FlashAttention-2 instead of FlashAttention-3: {reason}")
-        return 2 if reason else 3
-
-    def _warn_once(self, warning: str) -> None:
-        if warning not in self._warned:
-            warn_on_rank_0(_log, warning)
-        self._warned.add(warning)
+        elif (reason := why_not(3)) is not None:
+            if torch.cuda.get_device_capability()[0] == 9:
+                self._warn_once(f"attention runs on FlashAttention-2 instead of FlashAttention-3: {reason}")
+            return 2
+        if self._asked_for != 4:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        return self._asked_for or 3

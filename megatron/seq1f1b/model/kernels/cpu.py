@@ -1,4 +1,4 @@
-"""PyTorch's CPU flash attention, in two parts per segment.
+"""PyTorch's CPU flash attention, in parts of the keys.
 
 The operator aligns its causal mask top-left, so a segment is computed as full attention to the prefix plus causal
 attention to itself, merged by their log-sum-exps. The backward needs no merge: given the merged output and
@@ -7,6 +7,7 @@ exp(score − logsumexp) with the log-sum-exp of the whole row.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from .interface import AttentionRule, Gradients, Saved
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Of the prefix, in the backward: their gradients exist twice until they are with the others.
+_KEYS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -28,27 +32,28 @@ class CpuFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         start, scale = key.shape[0] - query.shape[0], self.rule.scale
-        q = _heads_first(query)
-        output, logsumexp = _flash(q, _heads_first(key[start:]), _heads_first(value[start:]), 0.0, True, scale=scale)
+        q, k, v = map(_heads_first, (query, key, value))
+        output, logsumexp = _flash(q, k[:, :, start:], v[:, :, start:], 0.0, True, scale=scale)
         if start:
-            prefix = _flash(q, _heads_first(key[:start]), _heads_first(value[:start]), 0.0, False, scale=scale)
+            prefix = _flash(q, k[:, :, :start], v[:, :, :start], 0.0, False, scale=scale)
             output, logsumexp = _merge(output, logsumexp, *prefix)
-        return output.permute(2, 0, 1, 3).flatten(2).contiguous(), (logsumexp,)
+        return output.permute(2, 0, 1, 3).contiguous(), (logsumexp,)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        start, (logsumexp,) = saved.start, saved.statistics
-        q, o, grad = (_heads_first(x.reshape(saved.query.shape)) for x in (saved.query, saved.output, grad_output))
-
-        def part(rows: slice, is_causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            k, v = _heads_first(saved.key[rows]), _heads_first(saved.value[rows])
-            grads = _flash_backward(grad, q, k, v, o, logsumexp, 0.0, is_causal, scale=self.rule.scale)
-            return tuple(x.permute(2, 0, 1, 3) for x in grads)
-
-        grad_query, grad_key, grad_value = part(slice(start, None), True)
-        if not start:
-            return Gradients(grad_query, grad_key, grad_value, None)
-        grad_query_prefix, *grad_prefix = part(slice(start), False)
-        return Gradients(grad_query.add_(grad_query_prefix), grad_key, grad_value, tuple(grad_prefix))
+        *tensors, (logsumexp,) = saved
+        query, key, value, *_ = tensors
+        q, k, v, o, grad = map(_heads_first, (*tensors, grad_output))
+        grad_query = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        grad_key, grad_value = torch.empty_like(key), torch.empty_like(value)
+        end = key.shape[0]
+        start = end - query.shape[0]
+        for part in pairwise((*range(0, start, _KEYS_AT_ONCE), start, end)):
+            rows = slice(*part)
+            call = grad, q, k[:, :, rows], v[:, :, rows], o, logsumexp, 0.0, part == (start, end)
+            of_query, of_key, of_value = _flash_backward(*call, scale=self.rule.scale)
+            grad_query += of_query.permute(2, 0, 1, 3)
+            grad_key[rows], grad_value[rows] = of_key.permute(2, 0, 1, 3), of_value.permute(2, 0, 1, 3)
+        return Gradients(grad_query.to(query.dtype), grad_key, grad_value)
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from ..packed_documents import CumulativeLengths
-from .interface import AttentionRule, Gradients, Saved
+from .interface import AttentionRule, DocumentKernel, Gradients, Saved
 
 _flash = torch.ops.aten._flash_attention_forward
 # Leaves out the random state, which version 3 fills with zeros, and writes the output where it is told to. PyTorch 2.6
@@ -19,7 +19,7 @@ _MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
 
 
 @dataclass(frozen=True)
-class CudaFlash:
+class CudaFlash(DocumentKernel):
     """PyTorch's operators, which are FlashAttention 2 unless the process has activated version 3.
 
     bf16 and fp16; heads of one size, a multiple of 8 up to 256; grouped KV heads without expansion; dropout in
@@ -28,57 +28,35 @@ class CudaFlash:
 
     rule: AttentionRule
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        lengths = None, None, query.shape[0], key.shape[0]
-        output, statistics = self._forward(*(x.transpose(0, 1) for x in (query, key, value)), lengths)
-        return output.transpose(0, 1).flatten(2).contiguous(), statistics
-
-    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        query, key, value, output, statistics = saved
-        lengths = None, None, query.shape[0], key.shape[0]
-        tensors = grad_output.reshape(query.shape), query, key, value, output.reshape(query.shape)
-        grads = self._backward(*(x.transpose(0, 1) for x in tensors), statistics, lengths)
-        return Gradients.of_last_keys(*(x.transpose(0, 1) for x in grads))
-
-    def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return self._forward(query, key, value, lengths)
-
-    def backward_packed(
-        self, grad_output: Tensor, saved: Saved, lengths: CumulativeLengths
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(grad_output, *saved, lengths)
-
-    def _forward(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple) -> tuple[Tensor, tuple[Tensor, ...]]:
+        query, key, value = map(_turned, (query, key, value))
+        lengths = documents or (None, None, query.shape[1], key.shape[1])
         call = query, key, value, *lengths, self.rule.dropout, True, False
         if self.rule.dropout or _flash_without_dropout is None:
             # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
-            output, logsumexp, *rng_state, _ = _flash(*call, scale=self.rule.scale, **self._window)
-            return output, (logsumexp, *rng_state)
-        output = torch.empty_like(query)  # with the strides of the query
-        return output, (_flash_without_dropout(output, *call, scale=self.rule.scale, **self._window),)
+            output, *statistics, _ = _flash(*call, **self._options)
+        else:
+            output = torch.empty_like(query)  # with the strides of the query
+            statistics = [_flash_without_dropout(output, *call, **self._options)]
+        return _turned(output).contiguous(), tuple(statistics)
 
-    def _backward(
-        self,
-        grad_output: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        output: Tensor,
-        statistics: tuple[Tensor, ...],
-        lengths: tuple,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        logsumexp, *rng_state = statistics
+    def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
+        *tensors, (logsumexp, *rng_state) = saved
+        grad_output, query, key, value, output = map(_turned, (grad_output, *tensors))
         if not rng_state:  # nothing reads it
             rng_state = [query.new_empty(shape, dtype=torch.uint64) for shape in (2, ())]
+        lengths = documents or (None, None, query.shape[1], key.shape[1])
         call = grad_output, query, key, value, output, logsumexp, *lengths, self.rule.dropout, True, *rng_state
-        return _flash_backward(*call, scale=self.rule.scale, **self._window)
+        return Gradients(*map(_turned, _flash_backward(*call, **self._options)))
 
     @property
-    def _window(self) -> dict[str, int]:
-        """Keys that a query sees before and after its own token."""
-        return {} if self.rule.window is None else {"window_size_left": self.rule.window, "window_size_right": 0}
+    def _options(self) -> dict[str, float]:
+        """The scale, and the keys that a query sees before and after its own token."""
+        window = self.rule.window
+        sizes = {} if window is None else {"window_size_left": window, "window_size_right": 0}
+        return {"scale": self.rule.scale, **sizes}
 
 
 class FlashAttention4:
@@ -90,32 +68,26 @@ class FlashAttention4:
 
     def __init__(self, rule: AttentionRule) -> None:
         assert rule.dropout == 0 and rule.window is None, "the kernel has no dropout, and our call no window"
-        self._rule = rule
-        package = import_module(_MODULES[4])
-        self._forward, self._backward = package._flash_attn_fwd, package._flash_attn_bwd
+        self._options = {"softmax_scale": rule.scale, "causal": True}
+        self._package = import_module(_MODULES[4])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        call = map(_turned, (query, key, value))
         # Later versions return more than the two.
-        output, logsumexp, *_ = self._forward(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            softmax_scale=self._rule.scale,
-            causal=True,
-            return_lse=True,
-        )
-        return output.transpose(0, 1).flatten(2).contiguous(), (logsumexp,)
+        output, logsumexp, *_ = self._package._flash_attn_fwd(*call, return_lse=True, **self._options)
+        return _turned(output).contiguous(), (logsumexp,)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        query, key, value, output, (logsumexp,) = saved
-        heads = query.shape[2], value.shape[3]
-        grads = self._backward(
-            *(x.transpose(0, 1) for x in (query, key, value)),
-            *(x.unflatten(2, heads).transpose(0, 1) for x in (output, grad_output)),
-            logsumexp,
-            softmax_scale=self._rule.scale,
-            causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
-        return Gradients.of_last_keys(*(x.transpose(0, 1) for x in grads[:3]))
+        *tensors, (logsumexp,) = saved
+        call = *map(_turned, (*tensors, grad_output)), logsumexp
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        grads = self._package._flash_attn_bwd(*call, deterministic=deterministic, **self._options)
+        return Gradients(*map(_turned, grads[:3]))
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[n, b, h, d] to [b, n, h, d] and back; documents one after the other, [t, h, d], stay as they are."""
+    return x.transpose(0, 1) if x.dim() == 4 else x
 
 
 def why_not(number: int) -> str | None:

@@ -1,7 +1,8 @@
 """What a kernel of segment attention must provide."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -34,36 +35,24 @@ class Saved(NamedTuple):
     output: Tensor
     statistics: tuple[Tensor, ...]
 
-    @property
-    def start(self) -> int:
-        """Keys before the first query."""
-        return self.key.shape[0] - self.query.shape[0]
-
 
 class Gradients(NamedTuple):
-    """Gradients of one segment: of its queries, of its own keys and values, and of the sink where there is one.
+    """Gradients of the queries, of the last u ≥ n keys and values, and of the sink where there is one.
 
-    `prefix` are those of the keys and values right before the segment; keys before these have none.
+    Keys and values before these have none.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    prefix: tuple[Tensor, Tensor] | None
     sink: Tensor | None = None
-
-    @classmethod
-    def of_last_keys(cls, query: Tensor, key: Tensor, value: Tensor) -> "Gradients":
-        """From the gradients of all keys and values, or of the last of them, which end with those of the segment."""
-        start = key.shape[0] - query.shape[0]
-        return cls(query, key[start:], value[start:], (key[:start], value[:start]) if start else None)
 
 
 class Kernel(Protocol):
     """Bottom-right causal attention by one rule: the queries are the last n of the m tokens that the keys span.
 
     Shapes are Megatron's, sequence first: query [n, b, h, d], key [m, b, g, d] and value [m, b, g, e], output and its
-    gradient [n, b, h·e].
+    gradient [n, b, h, e].
     """
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -76,16 +65,18 @@ class Kernel(Protocol):
         """Gradients in Megatron's shapes, contiguous or not."""
 
 
-@runtime_checkable
-class PackedKernel(Protocol):
-    """A kernel that can also do all documents in one call: query [t, h, d], key [u, g, d], value [u, g, d]."""
+class DocumentKernel(Kernel):
+    """A kernel that can also do documents that lie one after the other, in one call.
 
-    def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths
+    Then query is [t, h, d], key [u, g, d], value [u, g, e] and output [t, h, e].
+    """
+
+    @abstractmethod
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Output [t, h, d], and the statistics that `backward_packed` starts from."""
+        """As every kernel does, or within each of the `documents`."""
 
-    def backward_packed(
-        self, grad_output: Tensor, saved: Saved, lengths: CumulativeLengths
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+    @abstractmethod
+    def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
+        """As every kernel does, or within each of the `documents`."""

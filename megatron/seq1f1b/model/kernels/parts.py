@@ -2,31 +2,31 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, batched
+from itertools import batched
 
 import torch
 from torch import Tensor
 
 from ..packed_documents import VisibleDocuments, pieces
-from .interface import Gradients, Kernel, PackedKernel, Saved
+from .interface import DocumentKernel, Gradients, Kernel, Saved
 
 # What selects tokens of a tensor [n, b, ...], and perhaps sequences.
 Index = slice | tuple[slice, ...]
 
 
 def on_parts(
-    kernel: Kernel, length: int, num_keys: int, runs: Sequence[tuple[int, int]], documents: VisibleDocuments | None
+    kernel: Kernel, prefix: int, runs: Sequence[tuple[int, int]], documents: VisibleDocuments | None
 ) -> Kernel:
-    """`kernel` for some of the queries of a segment of `length` tokens, the last of `num_keys`; within the documents.
+    """`kernel` for some of the queries of a segment behind `prefix` keys of earlier ones; within the documents.
 
     Queries come one run after the other; `runs` are where each starts and ends in the segment. Context-parallel ranks
     that share heads have a part of the queries each.
     """
-    if documents is not None and isinstance(kernel, PackedKernel):
+    if documents is not None and isinstance(kernel, DocumentKernel):
         kernel, documents = DocumentsPacked(kernel, documents), None
     if documents is None and len(runs) == 1:
         return kernel
-    return InCalls(kernel, tuple(_calls(num_keys - length, runs, documents)), length)
+    return InCalls(kernel, tuple(_calls(prefix, runs, documents)))
 
 
 def _calls(
@@ -51,16 +51,14 @@ def _calls(
 class InCalls:
     """Runs `kernel` once for every pair of queries and of keys that end with the last of these queries.
 
-    No two `calls` have a query in common. The last `num_own_keys` of the keys belong to the segment, the others are its
-    prefix.
+    No two `calls` have a query in common.
     """
 
     kernel: Kernel
     calls: tuple[tuple[Index, Index], ...]
-    num_own_keys: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output = query.new_empty(*query.shape[:2], query.shape[2] * value.shape[3])
+        output = query.new_empty(*query.shape[:3], value.shape[3])
         statistics: list[Tensor] = []
         for queries, keys in self.calls:
             output[queries], of_call = self.kernel.forward(query[queries], key[keys], value[keys])
@@ -78,16 +76,9 @@ class InCalls:
             grads = self.kernel.backward(grad_output[queries], part)
             grad_query[queries] = grads.query
             grad_sinks += [] if grads.sink is None else [grads.sink]
-            prefixes = grads.prefix or (None, None)
-            for whole, own, prefix in zip((grad_key, grad_value), (grads.key, grads.value), prefixes, strict=True):
-                rows = whole[keys]
-                rows[part.start :] += own
-                if prefix is not None:
-                    rows[part.start - prefix.shape[0] : part.start] += prefix
-        start = key.shape[0] - self.num_own_keys
-        prefix = (grad_key[:start], grad_value[:start]) if start else None
-        grad_sink = torch.stack(grad_sinks).sum(0) if grad_sinks else None
-        return Gradients(grad_query, grad_key[start:], grad_value[start:], prefix, grad_sink)
+            for whole, grad in ((grad_key, grads.key), (grad_value, grads.value)):
+                whole[keys][-len(grad) :] += grad
+        return Gradients(grad_query, grad_key, grad_value, torch.stack(grad_sinks).sum(0) if grad_sinks else None)
 
 
 @dataclass(frozen=True)
@@ -97,25 +88,26 @@ class DocumentsPacked:
     With one sequence in a micro-batch nothing is copied.
     """
 
-    kernel: PackedKernel
+    kernel: DocumentKernel
     documents: VisibleDocuments
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        start = key.shape[0] - query.shape[0]
-        lengths = self.documents.cumulative_lengths(start, key.shape[0], query.device)
+        start = len(key) - len(query)
+        lengths = self.documents.cumulative_lengths(start, len(key), query.device)
         keys, values = (self._seen(x, start) for x in (key, value))
-        output, statistics = self.kernel.forward_packed(_joined(query), keys, values, lengths)
-        return self._apart(output).flatten(2).contiguous(), statistics
+        output, statistics = self.kernel.forward(_joined(query), keys, values, lengths)
+        return self._apart(output).contiguous(), statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         query, key, value, output, statistics = saved
-        start = saved.start
-        lengths = self.documents.cumulative_lengths(start, key.shape[0], query.device)
-        grad_output, output = (_joined(x.unflatten(2, (query.shape[2], -1))) for x in (grad_output, output))
-        packed = Saved(_joined(query), self._seen(key, start), self._seen(value, start), output, statistics)
-        grad_query, *found = self.kernel.backward_packed(grad_output, packed, lengths)
-        grads = [self._of_tokens(grad, whole, start) for grad, whole in zip(found, (key, value), strict=True)]
-        return Gradients.of_last_keys(self._apart(grad_query), *grads)
+        start = len(key) - len(query)
+        lengths = self.documents.cumulative_lengths(start, len(key), query.device)
+        packed = Saved(_joined(query), self._seen(key, start), self._seen(value, start), _joined(output), statistics)
+        grads = self.kernel.backward(_joined(grad_output), packed, lengths)
+        of_keys, of_values = (
+            self._of_tokens(grad, whole, start) for grad, whole in ((grads.key, key), (grads.value, value))
+        )
+        return Gradients(self._apart(grads.query), of_keys, of_values)
 
     def _rows(self, x: Tensor, start: int) -> Iterator[Tensor]:
         """Of [m, b, g, d] the rows [u, g, d] that the segment sees of each sequence, as views."""
@@ -132,9 +124,9 @@ class DocumentsPacked:
             return grad.unsqueeze(1)
         # Keys of earlier segments whose documents have ended there get no gradient.
         of_all = torch.zeros_like(whole)
-        ends = accumulate(rows.shape[0] for rows in self._rows(of_all, start))
-        for rows, end in zip(self._rows(of_all, start), ends, strict=True):
-            rows.copy_(grad[end - rows.shape[0] : end])
+        seen = list(self._rows(of_all, start))
+        for rows, of_sequence in zip(seen, grad.split([len(rows) for rows in seen]), strict=True):
+            rows.copy_(of_sequence)
         return of_all
 
     def _apart(self, x: Tensor) -> Tensor:

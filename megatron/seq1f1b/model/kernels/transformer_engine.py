@@ -1,15 +1,16 @@
 """Transformer Engine's fused attention, which is cuDNN's: what Megatron runs on by `--attention-backend fused`."""
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..packed_documents import CumulativeLengths
-from .interface import AttentionRule, Gradients, Saved
+from .interface import AttentionRule, DocumentKernel, Gradients, Saved
 
 
-class TransformerEngineFused:
+class TransformerEngineFused(DocumentKernel):
     """bf16 and fp16; head sizes that are multiples of 8; grouped KV heads; a window or packed documents, or dropout.
 
     For Transformer Engine 2.20 and later. Tensors stay in Megatron's layout, sequence first, without a transposition.
@@ -21,95 +22,65 @@ class TransformerEngineFused:
 
         self._package = fused_attn
         self._rule = rule
-        self._ends: dict[tuple, Tensor] = {}  # the same in all layers and micro-batches
+        self._ends = cache(_ends)  # the same in all layers and micro-batches
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output, statistics = self._forward(query, key, value, self._lengths(query, key), "sbhd")
-        return output.flatten(2), statistics
-
-    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        heads = (*saved.query.shape[:3], saved.value.shape[3])
-        saved = saved._replace(output=saved.output.view(heads))
-        lengths = self._lengths(saved.query, saved.key)
-        return Gradients.of_last_keys(*self._backward(grad_output.reshape(heads), saved, lengths, "sbhd"))
-
-    def forward_packed(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if query.is_cuda and torch.cuda.get_device_capability()[0] < 9:
+        if documents is not None and query.is_cuda and torch.cuda.get_device_capability()[0] < 9:
             raise ValueError(
                 "--attention-backend fused cannot keep packed documents apart on this GPU, since Transformer Engine "
                 "does so on Hopper and later only; use --attention-backend flash"
             )
-        return self._forward(query, key, value, lengths, "thd")
-
-    def backward_packed(
-        self, grad_output: Tensor, saved: Saved, lengths: CumulativeLengths
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._backward(grad_output, saved, lengths, "thd")
-
-    def _forward(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: CumulativeLengths, layout: str
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        tensors = {name: x.contiguous() for name, x in zip("qkv", (query, key, value), strict=True)}
         output, statistics, *_ = self._package.fused_attn_fwd(
-            is_training=True,
-            q=query.contiguous(),
-            k=key.contiguous(),
-            v=value.contiguous(),
-            **self._common(query, lengths, layout),
+            is_training=True, **tensors, **self._common(query, key, documents)
         )
         return output, tuple(statistics)
 
-    def _backward(
-        self, grad_output: Tensor, saved: Saved, lengths: CumulativeLengths, layout: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value, output, statistics = saved
-        grad_query, grad_key, grad_value, *_ = self._package.fused_attn_bwd(
-            q=query.contiguous(),
-            k=key.contiguous(),
-            v=value.contiguous(),
-            o=output.contiguous(),
-            d_o=grad_output.contiguous(),
+    def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
+        *tensors, statistics = saved
+        names = ("q", "k", "v", "o", "d_o")
+        common = self._common(saved.query, saved.key, documents)
+        grads = self._package.fused_attn_bwd(
+            **{name: x.contiguous() for name, x in zip(names, (*tensors, grad_output), strict=True)},
             aux_ctx_tensors=list(statistics),
-            do_format=layout,
-            dqkv_layout="_".join([layout] * 3),
+            do_format=common["o_format"],
+            dqkv_layout=common["qkv_layout"],
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **self._common(query, lengths, layout),
+            **common,
         )
-        return grad_query, grad_key, grad_value
+        return Gradients(*grads[:3])
 
-    def _common(self, query: Tensor, lengths: CumulativeLengths, layout: str) -> dict[str, Any]:
+    def _common(self, query: Tensor, key: Tensor, documents: CumulativeLengths | None) -> dict[str, Any]:
         """What forward and backward are given alike; the causal mask is aligned bottom-right."""
-        is_packed = layout == "thd"
+        if documents is None:
+            layout, lengths, starts = "sbhd", (len(query), len(key)), (None, None)
+            ends = [self._ends(length, query.shape[1], query.device) for length in lengths]
+        else:  # one after the other in memory, too
+            layout, ends = "thd", [documents.query_ends, documents.key_ends]
+            starts = tuple(ends)
+            # Upper bounds, which cuDNN may make a plan for each of: few of them, whatever the documents.
+            lengths = tuple(1 << (length - 1).bit_length() for length in (documents.most_queries, documents.most_keys))
         window = self._rule.window
-        most = lengths.most_queries, lengths.most_keys
-        if is_packed:  # upper bounds, which cuDNN may make a plan for each of: few of them, whatever the documents
-            most = tuple(1 << (length - 1).bit_length() for length in most)
         return {
-            "max_seqlen_q": most[0],
-            "max_seqlen_kv": most[1],
-            "cu_seqlens_q": lengths.query_ends,
-            "cu_seqlens_kv": lengths.key_ends,
-            # Where documents lie in memory, which is one after the other.
-            "cu_seqlens_q_padded": lengths.query_ends if is_packed else None,
-            "cu_seqlens_kv_padded": lengths.key_ends if is_packed else None,
+            "max_seqlen_q": lengths[0],
+            "max_seqlen_kv": lengths[1],
+            "cu_seqlens_q": ends[0],
+            "cu_seqlens_kv": ends[1],
+            "cu_seqlens_q_padded": starts[0],
+            "cu_seqlens_kv_padded": starts[1],
             "fake_dtype": query.dtype,
             "fused_attention_backend": self._package.FusedAttnBackend["F16_arbitrary_seqlen"],
             "attn_scale": self._rule.scale,
             "dropout": self._rule.dropout,
             "qkv_layout": "_".join([layout] * 3),
             "o_format": layout,
-            "attn_mask_type": "padding_causal_bottom_right" if is_packed else "causal_bottom_right",
+            "attn_mask_type": "causal_bottom_right" if documents is None else "padding_causal_bottom_right",
             "window_size": (-1 if window is None else window, 0),
         }
 
-    def _lengths(self, query: Tensor, key: Tensor) -> CumulativeLengths:
-        """Cumulative lengths of sequences of equal length."""
-        ends = []
-        for length in (query.shape[0], key.shape[0]):
-            found = length, query.shape[1], query.device
-            if found not in self._ends:
-                stop = (query.shape[1] + 1) * length
-                self._ends[found] = torch.arange(0, stop, length, dtype=torch.int32, device=query.device)
-            ends.append(self._ends[found])
-        return CumulativeLengths(*ends, query.shape[0], key.shape[0])
+
+def _ends(length: int, batch: int, device: torch.device) -> Tensor:
+    """Cumulative lengths of sequences of equal length."""
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)

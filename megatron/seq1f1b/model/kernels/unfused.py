@@ -25,43 +25,37 @@ class Unfused:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, k, v = (_by_group(x, key.shape[2]) for x in (query, key, value))
-        masks = _Masks(self.rule.dropout, default_generator(query.device))
-        state = (masks.generator.get_state(),) if self.rule.dropout else ()
+        generator = default_generator(query.device)
+        state = (generator.get_state(),) if self.rule.dropout else ()
         outputs, logsumexps = [], []
         for rows, keys in self._blocks(q, key.shape[0]):
             scores = _scores(q[..., rows, :], k[..., keys, :], self.rule)
             logsumexps.append(scores.logsumexp(-1))
-            weights = masks.apply(scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_())
-            outputs.append((weights @ v[..., keys, :]).to(query.dtype))
-        output = _by_token(torch.cat(outputs, -2)).flatten(2).contiguous()
+            weights = scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_()
+            kept = _times(weights, self._mask(weights, generator))
+            outputs.append((kept @ v[..., keys, :]).to(query.dtype))
+        output = _by_token(torch.cat(outputs, -2)).contiguous()
         return output, (torch.cat(logsumexps, -1), *state)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        query, key, value, output, (logsumexp, *state) = saved
-        heads = query.shape[2], value.shape[3]
-        q, k, v, o, grad = (
-            _by_group(x, key.shape[2])
-            for x in (query, key, value, output.unflatten(2, heads), grad_output.unflatten(2, heads))
-        )
-        again = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
-        masks = _Masks(self.rule.dropout, again)
+        *tensors, (logsumexp, *state) = saved
+        query, key, value, _ = tensors
+        q, k, v, o, grad = (_by_group(x, key.shape[2]) for x in (*tensors, grad_output))
+        generator = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
         # Σ weight · its gradient, over the keys of a query; dropout leaves this identity as it is.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
         for rows, keys in self._blocks(q, key.shape[0]):
             q_rows, k_seen, grad_rows = q[..., rows, :], k[..., keys, :], grad[..., rows, :]
             weights = _scores(q_rows, k_seen, self.rule).sub_(logsumexp[..., rows, None]).exp_()
-            grad_weights = grad_rows @ v[..., keys, :].mT
-            kept = masks.draw(weights)
-            grad_value[..., keys, :] += ((weights if kept is None else weights * kept).mT @ grad_rows).sum(2, True)
-            if kept is not None:
-                grad_weights *= kept
+            mask = self._mask(weights, generator)
+            grad_value[..., keys, :] += (_times(weights, mask).mT @ grad_rows).sum(2, True)
+            grad_weights = _times(grad_rows @ v[..., keys, :].mT, mask)
             grad_scores = grad_weights.sub_(expected[..., rows, :]).mul_(weights).mul_(self.rule.scale)
             grad_queries.append(grad_scores @ k_seen)
             grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
-        grad_query = _by_token(torch.cat(grad_queries, -2)).to(query.dtype)
-        grad_key, grad_value = _by_token(grad_key).to(key.dtype), _by_token(grad_value).to(value.dtype)
-        return Gradients.of_last_keys(grad_query, grad_key, grad_value)
+        grads = torch.cat(grad_queries, -2), grad_key, grad_value
+        return Gradients(*(_by_token(grad).to(query.dtype) for grad in grads))
 
     def _blocks(self, q: Tensor, num_keys: int) -> Iterator[tuple[slice, slice]]:
         """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
@@ -75,22 +69,16 @@ class Unfused:
             own = num_keys - length  # the key of the first query's own token
             yield slice(first, end), slice(max(0, own + first - window), own + end)
 
-
-class _Masks:
-    """The dropout masks of the blocks, in their order: 0 for what is dropped, 1 / (1 − dropout) for what stays."""
-
-    def __init__(self, dropout: float, generator: torch.Generator | None) -> None:
-        self._keep = 1.0 - dropout
-        self.generator = generator
-
-    def draw(self, weights: Tensor) -> Tensor | None:
-        if self._keep == 1.0:
+    def _mask(self, weights: Tensor, generator: torch.Generator | None) -> Tensor | None:
+        """Of dropout, drawn block by block: 0 for what is dropped, 1 / (1 − dropout) for what stays."""
+        if not self.rule.dropout:
             return None
-        return torch.empty_like(weights).bernoulli_(self._keep, generator=self.generator).div_(self._keep)
+        keep = 1.0 - self.rule.dropout
+        return torch.empty_like(weights).bernoulli_(keep, generator=generator).div_(keep)
 
-    def apply(self, weights: Tensor) -> Tensor:
-        mask = self.draw(weights)
-        return weights if mask is None else weights.mul_(mask)
+
+def _times(weights: Tensor, mask: Tensor | None) -> Tensor:
+    return weights if mask is None else weights * mask
 
 
 def default_generator(device: torch.device) -> torch.Generator:
