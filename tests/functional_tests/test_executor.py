@@ -1,33 +1,42 @@
-"""Our executor in programs other than megatron.training (see workers/executor_worker.py)."""
+"""Our executor in programs other than megatron.training, and in place of Megatron's three functions (see workers/)."""
 
 from pathlib import Path
 
 import pytest
 
 from support.checks import assert_passed, checks_of
-from support.launch import Job
 
-WORKER = Path(__file__).parent / "workers" / "executor_worker.py"
+EXECUTOR, CONTRACT = (Path(__file__).parent / "workers" / f"{name}_worker.py" for name in ("executor", "contract"))
 
 
 @pytest.fixture(scope="module")
-def job(launch) -> Job:
+def executor_job(launch):
     """One job on two ranks, which makes all checks in turn."""
-    return launch(2, script=WORKER)
+    return launch(2, script=EXECUTOR)
 
 
-@pytest.mark.parametrize("check", checks_of(WORKER))
-def test_callers_can_rely_on(job, check):
-    assert_passed(job, check, ranks=2)
+@pytest.mark.parametrize("check", checks_of(EXECUTOR))
+def test_callers_can_rely_on(executor_job, check):
+    assert_passed(executor_job, check, ranks=2)
+
+
+@pytest.fixture(scope="module", params=[4, pytest.param(8, marks=pytest.mark.exhaustive)], ids="{}-ranks".format)
+def contract_job(request, launch):
+    return launch(request.param, script=CONTRACT, timeout=240), request.param
+
+
+@pytest.mark.parametrize("check", checks_of(CONTRACT))
+def test_callers_see_what_megatrons_own_functions_show(contract_job, check):
+    assert_passed(contract_job[0], check, ranks=contract_job[1])
 
 
 def test_a_failing_rank_ends_its_job_and_names_its_action(launch):
-    job = launch(2, ["--fail"], script=WORKER, timeout=100)
+    job = launch(2, ["--fail"], script=EXECUTOR, timeout=100)
     assert job.code == 1  # the rank's own: a job whose time is up is killed
     assert "pipeline rank 1 failed at 1F1.0, among" in job.log
 
 
 def test_a_failing_rank_waits_for_no_message_nobody_takes(launch):
-    job = launch(2, ["--stuck"], script=WORKER, timeout=60)
+    job = launch(2, ["--stuck"], script=EXECUTOR, timeout=60)
     assert job.code == 1
     assert "pipeline rank 0 failed at 0F3.0, among" in job.log

@@ -122,9 +122,6 @@ def main() -> None:
             report.figure(kernel=KernelChoice().name(AttentionRule(1.0), True, torch.bfloat16, 128, 128))
         for case in CASES:
             with report.attempt(f"{PACKAGES[version]}, {case[0]}"):
-                with report.compiling():
-                    layer = attention_layer(KernelChoice(flash_attention_version=version), case[4])
-                    attend(layer, [64, 64], *random(case, 128, args.device))
                 compare(report, version, case, length, args.device)
         with report.attempt(f"{PACKAGES[version]}, packed documents"):
             documents(report, version, length, args.device)

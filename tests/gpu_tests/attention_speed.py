@@ -81,9 +81,7 @@ def compare(report: Report, args, length: int, heads: int, groups: int) -> None:
                 report.figure(length=length, heads=heads, attention=name, unavailable=str(error).splitlines()[0])
                 del times[name]
 
-    with report.compiling():
-        time_all()
-    for _ in range(args.repeats):
+    for _ in range(1 + args.repeats):  # the first warms up
         time_all()
     flops = 4 * heads * size * length * (length + 1) / 2  # of the two products of the forward; causal
     medians = {name: [median(x) for x in zip(*found[1:], strict=True)] for name, found in times.items()}

@@ -29,8 +29,6 @@ from megatron.seq1f1b.model.segment import Segment, SegmentContext  # noqa: E402
 
 # Before the lines that the suite shows while a section runs.
 MARK = "  · "
-# Lines between which the time of a section stands still.
-COMPILING, COMPILED = "compiling kernels", "kernels are compiled"
 
 
 def parse(**extra: Any) -> argparse.Namespace:
@@ -62,13 +60,6 @@ class Report:
         self.figures.append(values)
         print(MARK + ", ".join(f"{name} {_text(value)}" for name, value in values.items()), flush=True)
         self._write()
-
-    @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Around the first call of kernels that may be compiled for it, which is not on the section's time."""
-        print(f"{MARK}{COMPILING}", flush=True)
-        yield
-        print(f"{MARK}{COMPILED}", flush=True)
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The checks that need a GPU, in nine minutes at most: run by scripts/gpu_test.sh.
+"""The checks that need a GPU, in nine minutes at most where no kernel is compiled: run by scripts/gpu_test.sh.
 
 Every section has processes of its own and a time limit. What it found until then counts, and the rest is not run, which
 is no failure; ranks that hang fail before. Writes one JSON with all checks and figures, and prints a table of the
@@ -27,39 +27,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 NOT_RUN = "not run: "
 OUT_OF_TIME = f"{NOT_RUN}time"
-# The lines of a section, among all that Megatron prints; see common.py.
-MARKED = re.compile("  · ")
-COMPILING, COMPILED = "  · compiling kernels", "  · kernels are compiled"
-MOST_COMPILING = 300.0
+# Starts the lines of a section, among all that Megatron prints; see common.py.
+MARK = "  · "
+# Compiles its kernels when they are first called, for which every section has so many seconds more.
+COMPILES, COMPILING = "flash_attn.cute", 300
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-3}
 # Of norms of gradients in bf16. A unit whose gradients are lost or counted twice changes them by more.
 NORM_TOLERANCE = 3e-2
-
-
-class Budget:
-    """The time of a section. It stands still while kernels are compiled, for as long as `MOST_COMPILING` seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-        self._stopped: float | None = None
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped is not None
-
-    def stop(self) -> None:
-        self._stopped = time.monotonic()
-
-    def go_on(self) -> None:
-        if self._stopped is not None:
-            self._end += time.monotonic() - self._stopped
-            self._stopped = None
-
-    @property
-    def is_used_up(self) -> bool:
-        now = time.monotonic()
-        return now > self._end if self._stopped is None else now - self._stopped > MOST_COMPILING
 
 
 @dataclass(frozen=True)
@@ -68,7 +43,7 @@ class Section:
 
     title: str
     seconds: int
-    run: Callable[["Suite", Budget], dict]
+    run: Callable[["Suite"], dict]
     gpus: int = 1
     module: str = "torch"
 
@@ -87,68 +62,53 @@ def is_installed(module: str) -> bool:
 
 
 class Suite:
-    """Starts the processes of the sections."""
+    """Starts the processes of the sections; `until` is when the time of the one that runs is over."""
 
     def __init__(self, device: str, tiny: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpu_test_"))
         self.device = device
         self._flags = ["--device", device, *(["--tiny"] if tiny else [])]
         self.tiny = tiny
+        self.until = 0.0
 
-    def script(self, name: str, budget: Budget, *flags: str, ranks: int = 0, queues: int = 1) -> dict:
+    def script(self, name: str, *flags: str, ranks: int = 0, queues: int = 1) -> dict:
         """What one of the scripts beside this one found; under torchrun where `ranks` are asked for.
 
         `queues` hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) are shared by the streams of a process.
         """
         output = self.folder / f"{name}{''.join(flags)}{ranks}-{queues}.json"
         start = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else [sys.executable]
-        problem, _ = self.process(
-            [*start, str(HERE / f"{name}.py"), *self._flags, "--output", str(output), *flags], budget, queues
-        )
+        command = [*start, str(HERE / f"{name}.py"), *self._flags, "--output", str(output), *flags]
+        problem, _ = self.process(command, queues)
         found = json.loads(output.read_text()) if output.exists() else {"checks": [], "figures": []}
         if problem:
             found["checks"].append(ended(" ".join([f"{name}.py", *flags]), problem))
         return found
 
-    def process(self, command: list[str], budget: Budget, queues: int = 1) -> tuple[str | None, str]:
-        """Why it did not end well, or None; and what it printed, which is shown meanwhile."""
+    def process(self, command: list[str], queues: int = 1) -> tuple[str | None, str]:
+        """Why it did not end well, or None; and what it printed, of which its own lines are shown."""
         environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "PYTHONWARNINGS": "ignore"}
-        if budget.is_used_up:
+        left = self.until - time.monotonic()
+        if left <= 0:
             return OUT_OF_TIME, ""
-        log = self.folder / "log"
+        log, problem = self.folder / "log", None
         with log.open("w") as file:
             process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True
             )
-        shown, problem = 0, None
-        while problem is None:
-            code = process.poll()
-            text = log.read_text(errors="replace")
-            *whole, rest = text[shown:].split("\n")
-            for line in filter(MARKED.match, whole):
-                if line == COMPILING:
-                    budget.stop()
-                elif line == COMPILED:
-                    budget.go_on()
-                else:
-                    print(line, flush=True)
-            shown = len(text) - len(rest)
-            if code == 0:
-                break
-            if code is not None:
-                problem = f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:]
-            elif budget.is_used_up:
-                problem = OUT_OF_TIME
-            else:
-                time.sleep(0.2)
-        budget.go_on()
-        if process.poll() is None:
+        try:
+            code = process.wait(left)
+        except subprocess.TimeoutExpired:
+            problem = OUT_OF_TIME
             _end(process)
-        if problem:
-            print(f"  {problem}", flush=True)
-        return problem, log.read_text(errors="replace")
+        text = log.read_text(errors="replace")
+        if problem is None and code:
+            problem = f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:]
+        lines = [line for line in text.splitlines() if line.startswith(MARK)] + [f"  {problem}"] * bool(problem)
+        print("\n".join(lines), flush=True)
+        return problem, text
 
 
 def ended(name: str, problem: str) -> dict:
@@ -170,26 +130,26 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def pipeline_ranks(suite: Suite, budget: Budget) -> dict:
+def pipeline_ranks(suite: Suite) -> dict:
     """Four ranks on one GPU, over gloo, against Megatron's own run on one rank."""
-    own = suite.script("ranks", budget, "--segments", "0")
+    own = suite.script("ranks", "--segments", "0")
     variants = ("--segments", "4", "--variants", "1f1b,zb-h1,recompute")
-    return same_losses(own, suite.script("ranks", budget, *variants, ranks=4), "4 pipeline ranks on one GPU")
+    return same_losses(own, suite.script("ranks", *variants, ranks=4), "4 pipeline ranks on one GPU")
 
 
 ALL_VARIANTS = "1f1b,chunks,zb-h1-chunks"
 
 
-def ranks_over_nccl(suite: Suite, budget: Budget) -> dict:
+def ranks_over_nccl(suite: Suite) -> dict:
     """A GPU for each rank, hardware queues as set by the launchers and as CUDA has them, chunks, messages of 16 MB in
     fp32 and 8 MB in bf16; and the time of a step with fewer thread blocks for messages."""
     sizes = ("--hidden", "64" if suite.tiny else "2048")
-    own = suite.script("ranks", budget, "--segments", "0", *sizes)
+    own = suite.script("ranks", "--segments", "0", *sizes)
     result: dict = {"checks": [], "figures": []}
     for queues, ctas, names in ((1, 4, ALL_VARIANTS), (8, 4, ALL_VARIANTS), (32, 4, ALL_VARIANTS), (32, 2, "1f1b")):
         variants = ("--segments", "2", "--backend", "gloo" if suite.tiny else "nccl", *sizes)
         variants += ("--variants", names, "--ctas", str(ctas))
-        found = suite.script("ranks", budget, *variants, ranks=2, queues=queues)
+        found = suite.script("ranks", *variants, ranks=2, queues=queues)
         found = same_losses(own, found, f"2 ranks over NCCL, CUDA_DEVICE_MAX_CONNECTIONS={queues}, {ctas} CTAs")
         result = {name: [*result[name], *found[name]] for name in result}
     return result
@@ -229,19 +189,19 @@ OWN = ("--attention-backend", "local")
 SEGMENTS = ("--sequence-splits", "4")
 
 
-def training(suite: Suite, budget: Budget) -> dict:
+def training(suite: Suite) -> dict:
     """On one GPU: 4 segments against Megatron's own schedule and attention."""
-    return trained_alike(suite, budget, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS]})
+    return trained_alike(suite, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS]})
 
 
-def training_with_transformer_engine(suite: Suite, budget: Budget) -> dict:
+def training_with_transformer_engine(suite: Suite) -> dict:
     """Its layers add weight gradients to `main_grad` themselves, and keep them back where the backward is split."""
     flags = ["--transformer-impl", "transformer_engine"]
     ours = {"4 segments": [*flags, *SEGMENTS], "zb-h1": [*flags, *SEGMENTS, "--pipeline-schedule", "zb-h1"]}
-    return trained_alike(suite, budget, flags, ours)
+    return trained_alike(suite, flags, ours)
 
 
-def training_on_eight(suite: Suite, budget: Budget) -> dict:
+def training_on_eight(suite: Suite) -> dict:
     """Tensor and sequence parallelism in a pipeline of four; in two of two stages, gradients are reduced and parameters
     gathered meanwhile.
     """
@@ -256,10 +216,10 @@ def training_on_eight(suite: Suite, budget: Budget) -> dict:
         "PP 4, zb-h1": [*deep, "--pipeline-schedule", "zb-h1"],
         "PP 2, DP 2": [*common, "--pipeline-model-parallel-size", "2"],
     }
-    return trained_alike(suite, budget, [*layers, *attention], ours, ranks=8)
+    return trained_alike(suite, [*layers, *attention], ours, ranks=8)
 
 
-def trained_alike(suite: Suite, budget: Budget, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
+def trained_alike(suite: Suite, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
     """pretrain_gpt.py in bf16: losses of each of `ours` on `ranks` beside those of `own` on one, and norms of gradients
     in the first two steps, which differ where the first of a run is special."""
     length = "64" if suite.tiny else "2048"
@@ -275,7 +235,7 @@ def trained_alike(suite: Suite, budget: Budget, own: list[str], ours: dict[str, 
 
     def train(processes: int, more: list[str]) -> tuple[str | None, list[float], list[float]]:
         start = [*TORCHRUN, f"--nproc-per-node={processes}", str(ROOT / "pretrain_gpt.py")]
-        problem, log = suite.process([*start, *flags, *more], budget)
+        problem, log = suite.process([*start, *flags, *more])
         losses, norms = (re.findall(rf"\b{name}: (\S+) \|", log) for name in ("lm loss", "grad norm"))
         return problem, list(map(float, losses)), list(map(float, norms[:2]))
 
@@ -308,7 +268,7 @@ SECTIONS = (
     Section(
         "attention by segments is as exact as attention of the whole, with dropout too",
         65,
-        lambda suite, budget: suite.script("attention_errors", budget),
+        lambda suite: suite.script("attention_errors"),
     ),
     Section(
         "four pipeline ranks on one GPU (over gloo, since NCCL refuses to share one) train as one rank does",
@@ -329,22 +289,22 @@ SECTIONS = (
     Section(
         "speed of attention by segments",
         75,
-        lambda suite, budget: suite.script("attention_speed", budget),
+        lambda suite: suite.script("attention_speed"),
     ),
     Section(
         "time and memory of a stage of the 2.7b model, and what the host needs for it",
         85,
-        lambda suite, budget: suite.script("stage", budget, "--part", "time"),
+        lambda suite: suite.script("stage", "--part", "time"),
     ),
     Section(
         "time of a stage with experts, for which the host waits in each segment",
         60,
-        lambda suite, budget: suite.script("stage", budget, "--part", "experts"),
+        lambda suite: suite.script("stage", "--part", "experts"),
     ),
     Section(
         "longest sequence that fits a stage of the 2.7b model",
         65,
-        lambda suite, budget: suite.script("stage", budget, "--part", "room"),
+        lambda suite: suite.script("stage", "--part", "room"),
     ),
 )
 
@@ -394,8 +354,10 @@ def main() -> None:
             found = {"checks": [{"name": section.title, "passed": None, "found": NOT_RUN + missing}], "figures": []}
         else:
             limit = section.seconds * (12 if args.tiny else 1)  # a CPU that tests share
+            limit += COMPILING * is_installed(COMPILES)
             print(f"{section.title}, at most {limit} s", flush=True)
-            found = section.run(suite, Budget(limit))
+            suite.until = start + limit
+            found = section.run(suite)
         if not found["checks"]:
             found["checks"].append({"name": section.title, "passed": False, "found": "it found nothing"})
         results.append({"title": section.title, "seconds": time.monotonic() - start, **found})

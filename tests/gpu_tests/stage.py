@@ -135,8 +135,6 @@ def longest_that_fits(fits: Callable[[int], bool], step: int, limit: int) -> int
 
 def time_and_memory(report: Report, stage: Stage, args) -> None:
     length, microbatches = (64, 8) if args.tiny else (16384, 16)
-    with report.compiling():
-        stage.run(length, 2, [Action(Kind.F, 0, 0, 0), Action(Kind.F, 0, 0, 1), Action(Kind.B, 0, 0, 1)])
     times = {}
     for k in (1, 2, 4, 8):
         actions = first_rank(microbatches, k)

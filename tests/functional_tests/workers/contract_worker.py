@@ -1,4 +1,4 @@
-"""What callers of Megatron's `forward_backward_*` functions see: of Megatron's own, and of ours in their place.
+"""What callers of Megatron's three `forward_backward_*` functions see: of these, and of our executor in their place.
 
 Started on four ranks, or on eight, then in pairs of tensor-parallel ranks. Every check that compares runs the same
 calls twice, on models without any code of Megatron's.
@@ -14,32 +14,33 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from megatron.core import ModelParallelConfig, parallel_state, pipeline_parallel  # noqa: E402
+from megatron.core import ModelParallelConfig, parallel_state  # noqa: E402
 from megatron.core.hyper_comm_grid import HyperCommGrid  # noqa: E402
-from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
+    forward_backward_no_pipelining,
+    forward_backward_pipelining_with_interleaving,
+    forward_backward_pipelining_without_interleaving,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
+from megatron.seq1f1b.schedule import Named  # noqa: E402
 from support.linear_stages import (  # noqa: E402
     BATCH,
     HIDDEN,
     SEQUENCE,
     Stage,
-    batches,
     call,
     configuration,
-    raises,
     run_checks,
     sum_of_squares,
 )
-from support.upstream_functions import replace_functions  # noqa: E402
 
-ALONE, PIPELINE, INTERLEAVED = (
-    "forward_backward_no_pipelining",
-    "forward_backward_pipelining_without_interleaving",
-    "forward_backward_pipelining_with_interleaving",
-)
-MEGATRONS = {name: getattr(schedules, name) for name in (ALONE, PIPELINE, INTERLEAVED)}
+ALONE = forward_backward_no_pipelining
+PIPELINE = forward_backward_pipelining_without_interleaving
+INTERLEAVED = forward_backward_pipelining_with_interleaving
+OURS = PipelineExecutor(Named("1f1b"), Segmentation())
 RANKS = 4
 TENSOR = int(os.environ["WORLD_SIZE"]) // RANKS
 
@@ -99,11 +100,10 @@ def seen(function, count: int, m: int, ranks: int = RANKS, config: dict | None =
     }
 
 
-def same(name: str, *args, **kwargs) -> dict:
-    expected = seen(MEGATRONS[name], *args, **kwargs)
-    actual = seen(getattr(schedules, name), *args, **kwargs)
+def same(function, *args, **kwargs) -> dict:
+    expected, actual = (seen(each, *args, **kwargs) for each in (function, OURS))
     for what, value in expected.items():
-        assert actual[what] == value, f"{name} {args} {kwargs}: {what} is {actual[what]}, with Megatron {value}"
+        assert actual[what] == value, f"{args} {kwargs}: {what} is {actual[what]}, with {function.__name__} {value}"
     return actual
 
 
@@ -117,43 +117,23 @@ def groups_by_hand(shape: list[int]) -> tuple[P2PCommunicator, ProcessGroupColle
     return P2PCommunicator(collection.pp, config), collection
 
 
-def check_who_is_asked_gets_ours_under_megatrons_names() -> None:
-    for pipeline, virtual, name in ((1, None, ALONE), (4, None, PIPELINE), (4, 2, INTERLEAVED), (2, 4, INTERLEAVED)):
-        parallel_state.initialize_model_parallel(TENSOR, pipeline, virtual)
-        for module in (schedules, pipeline_parallel):
-            assert module.get_forward_backward_func() == getattr(schedules, name) != MEGATRONS[name]
-        parallel_state.destroy_model_parallel()
-
-
 def check_no_pipeline() -> None:
     """The lengths and the iterator may be nothing at all."""
     parallel_state.initialize_model_parallel(TENSOR, 1)
     unread = {"step": integers, "data_iterator": range(9), "seq_length": None, "micro_batch_size": None}
-    assert (
-        call(schedules.forward_backward_no_pipelining, chunks(1, 1), 4, forward_only=True, **unread)
-        == [{"loss": 7}] * 4
-    )
+    assert call(OURS, chunks(1, 1), 4, forward_only=True, **unread) == [{"loss": 7}] * 4
     for m in (1, 3):
         same(ALONE, 1, m, 1)
         same(ALONE, 1, m, 1, step=summed, per_token_loss=m == 3)
     _, collection = groups_by_hand([2, 1, 1, 2 * TENSOR])
     same(ALONE, 1, 3, 1, pg_collection=collection, force_all_reduce=True)
-    del collection.pp
-    same(ALONE, 1, 3, 1, pg_collection=collection)
     parallel_state.destroy_model_parallel()
 
 
 def check_one_chunk_a_rank() -> None:
     parallel_state.initialize_model_parallel(TENSOR, RANKS)
     last = pipeline_rank() == RANKS - 1
-    reports = call(
-        schedules.forward_backward_pipelining_without_interleaving,
-        chunks(),
-        8,
-        step=integers,
-        data_iterator=None,
-        forward_only=True,
-    )
+    reports = call(OURS, chunks(), 8, step=integers, data_iterator=None, forward_only=True)
     assert reports == ([{"loss": 7}] * 8 if last else [])
     for m in (1, 3, 4, 9):
         same(PIPELINE, 1, m)
@@ -168,13 +148,12 @@ def check_one_chunk_a_rank() -> None:
 def check_interleaved_chunks_of_unequal_size() -> None:
     parallel_state.initialize_model_parallel(TENSOR, RANKS, 2)
     last = pipeline_rank() == RANKS - 1
-    own = schedules.forward_backward_pipelining_with_interleaving
     unread = {"step": integers, "data_iterator": [range(9), range(9)], "forward_only": True}
     for chunk in (chunks(2), [chunks(2)[1]] * 2):
         for decoder_length in (None, SEQUENCE, 2 * SEQUENCE):
             for one in chunk:
                 one.vp_stage = None if chunk[0] is chunk[1] else one.vp_stage
-            assert call(own, chunk, 8, decoder_seq_length=decoder_length, **unread) == [{"loss": 7}] * 8 * last
+            assert call(OURS, chunk, 8, decoder_seq_length=decoder_length, **unread) == [{"loss": 7}] * 8 * last
     for m, group_size in ((4, 4), (8, 4), (10, 5), (9, 5), (10, 6)):
         config = {"microbatch_group_size_per_vp_stage": group_size}
         same(INTERLEAVED, 2, m, config=config)
@@ -185,47 +164,12 @@ def check_interleaved_chunks_of_unequal_size() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def check_wrong_numbers_of_micro_batches() -> None:
-    parallel_state.initialize_model_parallel(TENSOR, RANKS, 2)
-    for function in (MEGATRONS[INTERLEAVED], schedules.forward_backward_pipelining_with_interleaving):
-        raises(RuntimeError, call, function, chunks(2), 7, data_iterator=[range(9)])
-        raises(RuntimeError, call, function, chunks(2, microbatch_group_size_per_vp_stage=5), 8)
-        raises(ValueError, call, function, chunks(2), 3)
-        raises(ValueError, call, function, chunks(2, microbatch_group_size_per_vp_stage=3), 8)
-    parallel_state.destroy_model_parallel()
-
-
-def check_wrong_arguments() -> None:
-    parallel_state.initialize_model_parallel(TENSOR, RANKS, 2)
-    communicator, collection = groups_by_hand([TENSOR, 1, 4, 1])
-    bare, missing = ProcessGroupCollection(tp=collection.tp), (AssertionError, AttributeError)
-    for functions in (MEGATRONS, vars(schedules)):
-        alone, pipeline, interleaved = (functions[name] for name in (ALONE, PIPELINE, INTERLEAVED))
-        for function in (pipeline, interleaved):
-            model = chunks(2) if function is interleaved else chunks()
-            raises(ValueError, call, function, model, 4, p2p_communicator=communicator)
-            raises(ValueError, call, function, model, 4, pg_collection=collection)
-            raises(missing, call, function, model, 4, p2p_communicator=communicator, pg_collection=bare)
-        for function in (alone, pipeline):
-            raises(AssertionError, call, function, chunks(2), 4)
-            raises(AssertionError, call, function, chunks(), 4, data_iterator=[batches(4)] * 2)
-        raises(TypeError, call, pipeline, chunks(), 4, p2p_communicator=communicator, pg_collection=object())
-        raises(missing, call, alone, chunks(1, 1), 4, pg_collection=bare)
-        raises(AssertionError, call, alone, chunks(1, 1), 4, adjust_tensor_shapes_fn=lambda *shapes: shapes)
-        raises(ValueError, call, pipeline, chunks(overlap_p2p_comm=True, batch_p2p_comm=False), 4)
-        raises(AssertionError, call, interleaved, [chunks(2)[0], "no module"], 4)
-        raises(AssertionError, call, interleaved, chunks(2), 4, data_iterator=batches(4))
-        raises(AssertionError, call, interleaved, chunks(2), 4, adjust_tensor_shapes_fn=lambda *shapes: shapes)
-        raises(ValueError, call, interleaved, chunks(2, overlap_p2p_comm=True, batch_p2p_comm=True), 4)
-    parallel_state.destroy_model_parallel()
-
-
 def check_partial_activation_checkpoints() -> None:
     """Megatron passes which micro-batches keep more as a third argument of the forward step."""
     config = {"num_microbatches_with_partial_activation_checkpoints": 1}
-    for virtual, name, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
+    for virtual, function, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
         parallel_state.initialize_model_parallel(TENSOR, RANKS, virtual)
-        flags = [flag for chunk in same(name, virtual or 1, m, config=config)["calls"] for flag in chunk]
+        flags = [flag for chunk in same(function, virtual or 1, m, config=config)["calls"] for flag in chunk]
         assert False in flags and (True in flags) == (pipeline_rank() < RANKS - 1 or virtual is not None)
         parallel_state.destroy_model_parallel()
 
@@ -243,8 +187,8 @@ def check_what_is_not_a_loss() -> None:
     parallel_state.initialize_model_parallel(TENSOR, RANKS)
     for step, collect in ((outputs, False), (shapes, True)):
         given = {"step": step, "forward_only": True, "collect_non_loss_data": collect}
-        expected = call(MEGATRONS[PIPELINE], chunks(), 3, **given)
-        actual = call(schedules.forward_backward_pipelining_without_interleaving, chunks(), 3, **given)
+        expected = call(PIPELINE, chunks(), 3, **given)
+        actual = call(OURS, chunks(), 3, **given)
         assert len(actual) == (3 if pipeline_rank() == RANKS - 1 else 0)
         for mine, theirs in zip(actual, expected, strict=True):
             assert mine == theirs if collect else torch.equal(mine["logits"], theirs["logits"])
@@ -265,7 +209,7 @@ def check_names_of_timers() -> None:
     parallel_state.initialize_model_parallel(TENSOR, RANKS)
     timers, model = Timers(), chunks()
     model[0].config.timers = timers
-    call(schedules.forward_backward_pipelining_without_interleaving, model, 4)
+    call(OURS, model, 4)
     rank, expected = pipeline_rank(), {("forward-backward", 1, True), ("forward-compute", 2, False)}
     expected |= {("backward-compute", 2, False)}
     if rank > 0:
@@ -276,16 +220,8 @@ def check_names_of_timers() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def check_what_goes_to_megatrons_own() -> None:
-    parallel_state.initialize_model_parallel(TENSOR, RANKS)
-    same(PIPELINE, 1, 3, config={"variable_seq_lengths": True})
-    same(PIPELINE, 1, 3, adjust_tensor_shapes_fn=lambda received, sent: (received, sent))
-    parallel_state.destroy_model_parallel()
-
-
 def main() -> None:
     dist.init_process_group("gloo")
-    replace_functions()
     run_checks(globals())
     dist.barrier()
 

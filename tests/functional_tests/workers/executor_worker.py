@@ -35,7 +35,6 @@ from megatron.seq1f1b.runtime import executor as executor_file  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 from megatron.seq1f1b.schedule import Given, Kind, Named, Placement, Shape, build  # noqa: E402
 from support.linear_stages import (  # noqa: E402
-    HIDDEN,
     SEQUENCE,
     Stage,
     batches,
@@ -200,39 +199,6 @@ class OnDevice(Communicator):
 
     def _settle(self) -> None:
         """There is no stream to wait for."""
-
-
-class FusedLinear(torch.nn.Linear):
-    """As Transformer Engine's layers do in Megatron: adds to `main_grad`, but overwrites it for the first unit."""
-
-    def __init__(self) -> None:
-        super().__init__(HIDDEN, HIDDEN, bias=False)
-        self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
-        self.weight.main_grad = torch.zeros_like(self.weight)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        is_first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
-        self.is_first_microbatch = False
-        output = torch.nn.functional.linear(tokens, self.weight.detach())
-        output.requires_grad_()
-        output.register_hook(lambda gradient: self.gather(tokens.detach(), gradient, not is_first))
-        return output
-
-    def gather(self, tokens: torch.Tensor, gradient: torch.Tensor, accumulate: bool) -> None:
-        product = gradient.flatten(0, 1).t() @ tokens.flatten(0, 1)
-        self.weight.main_grad.copy_(self.weight.main_grad * accumulate + product)
-
-
-def check_every_unit_adds_to_fused_gradients(world, alone) -> None:
-    """In its first step, with the first segment that goes forward last to go backward, and with whole sequences."""
-    found = []
-    for k in (1, 2, 4):
-        model = stage(alone)
-        torch.manual_seed(1)
-        model.layers = FusedLinear()
-        run(executor(k=k), model, sequences_first, pg_collection=groups(alone, alone), data_iterator=[Counted()])
-        found.append(model.layers.weight.main_grad)
-    assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2]) and found[0].any()
 
 
 class Counted:
