@@ -36,7 +36,7 @@ SUPPORTED: tuple[Supported, ...] = (
     ),
     Supported(
         "`--pipeline-placement v`",
-        "tests/functional_tests/test_v_chunks.py::test_losses_equal_those_of_looped_chunks",
+        "tests/functional_tests/test_checkpoints.py::test_losses_go_on",
         "checkpoints are those of looped chunks; the losses of a step travel to the last rank as it ends",
     ),
     Supported(

@@ -139,6 +139,18 @@ def test_a_wrong_environment_is_one_sentence(start, variables, sentence):
     assert job.code == 2 and f"error: {sentence}" in job.log.splitlines()[-1], job.log[-2000:]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_vision_tower_ends_the_first_step_with_a_sentence(launch, ranks):
+    """A model that shows only when it is built that its sequences cannot be cut."""
+    flags = [*TINY_GPT, "--mock-data", "--eval-interval", 9, "--pipeline-model-parallel-size", ranks]
+    script = Path(__file__).parent / "scripts" / "vision_script.py"
+    job = launch(ranks, [script, *flags, "--sequence-splits", 4], script=ROOT / "megatron" / "seq1f1b" / "__main__.py")
+    last = job.log.splitlines()[-1]
+    assert job.code == 2 and "Traceback" not in job.log, job.log[-4000:]
+    assert last.startswith("error: ") and "vision_model.layers.0.self_attention is a SelfAttention" in last
+    assert "whose tokens need later ones (an encoder, a vision tower)" in last and "drop --sequence-splits" in last
+
+
 def test_every_flag_of_the_table_is_one_of_megatrons():
     from megatron.training.arguments import add_megatron_arguments
 

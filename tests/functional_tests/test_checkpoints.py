@@ -18,6 +18,7 @@ def pipeline(size: int, *flags: str) -> tuple[str, ...]:
 
 
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+IN_A_V = ("--pipeline-placement", "v", "--pipeline-schedule", "auto")
 TENSOR = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
 # Ranks and flags: pipeline, tensor and data parallelism, schedules, segments, cuts, chunks, placements.
 LAYOUTS = {
@@ -29,16 +30,20 @@ LAYOUTS = {
         pipeline(2, "--pipeline-schedule", "zb-h1", "--sequence-splits", "2", "--sequence-split-strategy", "even"),
     ),
     "chunks": (2, pipeline(2, *CHUNKS, "--sequence-splits", "3")),
-    "V": (
+    "V": (2, pipeline(2, *CHUNKS, *IN_A_V, "--sequence-splits", "2")),
+    "V of uneven chunks": (
         2,
-        pipeline(2, *CHUNKS, "--pipeline-placement", "v", "--pipeline-schedule", "auto", "--sequence-splits", "2"),
+        pipeline(2, "--pipeline-model-parallel-layout", "E|t|ttt|L", *IN_A_V, "--sequence-splits", "3"),
     ),
     "DP 2": (2, ("--sequence-splits", "2")),
     "TP 2": (2, (*TENSOR, "--sequence-splits", "2")),
     "four stages": (4, pipeline(4, "--sequence-splits", "2")),
     "TP 2, PP 2": (4, pipeline(2, *TENSOR, "--sequence-splits", "2", "--pipeline-schedule", "breadth-first")),
 }
-REPRESENTATIVE = [("Seq1F1B", "DP 2"), ("Seq1F1B", "TP 2"), ("chunks", "V"), ("DP 2", "Megatron's own 1F1B")]
+REPRESENTATIVE = [
+    *(("Seq1F1B", "DP 2"), ("Seq1F1B", "TP 2"), ("chunks", "V"), ("DP 2", "Megatron's own 1F1B")),
+    *(("chunks", "V of uneven chunks"), ("V of uneven chunks", "chunks")),
+]
 
 
 @pytest.fixture(scope="module")

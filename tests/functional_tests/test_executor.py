@@ -6,7 +6,9 @@ import pytest
 
 from support.checks import assert_passed, checks_of
 
-EXECUTOR, CONTRACT = (Path(__file__).parent / "workers" / f"{name}_worker.py" for name in ("executor", "contract"))
+EXECUTOR, CONTRACT, MEMORY = (
+    Path(__file__).parent / "workers" / f"{name}_worker.py" for name in ("executor", "contract", "memory")
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,3 +42,9 @@ def test_a_failing_rank_waits_for_no_message_nobody_takes(launch):
     job = launch(2, ["--stuck"], script=EXECUTOR, timeout=60)
     assert job.code == 1
     assert "pipeline rank 0 failed at 0F3.0, among" in job.log
+
+
+def test_the_peak_is_units_in_flight_and_their_keys_and_values(launch):
+    """What Seq1F1B saves: a step holds at its peak what the formula gives."""
+    job = launch(4, script=MEMORY, timeout=200).check()
+    assert job.log.count("promised") == 4 * 5

@@ -1,9 +1,9 @@
 """pretrain_gpt.py trains mixtures of experts, multi-latent attention and layouts on segments as Megatron's own schedule
-does."""
+does, and pretrain_hybrid.py hybrid models."""
 
 import pytest
 
-from support.launch import TINY_GPT
+from support.launch import ROOT, TINY_GPT
 
 EVALUATE = ("--eval-iters", "2", "--eval-interval", "3")
 PIPELINE = (*TINY_GPT, *EVALUATE, "--mock-data", "--pipeline-model-parallel-size", "2")
@@ -30,6 +30,13 @@ PREDICTION = (
 )
 PREDICTION_FIRST = (*PREDICTION, "--pipeline-model-parallel-layout", "Ettttmm|L")
 
+RECURRENT = (
+    *("--hybrid-layer-pattern", "G-|*M", "--swiglu", "--disable-bias-linear"),
+    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+    *("--linear-key-head-dim", "16", "--linear-value-head-dim", "16"),
+    *("--mamba-num-heads", "8", "--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-state-dim", "16"),
+)
+
 
 @pytest.mark.parametrize(
     "ranks, model",
@@ -53,6 +60,14 @@ def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
         assert ours.losses(kind) == pytest.approx(own.losses(kind), rel=1e-5)
     assert len(own.losses("mtp_2 loss")) == (5 if set(PREDICTION) <= set(model) else 0)
     assert ours.losses("mtp_2 loss") == pytest.approx(own.losses("mtp_2 loss"), rel=1e-5)
+
+
+def test_hybrid_models_have_the_losses_of_megatrons_own_1f1b(launch):
+    flags, script = [*PIPELINE[2:], *RECURRENT, "--position-embedding-type", "rope"], ROOT / "pretrain_hybrid.py"
+    own = launch(2, [*flags, "--attention-backend", "local"], script).check()
+    ours = launch(2, [*flags, "--sequence-splits", "4"], script).check()
+    assert len(own.losses()) == 5
+    assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
 
 
 def test_losses_of_context_parallel_ranks_are_those_of_one(launch):

@@ -37,10 +37,7 @@ def forward(
     """Output [b, n, h, d] and log-sum-exp [b, h, n] in fp32; the causal mask is aligned bottom-right."""
     assert causal
     check_inputs(query, key, value, one_size=one_size)
-    scores = _scores(query, key, scale)
-    logsumexp = scores.logsumexp(-1)
-    weights = (scores - logsumexp.unsqueeze(-1)).exp() * _mask(scores.shape, dropout, rng_state)
-    output = torch.einsum("bhst,bthd->bshd", weights, _expanded(value, query))
+    output, logsumexp = _attend(*(x.double() for x in (query, key, value)), scale, dropout, rng_state)
     return output.to(query.dtype).contiguous(), logsumexp.float()
 
 
@@ -63,35 +60,28 @@ def backward(
     batch, length, heads, _ = query.shape
     assert grad.shape == output.shape == (batch, length, heads, value.shape[3])
     assert logsumexp.shape == (batch, heads, length) and logsumexp.dtype == torch.float32
-    scores = _scores(query, key, scale)
-    weights = (scores - logsumexp.double().unsqueeze(-1)).exp()
-    mask = _mask(scores.shape, dropout, rng_state)
-    grad_value = torch.einsum("bhst,bshd->bthd", weights * mask, grad.double())
-    grad_weights = torch.einsum("bshd,bthd->bhst", grad.double(), _expanded(value, query)) * mask
-    expected = (grad.double() * output.double()).sum(-1).transpose(1, 2).unsqueeze(-1)
-    grad_scores = weights * (grad_weights - expected) * scale
-    grad_query = torch.einsum("bhst,bthd->bshd", grad_scores, _expanded(key, query))
-    grad_key = torch.einsum("bhst,bshd->bthd", grad_scores, query.double())
-    of_groups = (x.unflatten(2, (key.shape[2], -1)).sum(3) for x in (grad_key, grad_value))
-    return tuple(x.to(query.dtype).contiguous() for x in (grad_query, *of_groups))
+    exact = [x.double().requires_grad_() for x in (query, key, value)]
+    with torch.enable_grad():
+        expected, statistics = _attend(*exact, scale, dropout, rng_state)
+    torch.testing.assert_close(output, expected.to(output.dtype))
+    torch.testing.assert_close(logsumexp, statistics.float())
+    grads = torch.autograd.grad(expected, exact, grad.double())
+    return tuple(x.to(query.dtype).contiguous() for x in grads)
 
 
-def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    scores = torch.einsum("bshd,bthd->bhst", query.double(), _expanded(key, query)) * scale
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, rng_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], dim=2) for x in (key, value))
+    scores = torch.einsum("bshd,bthd->bhst", query, key) * scale
     rows, keys = scores.shape[-2:]
     assert keys >= rows
     hidden = torch.ones(rows, keys, dtype=torch.bool).triu(keys - rows + 1)
-    return scores.masked_fill(hidden, float("-inf"))
-
-
-def _expanded(x: Tensor, query: Tensor) -> Tensor:
-    return x.double().repeat_interleave(query.shape[2] // x.shape[2], dim=2)
-
-
-def _mask(shape: torch.Size, dropout: float, rng_state: Tensor) -> Tensor:
+    scores = scores.masked_fill(hidden, float("-inf"))
     assert rng_state.dtype == torch.uint64 and rng_state.shape == (2,)
     generator = torch.Generator().manual_seed(int(rng_state[0]) * 2**31 + int(rng_state[1]))
-    return torch.empty(shape, dtype=torch.float64).bernoulli_(1 - dropout, generator=generator) / (1 - dropout)
+    mask = torch.empty(scores.shape, dtype=torch.float64).bernoulli_(1 - dropout, generator=generator) / (1 - dropout)
+    return torch.einsum("bhst,bthd->bshd", scores.softmax(-1) * mask, value), scores.logsumexp(-1)
 
 
 def forward_packed(

@@ -19,7 +19,7 @@ from support.patience import patient
 
 NODES = ("node1", "node2")
 NETWORK = f"198.18.{os.getpid() % 256}"  # reserved for tests; another for each cluster of a machine
-BINARIES = (
+BINARIES = [
     "munged",
     "slurmctld",
     "slurmd",
@@ -31,7 +31,7 @@ BINARIES = (
     "scancel",
     "ip",
     "unshare",
-)
+]
 
 CONFIGURATION = """\
 ClusterName=test

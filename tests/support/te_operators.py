@@ -32,10 +32,10 @@ def generic_gemm(
     gelu: bool,
     gelu_input: Tensor | None,
     is_gradient: bool,
-    workspace: Tensor,
+    workspace: Any,
     workspace_size: int,
     accumulate: bool,
-    use_split_accumulator: bool,
+    *unused: Any,
     **overlap: Any,
 ) -> tuple[Tensor, Tensor | None, None, None]:
     """op(b) · op(a), row by row: in cuBLAS's column order that is op(a) · op(b).
@@ -81,8 +81,7 @@ def te_general_grouped_gemm(
     workspaces: list[Tensor],
     workspace_size: int,
     accumulate: bool,
-    use_split_accumulator: bool,
-    num_sms: int,
+    *unused: Any,
 ) -> list[Tensor]:
     """`generic_gemm` for each expert, into its own output or into its rows, `sizes` each, of a single one.
 
@@ -91,24 +90,8 @@ def te_general_grouped_gemm(
     outputs = list(out[0].split(sizes)) if has_single_output else out
     for expert, (left, right, output) in enumerate(zip(a, b, outputs, strict=True)):
         own = bias[expert] if bias[expert].numel() else None
-        _, gradient, *_ = generic_gemm(
-            left,
-            transposes_a,
-            right,
-            transposes_b,
-            output,
-            None,
-            out_dtype,
-            own,
-            bias_dtype,
-            False,
-            None,
-            is_gradient,
-            workspaces[0],
-            workspace_size,
-            accumulate,
-            use_split_accumulator,
-        )
+        given = left, transposes_a, right, transposes_b, output, None, out_dtype, own, bias_dtype, False, None
+        _, gradient, *_ = generic_gemm(*given, is_gradient, None, 0, accumulate)
         if gradient is not None:
             bias[expert].copy_(gradient)
     return bias
@@ -127,43 +110,38 @@ def rmsnorm_bwd(
     grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x [n, h] and of the weight [h]."""
-    normed = _precise(x.reshape(-1, x.shape[-1])) * scale[:, None]
-    grad = _precise(grad.reshape(normed.shape))
-    by_normed = grad * _factor(weight, zero_centered)
-    grad_x = scale[:, None] * (by_normed - normed * (by_normed * normed).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype)
+    grad_x, grad_weight, _ = _norm_bwd(grad, x, None, scale, weight, zero_centered)
+    return grad_x, grad_weight
 
 
 def layernorm_fwd(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    out: Any,
-    quantizer: Any,
-    out_dtype: Any,
-    sm_margin: int,
-    zero_centered: bool,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, out_dtype: Any, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[n, h] to the normed rows [n, h], the means [n], and the reciprocal standard deviations [n]."""
     x = _precise(x.reshape(-1, x.shape[-1]))
-    mean, scale = x.mean(-1), torch.rsqrt(x.var(-1, unbiased=False) + eps)
-    normed = (x - mean[:, None]) * scale[:, None]
-    output = normed * _factor(weight, zero_centered) + _precise(bias)
-    return output.to(_dtype(out_dtype) or weight.dtype), mean, scale
+    mean = x.mean(-1)
+    normed, _, scale = rmsnorm_fwd(x - mean[:, None], weight, eps, out, quantizer, out_dtype, *rest)
+    return normed + bias.to(normed.dtype), mean, scale
 
 
 def layernorm_bwd(
     grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x [n, h], of the weight [h] and of the bias [h]."""
-    normed = (_precise(x.reshape(-1, x.shape[-1])) - mean[:, None]) * scale[:, None]
+    return _norm_bwd(grad, x, mean, scale, weight, zero_centered)
+
+
+def _norm_bwd(
+    grad: Tensor, x: Tensor, mean: Tensor | None, scale: Tensor, weight: Tensor, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _precise(x.reshape(-1, x.shape[-1]))
+    normed = (rows if mean is None else rows - mean[:, None]) * scale[:, None]
     grad = _precise(grad.reshape(normed.shape))
     by_normed = grad * _factor(weight, zero_centered)
-    grad_x = scale[:, None] * (
-        by_normed - by_normed.mean(-1, keepdim=True) - normed * (by_normed * normed).mean(-1, keepdim=True)
-    )
-    return grad_x.to(x.dtype), (grad * normed).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
+    grad_x = by_normed - normed * (by_normed * normed).mean(-1, keepdim=True)
+    if mean is not None:
+        grad_x = grad_x - by_normed.mean(-1, keepdim=True)
+    return (scale[:, None] * grad_x).to(x.dtype), (grad * normed).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)
 
 
 def _precise(x: Tensor) -> Tensor:

@@ -91,28 +91,16 @@ class Verdict:
     wrong: list[tuple[float, str]]
 
 
-@contextmanager
-def exact_throughout(model: Model) -> Iterator[None]:
-    """Inside, what Megatron's recurrent layers compute in fp32 stays in fp64 where the model is in fp64: such rounding
-    would hide what an exact model is to show."""
-    to_fp32 = torch.Tensor.float
-    if model.has_recurrent_layers:
-        torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else to_fp32(tensor)
-    try:
-        yield
-    finally:
-        torch.Tensor.float = to_fp32
+def patches_of(model: Model) -> list[Patch]:
+    """What Megatron's recurrent layers compute in fp32 stays in fp64 where the model is in fp64: such rounding would
+    hide what an exact model is to show. Multi-latent attention keeps latents if the model requires it, whatever it
+    takes."""
 
+    def unless_fp64(to_fp32):
+        return lambda tensor: tensor if tensor.dtype == torch.float64 else to_fp32(tensor)
 
-@contextmanager
-def latents_kept(model: Model) -> Iterator[None]:
-    """Inside, multi-latent attention keeps latents if the model says so, whatever it takes."""
-    usual = latents.LARGEST_SHARE
-    latents.LARGEST_SHARE = inf if model.keeps_latents else usual
-    try:
-        yield
-    finally:
-        latents.LARGEST_SHARE = usual
+    patches = [Patch("torch.Tensor.float", unless_fp64, "rounds", wraps=True)] * model.has_recurrent_layers
+    return patches + [Patch(f"{latents.__name__}.LARGEST_SHARE", inf, "chooses by size")] * model.keeps_latents
 
 
 @contextmanager

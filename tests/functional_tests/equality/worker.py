@@ -12,7 +12,7 @@ from megatron.seq1f1b import cpu
 
 cpu.activate()
 
-from functional_tests.equality.comparison import References, Verdict, compare, exact_throughout, latents_kept  # noqa: E402
+from functional_tests.equality.comparison import References, Verdict, compare, patches_of  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
 from megatron.seq1f1b.patches import patched  # noqa: E402
 from megatron.seq1f1b.without_te import OUTPUT_LAYER  # noqa: E402
@@ -40,7 +40,7 @@ def main() -> None:
         cases = {name: case for name, case in group.cases.items() if name in selected}
         if not cases or group.ranks != dist.get_world_size():
             continue
-        with exact_throughout(group.model), latents_kept(group.model):
+        with patched(patches_of(group.model)):
             for name, verdict in compare(references, group.model, group.layout, cases):
                 line = agreed(name, verdict)
                 if dist.get_rank() == 0:

@@ -6,6 +6,7 @@ counts, whoever holds it: activations, keys and values, messages, workspace.
 
 import weakref
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -15,21 +16,16 @@ from megatron.seq1f1b import cpu
 cpu.activate()
 
 from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
     forward_backward_pipelining_without_interleaving,
 )
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron.seq1f1b.model import Segment, SegmentContext, attach, use_segment_attention  # noqa: E402
+from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
 from tools.benchmarking.allocated import Allocated  # noqa: E402
+from tools.benchmarking.model import build_model, use_ranks  # noqa: E402
 
 SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 8
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
@@ -38,32 +34,10 @@ MANY = 4096  # words
 TOLERANCE = 0.05
 
 
-def build_model(vocabulary: int = VOCABULARY) -> list[torch.nn.Module]:
-    config = TransformerConfig(
-        num_layers=LAYERS * dist.get_world_size(),
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        pipeline_model_parallel_size=dist.get_world_size(),
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocabulary,
-        SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    )
-    use_segment_attention([model])
-    return [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
+def model_of(vocabulary: int = VOCABULARY) -> list[torch.nn.Module]:
+    sizes = {"num_layers": LAYERS * dist.get_world_size(), "hidden_size": HIDDEN, "num_attention_heads": HEADS}
+    sizes |= {"vocab_size": vocabulary, "seq_length": SEQUENCE, "hybrid_layer_pattern": None}
+    return build_model(SimpleNamespace(**sizes), 1)
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -161,7 +135,7 @@ def growth_with_vocabulary(piece: int | None) -> int:
     peaks = []
     for vocabulary in (VOCABULARY, MANY):
         executor = PipelineExecutor(Named("1f1b"), Segmentation(4, lambda _: SPLITS["even"]), piece=piece)
-        peaks.append(peak_of(executor, build_model(vocabulary), batch(), microbatches=1))
+        peaks.append(peak_of(executor, model_of(vocabulary), batch(), microbatches=1))
     return peaks[1] - peaks[0]
 
 
@@ -173,9 +147,8 @@ def check(name: str, measured: float, promised: float) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    parallel_state.initialize_model_parallel(1, num_ranks)
-    model_parallel_cuda_manual_seed(1)
-    model, data = build_model(), batch()
+    use_ranks(num_chunks=1)
+    model, data = model_of(), batch()
 
     uncut = bytes_kept(model, data, (SEQUENCE,))
     whole = min(num_ranks - rank, MICROBATCHES) * uncut

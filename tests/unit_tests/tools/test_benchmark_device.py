@@ -15,17 +15,14 @@ def two_gpus(monkeypatch):
     return chosen
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_rank_takes_the_gpu_of_its_number(two_gpus, monkeypatch, local_rank):
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    use_own_gpu()
-    assert two_gpus == [local_rank]
-
-
-def test_a_single_process_takes_the_first(two_gpus, monkeypatch):
+@pytest.mark.parametrize("local_rank, gpu", [("0", 0), ("1", 1), (None, 0)])
+def test_a_rank_takes_the_gpu_of_its_number(two_gpus, monkeypatch, local_rank, gpu):
+    """A single process, which has none, takes the first."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
     use_own_gpu()
-    assert two_gpus == [0]
+    assert two_gpus == [gpu]
 
 
 def test_more_ranks_than_gpus_are_refused(two_gpus, monkeypatch):
