@@ -3,10 +3,11 @@
 from math import sqrt
 
 import torch
-from common import Report, attend, attention_layer, parse
+from common import Report, parse
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
 from megatron.seq1f1b.model.kernels.flash import why_not
+from support.segments import attention, of_lengths, run
 
 # What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
 CASES = [
@@ -38,11 +39,15 @@ def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float
     ]
 
 
+def attend(layer, lengths: list[int], *tensors: torch.Tensor, documents: tuple | None = None) -> list[torch.Tensor]:
+    return run(layer, tensors[:3], tensors[3], of_lengths(lengths, documents))
+
+
 def compare(report: Report, version: int | None, case: tuple, length: int, device: str) -> None:
     torch.manual_seed(0)
     tensors = random(case, length, device)
-    layer = attention_layer(KernelChoice(flash_attention_version=version), case[4])
-    exact = attend(attention_layer(UNFUSED, case[4]), [length], *(x.double() for x in tensors))
+    layer = attention(case[4], kernels=KernelChoice(flash_attention_version=version))
+    exact = attend(attention(case[4], kernels=UNFUSED), [length], *(x.double() for x in tensors))
     whole = errors(attend(layer, [length], *tensors), exact)
     uneven = [length - 7 * (length // 9), *[length // 9] * 7]
     cut = errors(attend(layer, uneven, *tensors), exact)
@@ -59,8 +64,8 @@ def documents(report: Report, version: int | None, length: int, device: str) -> 
     torch.manual_seed(0)
     tensors = random(CASES[0], length, device)
     starts = (0, length // 7, length // 3, length // 3 + 1, length - 2), (0, length // 2)
-    layer = attention_layer(KernelChoice(flash_attention_version=version), CASES[0][4])
-    exact_layer = attention_layer(UNFUSED, CASES[0][4])
+    layer = attention(CASES[0][4], kernels=KernelChoice(flash_attention_version=version))
+    exact_layer = attention(CASES[0][4], kernels=UNFUSED)
     exact = attend(exact_layer, [length], *(x.double() for x in tensors), documents=starts)
     found = errors(attend(layer, [length // 2, length - length // 2], *tensors, documents=starts), exact)
     report.check(
@@ -78,14 +83,14 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     _, _, value, grad = tensors
     if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() is not None:
         torch.nn.attention.restore_flash_attention_impl()  # version 3 has none
-    layer = attention_layer(KernelChoice(flash_attention_version=version, has_dropout=True), case[4], dropout=0.2)
+    layer = attention(case[4], dropout=0.2, kernels=KernelChoice(flash_attention_version=version, has_dropout=True))
     lengths = [length // 4] * 4
 
-    def run(seed: int) -> list[torch.Tensor]:
+    def drawn(seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
         return attend(layer, lengths, *tensors)
 
-    first, again, other = run(1), run(1), run(2)
+    first, again, other = drawn(1), drawn(1), drawn(2)
     name = f"{PACKAGES[version]}, dropout"
     same = torch.equal(first[0], again[0])
     report.check(
@@ -102,8 +107,8 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
         f"{left:.2f} and {right:.2f}, of a spread of {spread:.1f}",
     )
     trials = 64
-    outputs = torch.stack([run(seed)[0].float() for seed in range(trials)])
-    expected = attend(attention_layer(KernelChoice(), case[4]), lengths, *tensors)[0]
+    outputs = torch.stack([drawn(seed)[0].float() for seed in range(trials)])
+    expected = attend(attention(case[4], kernels=KernelChoice()), lengths, *tensors)[0]
     off = (outputs.mean(0) - expected.float()).abs() / (outputs.std(0) / sqrt(trials) + 1e-2)
     report.check(f"{name}: the mean over masks is the output without", off.max() <= 6, f"off by {off.max():.1f} errors")
 

@@ -5,10 +5,11 @@ from importlib.util import find_spec
 from statistics import median
 
 import torch
-from common import Attended, Report, attention_layer, parse, seconds
+from common import Report, parse, seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.seq1f1b.model.kernels import KernelChoice
+from support.segments import Attended, attention, of_lengths
 
 SIZE = 128
 # Query heads and KV heads of a whole model, and of one rank of TP 8.
@@ -19,7 +20,7 @@ Pass = Callable[[], tuple[float, float]]
 
 def by_segments(layer, length: int, segment: int, tensors: list[torch.Tensor], device: str) -> tuple[float, float]:
     """Seconds of the forwards and of the backwards of all segments."""
-    attended = Attended(layer, [segment] * (length // segment), *tensors)
+    attended = Attended(layer, tensors[:3], tensors[3], of_lengths([segment] * (length // segment)))
     forward, _ = seconds(device, attended.forward)
     backward, _ = seconds(device, attended.backward)
     return forward, backward
@@ -64,12 +65,12 @@ def compare(report: Report, args, length: int, heads: int, groups: int) -> None:
     shapes = [(length, 1, heads, size), *[(length, 1, groups, size)] * 2, (length, 1, heads * size)]
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     tensors = [torch.randn(shape, device=args.device, dtype=dtype) for shape in shapes]
-    layer = attention_layer(KernelChoice(), size)
+    layer = attention(size, kernels=KernelChoice())
     passes: dict[str, Pass] = {
         str(part): lambda part=part: by_segments(layer, length, part, tensors, args.device) for part in parts
     }
-    for name, attention in baselines(heads, groups, size, args.device).items():
-        passes[name] = lambda attention=attention: of_the_whole(attention, tensors, args.device)
+    for name, whole in baselines(heads, groups, size, args.device).items():
+        passes[name] = lambda whole=whole: of_the_whole(whole, tensors, args.device)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
 
     def time_all() -> None:

@@ -1,16 +1,15 @@
-"""What the sections of the GPU suite share: flags, checks, clocks, and attention by segments."""
+"""What the sections of the GPU suite share: flags, checks, clocks, and process groups."""
 
 import argparse
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +22,7 @@ if "cpu" in sys.argv:
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-
-from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
-from megatron.seq1f1b.model.segment import Segment, SegmentContext  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 # Before the lines that the suite shows while a section runs.
 MARK = "  · "
@@ -122,56 +119,16 @@ def start_megatron(device: str, backend: str = "gloo", chunks: int = 1) -> None:
     model_parallel_cuda_manual_seed(1)
 
 
-def bounds_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of segments of these lengths."""
-    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-
-
-def segments_of(lengths: Sequence[int], documents: tuple | None = None) -> list[Segment]:
-    return [Segment(0, i, a, b, sum(lengths), documents) for i, (a, b) in enumerate(bounds_of(lengths))]
-
-
-def attention_layer(kernels, head_size: int, dropout: float = 0.0) -> SegmentAttention:
-    """Attention by what `kernels` chooses; its dropout draws from PyTorch's own generator."""
-    config = SimpleNamespace(
-        kv_channels=head_size, softmax_scale=None, attention_dropout=dropout, sequence_parallel=True
+def transformer_config(layers: int, dtype: torch.dtype, **sizes: Any) -> TransformerConfig:
+    """Of local layers that need no package of kernels, without dropout."""
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        **sizes,
     )
-    layer = SegmentAttention(config, kernels=kernels)
-    layer.context = SegmentContext()
-    return layer
-
-
-class Attended:
-    """A sequence through an attention layer, segment by segment: `forward`, then `backward`."""
-
-    def __init__(
-        self, layer: SegmentAttention, lengths: Sequence[int], query, key, value, grad, documents: tuple | None = None
-    ) -> None:
-        self.layer, self.segments, self.grad = layer, segments_of(lengths, documents), grad
-        self.parts = [
-            [x[s.start : s.end].detach().requires_grad_() for x in (query, key, value)] for s in self.segments
-        ]
-        self.outputs: list[torch.Tensor] = []
-
-    def forward(self) -> None:
-        for segment, part in zip(self.segments, self.parts, strict=True):
-            with self.layer.context.running(segment, keeps_for_backward=True):
-                self.outputs.append(self.layer(*part))
-
-    def backward(self) -> None:
-        for segment, output in zip(reversed(self.segments), reversed(self.outputs), strict=True):
-            with self.layer.context.running(segment, keeps_for_backward=True):
-                output.backward(self.grad[segment.start : segment.end])
-
-    def results(self) -> list[torch.Tensor]:
-        """Output and gradients of query, key and value."""
-        grads = [torch.cat([part[i].grad for part in self.parts]) for i in range(3)]
-        return [torch.cat(self.outputs).detach(), *grads]
-
-
-def attend(layer: SegmentAttention, lengths: Sequence[int], *tensors, documents=None) -> list[torch.Tensor]:
-    attended = Attended(layer, lengths, *tensors, documents=documents)
-    attended.forward()
-    attended.backward()
-    return attended.results()

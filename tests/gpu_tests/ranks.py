@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from common import Report, parse, patience, start_megatron, synchronise
+from common import Report, parse, patience, start_megatron, synchronise, transformer_config
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -38,21 +38,15 @@ VARIANTS = {
 def build(args, length: int, dtype: torch.dtype, chunks: int, recomputes: bool) -> list[GPTModel]:
     """The model chunks of this rank; a layer has the same weights on any number of ranks and chunks."""
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = TransformerConfig(
-        num_layers=LAYERS,
+    config = transformer_config(
+        LAYERS,
+        dtype,
         hidden_size=args.hidden,
         num_attention_heads=HEADS,
         num_query_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         pipeline_model_parallel_size=dist.get_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
         deallocate_pipeline_outputs=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         **recompute if recomputes else {},
     )
     return [_chunk(config, chunk, chunks, length, dtype).to(args.device) for chunk in range(chunks)]

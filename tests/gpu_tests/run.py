@@ -87,7 +87,9 @@ class Suite:
 
     def process(self, command: list[str], queues: int = 1) -> tuple[str | None, str]:
         """Why it did not end well, or None; and what it printed, of which its own lines are shown."""
-        environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+        }
         environment |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "PYTHONWARNINGS": "ignore"}
         left = self.until - time.monotonic()

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from common import Report, parse, seconds, segments_of, start_megatron, synchronise
+from common import Report, parse, seconds, start_megatron, synchronise, transformer_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.recorder import PeakMemory
 from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
+from support.segments import of_lengths
 
 STAGES = 8
 # Layers of a stage, hidden size, heads, vocabulary: MODEL_SIZE=2.7b of the launch scripts.
@@ -38,19 +38,13 @@ class Stage:
         self.device = torch.device(device)
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.shape = ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
-        config = TransformerConfig(
-            num_layers=layers,
+        config = transformer_config(
+            layers,
+            self.dtype,
             hidden_size=hidden,
             num_attention_heads=heads // tensor,
             kv_channels=hidden // heads,
             ffn_hidden_size=4 * hidden // tensor,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            params_dtype=self.dtype,
-            pipeline_dtype=self.dtype,
-            bf16=self.dtype is torch.bfloat16,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
             **_experts(experts, hidden // 2),
         )
         layer = get_gpt_layer_local_spec(num_experts=experts)
@@ -94,7 +88,7 @@ class Stage:
     def _segments(self, length: int, k: int):
         device = CPU_CORE if self.device.type == "cpu" else A100
         time = bottleneck_time(analytic_costs(self.shape, [self.shape.num_layers], device))
-        return segments_of(cut_sequence("balanced", Task(length, k, time=time, full_speed_rows=device.full_speed_rows)))
+        return of_lengths(cut_sequence("balanced", Task(length, k, time=time, full_speed_rows=device.full_speed_rows)))
 
 
 def _experts(number: int | None, hidden: int) -> dict:
@@ -185,7 +179,7 @@ def host_time(report: Report, args) -> None:
     stage = Stage(sizes, args.device, max(lengths) * k, tensor)
     actions = [Action(Kind.F, 0, 0, i) for i in range(k)] + [Action(Kind.B, 0, 0, i) for i in reversed(range(k))]
     for length in lengths:
-        segments = segments_of([length] * k)
+        segments = of_lengths([length] * k)
         for _ in range(2):  # the first warms up
             synchronise(args.device)
             issued, start = 0.0, time.perf_counter()

@@ -1,7 +1,7 @@
 """Attention cut into segments, and one softmax over the whole sequence to compare it with."""
 
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import torch
@@ -28,25 +28,42 @@ def segments_of(bounds, documents=None):
     return [Segment(0, i, *span, bounds[-1], documents) for i, span in enumerate(pairwise(bounds))]
 
 
+def of_lengths(lengths, documents=None):
+    return segments_of([0, *accumulate(lengths)], documents)
+
+
+class Attended:
+    """A sequence through an attention layer, segment by segment: `forward`, then `backward`."""
+
+    def __init__(self, layer, tensors, grad, segments, recompute=False) -> None:
+        self.layer, self.grad, self.segments, self.recompute = layer, grad, segments, recompute
+        self.parts = [[x[s.start : s.end].detach().clone().requires_grad_() for x in tensors] for s in segments]
+        self.outputs = []
+
+    def forward(self) -> None:
+        for segment, part in zip(self.segments, self.parts, strict=True):
+            call = partial(self._call, segment)
+            self.outputs.append(checkpoint(call, *part, use_reentrant=True) if self.recompute else call(*part))
+            assert self.outputs[-1].is_contiguous()
+
+    def _call(self, segment, *part):
+        with self.layer.context.running(segment, keeps_for_backward=True):
+            return self.layer(*part)
+
+    def backward(self) -> None:
+        for segment, output in zip(reversed(self.segments), reversed(self.outputs), strict=True):
+            with self.layer.context.running(segment, keeps_for_backward=True):
+                output.backward(self.grad[segment.start : segment.end])
+        self.layer.context.assert_empty()
+
+
 def run(layer, tensors, grad, segments, recompute=False):
     """Output and gradients of query, key and value [s, b, heads, size]: forward in order, backward in reverse."""
-    context, parts, outputs = layer.context, [], []
-
-    def forward(segment, *part):
-        with context.running(segment, keeps_for_backward=True):
-            return layer(*part)
-
-    for segment in segments:
-        part = [x[segment.start : segment.end].detach().clone().requires_grad_() for x in tensors]
-        parts.append(part)
-        call = partial(forward, segment)
-        outputs.append(checkpoint(call, *part, use_reentrant=True) if recompute else call(*part))
-        assert outputs[-1].is_contiguous()
-    for segment, output in zip(reversed(segments), reversed(outputs), strict=True):
-        with context.running(segment, keeps_for_backward=True):
-            output.backward(grad[segment.start : segment.end])
-    context.assert_empty()
-    return [torch.cat(outputs).detach(), *(torch.cat([part[i].grad for part in parts]) for i in range(3))]
+    attended = Attended(layer, tensors, grad, segments, recompute)
+    attended.forward()
+    attended.backward()
+    grads = (torch.cat([part[i].grad for part in attended.parts]) for i in range(3))
+    return [torch.cat(attended.outputs).detach(), *grads]
 
 
 def one_softmax(query, key, value, window=None, sink=None, documents=None, mask=None):

@@ -19,19 +19,10 @@ from support.patience import patient
 
 NODES = ("node1", "node2")
 NETWORK = f"198.18.{os.getpid() % 256}"  # reserved for tests; another for each cluster of a machine
-BINARIES = [
-    "munged",
-    "slurmctld",
-    "slurmd",
-    "sbatch",
-    "srun",
-    "scontrol",
-    "squeue",
-    "sinfo",
-    "scancel",
-    "ip",
-    "unshare",
-]
+BINARIES = (
+    *("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel"),
+    *("ip", "unshare"),
+)
 
 CONFIGURATION = """\
 ClusterName=test
