@@ -1,4 +1,4 @@
-"""Models of Hugging Face's in Megatron-Bridge: they run and train by segments (see bridge_worker.py and others)."""
+"""Models of Hugging Face's in Megatron-Bridge: they run and train by segments (see bridge_worker.py)."""
 
 import os
 import re
@@ -7,18 +7,18 @@ import pytest
 
 from support.launch import ROOT, Job, torchrun
 
-WORKERS = ROOT / "tests" / "functional_tests" / "workers"
+WORKER = ROOT / "tests" / "functional_tests" / "workers" / "bridge_worker.py"
 # Made by hand, see docs/hugging-face.md; its transformers is not the one of the other tests.
 BRIDGE = ROOT / ".venv" / "megatron-bridge"
 # Made by scripts/setup.sh; what Megatron-Bridge imports.
 TRANSFORMER_ENGINE = ROOT / ".venv" / "transformer-engine"
 
 
-def run(worker: str, *arguments: object) -> Job:
+def run(*arguments: object) -> Job:
     """On two ranks, with Megatron-Bridge."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", BRIDGE, TRANSFORMER_ENGINE)))
     env = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-    return torchrun(WORKERS / worker, 2, arguments, timeout=300, env=env).check()
+    return torchrun(WORKER, 2, arguments, timeout=300, env=env).check()
 
 
 def needs(*packages: str) -> None:
@@ -35,16 +35,16 @@ def assert_logits_agree(log: str) -> None:
 
 def test_a_llama_goes_in_and_comes_back(tmp_path):
     needs("megatron/bridge")
-    log = run("bridge_worker.py", tmp_path).log
+    log = run(tmp_path, 3).log
     assert_logits_agree(log)
     assert len(re.findall(r"rank [01]: 39 weights came back", log)) == 2
 
 
 def test_its_own_loop_trains_by_segments_and_saves_the_model(tmp_path):
     needs("megatron/bridge", "modelopt")
-    by_segments = run("bridge_training_worker.py", tmp_path, 4)
+    by_segments = run(tmp_path, 4, "train")
     assert_logits_agree(by_segments.log)
-    whole = run("bridge_training_worker.py", tmp_path, 1)
+    whole = run(tmp_path, 1, "train")
     assert len(whole.losses()) == 5 and whole.losses()[-1] < whole.losses()[0] - 0.5
     assert by_segments.losses() == pytest.approx(whole.losses(), abs=1e-5)
     evaluated = whole.losses("lm loss value")
