@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from megatron.seq1f1b import cpu
 from support.launchers import run
 
 # In a process of its own: redirects last as long as the process.
@@ -54,42 +55,27 @@ def test_schedules_do_without_torch():
     assert run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
+@pytest.mark.parametrize(
+    "flags, is_wanted",
+    [
+        (["pretrain_gpt.py", "--device", "cpu"], True),
+        (["--device=cpu"], True),
+        ([], False),
+        (["--device", "auto"], False),
+        (["--device", "cuda"], False),
+    ],
+)
+def test_a_visible_gpu_is_used_unless_the_flag_is_cpu(monkeypatch, caplog, flags, is_wanted):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-
-
-@pytest.mark.parametrize("flags", [["--device", "cpu"], ["--device=cpu"]])
-def test_device_cpu_even_with_a_gpu(gpu, caplog, flags):
-    from megatron.seq1f1b import cpu
-
-    assert cpu.wanted(["pretrain_gpt.py", "--num-layers", "2", *flags])
+    assert cpu.wanted(flags) == is_wanted
     assert not caplog.records
 
 
-@pytest.mark.parametrize("flags", [[], ["--device", "auto"], ["--device", "cuda"]])
-def test_a_visible_gpu_is_used(gpu, flags):
-    from megatron.seq1f1b import cpu
-
-    assert not cpu.wanted(flags)
-
-
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_without_a_gpu_one_line_on_rank_0(no_gpu, monkeypatch, caplog, rank):
-    from megatron.seq1f1b import cpu
-
+def test_without_a_gpu_one_line_on_rank_0(monkeypatch, caplog, rank):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("RANK", rank)
     assert cpu.wanted([])
     assert caplog.text.count("No GPU is visible") == len(caplog.records) == (1 if rank == "0" else 0)
-
-
-def test_device_cuda_without_a_gpu_is_refused(no_gpu):
-    from megatron.seq1f1b import cpu
-
     with pytest.raises(SystemExit, match="no GPU is visible"):
         cpu.wanted(["--device", "cuda"])

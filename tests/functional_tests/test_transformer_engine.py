@@ -40,7 +40,7 @@ def verdicts(request, launch, tmp_path_factory):
     return dict(re.findall(r"^case (\S+): (.*)$", job.check().log, re.MULTILINE))
 
 
-def test_grouped_linear_splits_its_backward_and_keeps_names(launch):
+def test_a_checkpoint_keeps_its_names(launch):
     job = launch(1, script=FOLDER / "workers" / "transformer_engine_worker.py", timeout=200)
     assert "equal\n" in job.check().log
 

@@ -18,7 +18,6 @@ cpu.activate()
 
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
-    forward_backward_no_pipelining,
     forward_backward_pipelining_without_interleaving,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
@@ -109,14 +108,6 @@ def check_groups_of_the_caller(world, alone) -> None:
     other = type("Other", (P2PCommunicator,), {})(world, model.config)
     message = raises(ValueError, run, executor(), model, p2p_communicator=other, pg_collection=collection)
     assert "p2p_communicator" in message
-
-
-def check_one_stage(world, alone) -> None:
-    model = stage(alone)
-    expected = run(forward_backward_no_pipelining, model, pg_collection=groups(alone, alone))
-    expected_gradients = gradients(model)
-    assert run(executor(), model, pg_collection=groups(alone, alone)) == expected
-    assert equal_gradients(model, expected_gradients)
 
 
 def check_one_rank_without_the_others(world, alone) -> None:

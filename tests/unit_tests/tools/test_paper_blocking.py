@@ -23,12 +23,6 @@ def test_no_action_runs_earlier_than_with_overlapped_messages(family, shape):
     assert blocking.makespan >= free.makespan - 1e-9
 
 
-def test_without_messages_it_is_the_time_of_the_schedule():
-    shape = Shape(Placement(4), 8)
-    schedule, costs = build("1f1b", shape), Costs.uniform(shape)
-    assert execute_blocking(schedule, costs).makespan == simulate(schedule, costs).makespan
-
-
 def test_one_rank_waits_for_the_slow_exchange_of_its_neighbours():
     """Two ranks, one micro-batch: forward, message, forward and backward, message, backward."""
     shape = Shape(Placement(2), 1)
@@ -54,30 +48,11 @@ def test_a_schedule_that_needs_messages_ahead_is_refused():
         execute_blocking(build("1f1b", shape), Costs.uniform(shape))
 
 
-def _split(microbatches):
-    """Two ranks, all forwards, then each I with its W behind it."""
-    shape = Shape(Placement(2), microbatches)
-    ranks = tuple(
-        (
-            *(Action(Kind.F, stage, m, 0) for m in range(microbatches)),
-            *(Action(kind, stage, m, 0) for m in range(microbatches) for kind in (Kind.I, Kind.W)),
-        )
-        for stage in range(2)
-    )
-    return Schedule(shape, ranks)
-
-
 def test_a_w_runs_while_the_message_before_it_travels():
     """Forward, message, forward and I, message beside the W, I and W."""
-    schedule = _split(1)
-    timeline = execute_blocking(schedule, Costs.uniform(schedule.shape, f=1, i=1, w=0.25, message=0.5))
+    shape = Shape(Placement(2), 1)
+    ranks = tuple(tuple(Action(kind, stage, 0, 0) for kind in (Kind.F, Kind.I, Kind.W)) for stage in range(2))
+    timeline = execute_blocking(Schedule(shape, ranks), Costs.uniform(shape, f=1, i=1, w=0.25, message=0.5))
     assert timeline.makespan == pytest.approx(1 + 0.5 + 1 + 1 + 0.5 + 1 + 0.25)
     last = timeline.ranks[1][-1]
     assert (last.action.kind, last.start, last.end) == (Kind.W, 3.5, 3.75)
-
-
-def test_what_follows_a_w_is_received_after_it():
-    schedule = _split(2)
-    timeline = execute_blocking(schedule, Costs.uniform(schedule.shape, f=1, i=1, w=5, message=0.5))
-    _, _, _, weights, following, _ = timeline.ranks[0]
-    assert following.start == pytest.approx(weights.end + 0.5)

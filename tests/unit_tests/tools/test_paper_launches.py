@@ -28,6 +28,8 @@ def test_every_table_has_its_launcher():
 
 @pytest.mark.parametrize("table", FAST)
 def test_flags_have_the_sizes_of_the_row(table):
+    logs = [launch.log for launch in launches(table)]
+    assert len(logs) == len(set(logs))
     for launch in launches(table):
         setup, words = launch.row.setup, shlex.split(" ".join(launch.flags))
         read = read_launch(words)
@@ -42,12 +44,6 @@ def test_flags_have_the_sizes_of_the_row(table):
             assert (read.sequence_splits or 1) == len(setup.segments)
         flags = [word for word in words if word.startswith("--")]
         assert len(flags) == len(set(flags))
-
-
-@pytest.mark.parametrize("table", FAST)
-def test_every_run_has_a_log_of_its_own(table):
-    logs = [launch.log for launch in launches(table)]
-    assert len(logs) == len(set(logs))
 
 
 def test_all_lengths_and_methods_of_the_authors_are_there():
