@@ -119,70 +119,36 @@ class Model:
         self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
     ) -> GPTModel | HybridModel:
         """One stage of the model; `groups` is Megatron's pg_collection."""
-        if self.pattern is not None:
-            return self._build_hybrid(config, is_first, is_last, chunk, groups)
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_decoder_block_spec,
-            get_gpt_decoder_layer_specs,
-            get_gpt_mtp_block_spec,
-        )
-
-        has_their_layers = self.transformer_engine is not None
-        layers = {
-            "use_transformer_engine": has_their_layers,
-            "normalization": config.normalization,
-            "qk_l2_norm": config.qk_l2_norm,
-        }
-        spec = get_gpt_decoder_block_spec(config, vp_stage=chunk, **layers)
-        heads = {}
-        if config.mtp_num_layers:
-            last_layer = get_gpt_decoder_layer_specs(config, **layers)[-1]
-            heads["mtp_block_spec"] = get_gpt_mtp_block_spec(config, last_layer, has_their_layers, vp_stage=chunk)
-        model = GPTModel(
-            config,
-            spec,
-            VOCABULARY,
-            SEQUENCE,
-            pre_process=is_first,
-            post_process=is_last,
-            position_embedding_type="none" if config.multi_latent_attention else self.positions,
-            share_embeddings_and_output_weights=self.tied,
-            vp_stage=chunk,
-            pg_collection=groups,
-            **heads,
-            **dict(self.gpt),
-        ).to(self.dtype)
-        return self._with_exact_angles(model)
-
-    def _build_hybrid(
-        self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups
-    ) -> HybridModel:
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         from megatron.seq1f1b.model import local_hybrid_spec
 
-        stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
-        per_stage = self.layers // stages
-        decoder, *heads = self.pattern.split("/")
-        model = HybridModel(
-            config,
-            local_hybrid_spec(config),
-            VOCABULARY,
-            SEQUENCE,
-            hybrid_layer_pattern="/".join(["|".join(map("".join, batched(decoder, per_stage))), *heads]),
-            pre_process=is_first,
-            post_process=is_last,
-            share_embeddings_and_output_weights=self.tied,
-            position_embedding_type="none" if config.multi_latent_attention else self.positions,
-            vp_stage=chunk,
-            pg_collection=groups,
-        ).to(self.dtype)
-        return self._with_exact_angles(model)
-
-    def _with_exact_angles(self, model: GPTModel | HybridModel) -> GPTModel | HybridModel:
-        """Megatron's rotary angles in fp32 would round by the position in the sequence, and documents that run apart
-        start anew."""
+        given = {
+            "pre_process": is_first,
+            "post_process": is_last,
+            "position_embedding_type": "none" if config.multi_latent_attention else self.positions,
+            "share_embeddings_and_output_weights": self.tied,
+            "vp_stage": chunk,
+            "pg_collection": groups,
+        }
+        if self.pattern is not None:
+            stages = config.pipeline_model_parallel_size * (config.virtual_pipeline_model_parallel_size or 1)
+            decoder, *heads = self.pattern.split("/")
+            decoder = "|".join(map("".join, batched(decoder, self.layers // stages)))
+            given["hybrid_layer_pattern"] = "/".join([decoder, *heads])
+            model = HybridModel(config, local_hybrid_spec(config), VOCABULARY, SEQUENCE, **given)
+        else:
+            is_te = self.transformer_engine is not None
+            layers = {"use_transformer_engine": is_te, "qk_l2_norm": config.qk_l2_norm}
+            layers["normalization"] = config.normalization
+            spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, vp_stage=chunk, **layers)
+            if config.mtp_num_layers:
+                last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **layers)[-1]
+                given["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, is_te, vp_stage=chunk)
+            model = GPTModel(config, spec, VOCABULARY, SEQUENCE, **given, **dict(self.gpt))
+        model = model.to(self.dtype)
+        # Angles in fp32 would round by the position in the sequence, and documents that run apart start anew.
         if self.positions == "rope" and hasattr(model, "rotary_pos_emb"):
             model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(self.dtype)
         return model
