@@ -1,6 +1,6 @@
 """What of Megatron our schedules do not support: one table, checked at start-up.
 
-tools/compatibility.py writes it, beside what is supported, into docs/compatibility.md.
+tools/compatibility.py writes it into docs/compatibility.md.
 
 Conditions look at the settings of a run, by the names of Megatron's arguments; what is missing there is off.
 """

@@ -1,18 +1,13 @@
 """The table of what is supported: every row is shown by a test, every refusal is a sentence."""
 
 import argparse
-import re
-from pathlib import Path
 
 import pytest
 
-from compatibility import SUPPORTED
 from megatron.seq1f1b import validate
 from megatron.seq1f1b.arguments import run_of_arguments
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported
 from unit_tests.arguments.parsed import parsed
-
-ROOT = Path(__file__).resolve().parents[3]
 
 # What turns each unsupported feature on, by the row's feature, where the setting is not `name=True` of a flag `--name`.
 SETTINGS = {
@@ -119,20 +114,6 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, use, row):
     settings = run_of_arguments(parsed(**settings_of(row))).settings
     assert first_unsupported(settings, {*Use} - {use}) is None
     validate(parsed(**settings_of(row)))
-
-
-@pytest.mark.parametrize("row", SUPPORTED, ids=lambda row: row.feature)
-def test_the_test_that_shows_a_row_exists(row):
-    path, _, name = row.shown_by.partition("::")
-    path, _, cases = path.partition(" -k ")
-    assert (ROOT / path).is_file()
-    if name:
-        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
-    else:
-        matrix = "".join(
-            (ROOT / path).with_name("equality").joinpath(name).read_text() for name in ("suites.py", "models.py")
-        )
-        assert all(word in matrix for word in cases.strip("'/").split(" or "))
 
 
 @pytest.mark.parametrize(
