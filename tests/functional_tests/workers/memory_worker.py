@@ -27,7 +27,7 @@ from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # no
 from tools.benchmarking.allocated import Allocated  # noqa: E402
 from tools.benchmarking.model import build_model, use_ranks  # noqa: E402
 
-SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 8
+SEQUENCE, HIDDEN, HEADS, LAYERS, VOCABULARY, MICROBATCHES = 2048, 32, 2, 4, 64, 5
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
 SPLITS = {"even": (512,) * 4, "uneven": (896, 512, 384, 256)}
 MANY = 4096  # words
