@@ -25,10 +25,10 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
     return _executor(
         config,
         lambda: args.curr_iteration + 1,
+        end_of_document,
         around_forward=partial(_around_forward, args, config.places_chunks_in_a_v),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         reports_on_last_rank=True,
-        packing=_packing(config, end_of_document) if config.follows_documents else None,
     )
 
 
@@ -59,30 +59,14 @@ class ProgramExecutor:
         self._run: Callable | None = None
         self._training_steps = 0
 
-    def __call__(
-        self,
-        *,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int | None = None,
-        forward_only: bool = False,
-        **step: Any,
-    ) -> list[Any]:
+    def __call__(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
         with keywords_in_errors():
             if self._run is None:
-                micro_batch_size = step.get("micro_batch_size")
-                run = run_of_program(model, num_microbatches, seq_length, micro_batch_size, self._keep_documents_apart)
-                config = self._configure(run)
-                packing = _packing(config) if config.follows_documents else None
-                self._run = _executor(config, lambda: self._training_steps, packing=packing)
-            self._training_steps += not forward_only
-            return self._run(
-                model=model,
-                num_microbatches=num_microbatches,
-                seq_length=seq_length,
-                forward_only=forward_only,
-                **step,
-            )
+                size = step.get("micro_batch_size")
+                run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
+                self._run = _executor(self._configure(run), lambda: self._training_steps)
+            self._training_steps += not step.get("forward_only", False)
+            return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
 
 
 def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Callable:
@@ -100,14 +84,21 @@ def watched(function: Callable, tracer: Any) -> Callable:
 
 
 def _executor(
-    config: PipelineConfig, iteration_now: Callable[[], int], packing: Packing | None, **options: Any
+    config: PipelineConfig,
+    iteration_now: Callable[[], int],
+    end_of_document: Callable[[], int] | None = None,
+    **options: Any,
 ) -> PipelineExecutor:
     """To be called when the first step is about to run: its one line shows whose schedule a program runs."""
     warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, segments: {config.num_segments}")
+    packing = None
+    if config.follows_documents:
+        cut = config.cut if config.partition.follows_documents else None
+        packing = Packing(end_of_document() if end_of_document else None, cut)
     executor = PipelineExecutor(
         config.schedule,
         Segmentation(config.num_segments, cache(config.cut), packing),  # cuts in every step
-        costs=None if not config.run.has_sizes else config.action_costs,
+        costs=config.partition.costs.of_actions if config.run.has_sizes else None,
         piece=None if config.keeps_logits else PIECE,
         **options,
     )
@@ -115,11 +106,6 @@ def _executor(
     if config.keeps_attention:
         executor.keep_attention()
     return executor
-
-
-def _packing(config: PipelineConfig, end_of_document: Callable[[], int] | None = None) -> Packing:
-    cut = config.cut if config.partition.follows_documents else None
-    return Packing(end_of_document() if end_of_document else None, cut)
 
 
 def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:

@@ -222,33 +222,21 @@ class Overlay:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
         if self.executor is not None:
             return self.executor
-        from megatron.training import get_args, get_tokenizer
+        from megatron.training import get_tokenizer
 
         from .executors import traced, training_executor
 
         config = self.pipeline_config()
         if config.schedule is None:
-            return traced(self._upstream(*args, **kwargs), config, get_args())
-        self.executor = training_executor(config, get_args(), lambda: get_tokenizer().eod)
+            return traced(self._upstream(*args, **kwargs), config, _megatron_args())
+        self.executor = training_executor(config, _megatron_args(), lambda: get_tokenizer().eod)
         return self.executor
 
     def pipeline_config(self) -> PipelineConfig:
-        """The configuration of Megatron's arguments; made here if no script validated them."""
+        """The configuration of Megatron's arguments; raises ValueError where no script has validated them."""
         if self.config is None:
-            from megatron.training import get_args
-
-            self.config = _configured(get_args(), run_of_arguments(get_args()))
-            if self.config.places_chunks_in_a_v:
-                raise ValueError(
-                    "--pipeline-placement v: the script must call megatron.seq1f1b.validate before pretrain"
-                )
+            raise ValueError("the script must call megatron.seq1f1b.validate with its parsed arguments before pretrain")
         return self.config
-
-    def megatron_args(self) -> Namespace:
-        """The arguments of Megatron's training loop, once they are parsed."""
-        from megatron.training import get_args
-
-        return get_args()
 
     def last_step(self) -> Reading | None:
         """What our executor measured on this rank in the last training step."""
@@ -274,7 +262,7 @@ class Overlay:
 
     def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
-        parsed = self.megatron_args()
+        parsed = _megatron_args()
         config = self.config or validate(parsed)
         if config.schedule is not None:
             if parsed.context_parallel_size > 1 and parsed.create_attention_mask_in_dataloader:
@@ -293,6 +281,13 @@ def _installed() -> Overlay | None:
     bound = getattr(schedules, "get_forward_backward_func", None)
     overlay = getattr(bound, "__self__", None)
     return overlay if isinstance(overlay, Overlay) else None
+
+
+def _megatron_args() -> Namespace:
+    """The arguments of Megatron's training loop, once they are parsed."""
+    from megatron.training import get_args
+
+    return get_args()
 
 
 def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
@@ -318,7 +313,7 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
         rows.append(net.parsing())
         from .runtime.training_loop import TrainingLoop
 
-        rows += TrainingLoop(overlay.megatron_args, overlay.last_step).patches()
+        rows += TrainingLoop(_megatron_args, overlay.last_step).patches()
     if add_flags:
         reason = "neither takes our flags nor validates them"
         rows += [

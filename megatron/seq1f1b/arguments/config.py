@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..partition import DEFAULT_STRATEGY
-from ..schedule import Costs, Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
+from ..schedule import Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .device import is_on_cpu
 from .megatron_run import MegatronRun
 from .packages import packs_documents
@@ -45,10 +45,6 @@ class PipelineConfig:
         if sequence_length == self.run.sequence_length and documents is None:
             return self.lengths
         return self.partition.cut(sequence_length, self.num_segments, documents)
-
-    def action_costs(self, lengths: Sequence[int]) -> Costs:
-        """What `auto` plans for: the costs of actions on segments of `lengths` tokens; raises ValueError."""
-        return self.partition.costs.of_actions(lengths)
 
     @property
     def places_chunks_in_a_v(self) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
-from ..patches import Patch
+from ..patches import Patch, wrapping
 from ..ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
@@ -72,11 +72,10 @@ class Net:
 
     def parsing(self) -> Patch:
         """What looks at the parsed flags before Megatron does."""
-        return Patch(
+        return wrapping(
             "megatron.training.arguments.parse_args",
-            lambda upstream: lambda *args, **options: self.parsed(upstream(*args, **options)),
+            lambda upstream, *args, **options: self.parsed(upstream(*args, **options)),
             "checks neither what is unsupported with our flags nor whether all ranks have the same ones",
-            wraps=True,
         )
 
     def parsed(self, args: Namespace) -> Namespace:

@@ -20,41 +20,21 @@ def fused_attention_has_no_backend(settings: Mapping[str, Any]) -> bool:
     return _is_fused(settings) and _is_on_gpu(settings) and bool(settings.get("attention_dropout")) and masks
 
 
-def lacks_flash_attention(settings: Mapping[str, Any]) -> bool:
-    """--flash-attention-version 3 or 4 without its package; 2 is PyTorch's own."""
-    asked_for = settings.get("flash_attention_version")
-    if asked_for not in (3, 4) or not _is_on_gpu_here(settings):
-        return False
-    # Not its module: the package flash-attn, version 2, ships the folder flash_attn/cute, too.
-    return _is_missing("flash_attn_interface") if asked_for == 3 else _version("flash-attn-4") is None
-
-
 def lacks_mamba(settings: Mapping[str, Any]) -> bool:
     """The layers of Mamba without their kernels."""
     return _is_on_gpu_here(settings) and (_is_missing("mamba_ssm") or _is_missing("causal_conv1d"))
 
 
-def lacks_delta_nets(settings: Mapping[str, Any]) -> bool:
-    """No flash-linear-attention, or one whose gradients of gated delta nets are wrong, or refused, on this GPU."""
-    if not _is_on_gpu_here(settings):
+def delta_nets_are_wrong(settings: Mapping[str, Any]) -> bool:
+    """A flash-linear-attention whose gated delta nets have wrong gradients on this GPU.
+
+    On Hopper, Triton from 3.4.0 to 3.7.0 compiles their backward wrongly. From 0.5.0 on, flash-linear-attention refuses
+    to run that itself.
+    """
+    if not _is_on_gpu_here(settings) or not _is_hopper():
         return False
-    return (
-        _is_missing("fla")
-        or _is_hopper()
-        and not _delta_nets_are_right(
-            _version("flash-linear-attention") or _version("fla-core"), _version("triton"), not _is_missing("tilelang")
-        )
-    )
-
-
-def _delta_nets_are_right(fla: Version | None, triton: Version | None, has_tilelang: bool) -> bool:
-    """On Hopper, Triton from 3.4.0 to 3.7.0 compiles their backward wrongly. From 0.5.0 on, flash-linear-attention
-    refuses to run it, up to 0.5.1 with any later Triton too, unless TileLang takes its place."""
-    if fla is None or triton is None or triton < (3, 4):
-        return True
-    if has_tilelang and fla >= (0, 5):
-        return True
-    return triton >= (3, 7, 1) and not (0, 5) <= fla < (0, 5, 2)
+    fla, triton = _version("flash-linear-attention") or _version("fla-core"), _version("triton")
+    return fla is not None and fla < (0, 5) and triton is not None and (3, 4) <= triton < (3, 7, 1)
 
 
 def packs_documents(settings: Mapping[str, Any]) -> bool:

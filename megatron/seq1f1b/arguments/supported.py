@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from ..schedule import splitting_families
 from .packages import (
+    delta_nets_are_wrong,
     fused_attention_has_no_backend,
-    lacks_delta_nets,
-    lacks_flash_attention,
     lacks_mamba,
     lacks_transformer_engine,
     packs_documents,
@@ -67,10 +66,6 @@ def _heads_are_no_multiple(settings: Mapping[str, Any]) -> bool:
     return "a2a" in _context_parallel_by(settings) and bool(heads % (settings.get("context_parallel_size") or 1))
 
 
-def _scales_by(recipe: str) -> Condition:
-    return lambda settings: bool(settings.get("fp8")) and (settings.get("fp8_recipe") or "delayed") == recipe
-
-
 def _predicts_before_the_loss(settings: Mapping[str, Any]) -> bool:
     if settings.get("mtp_standalone"):  # a program's configuration, whose layout Megatron has parsed
         return True
@@ -109,7 +104,6 @@ _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _NO_LOGITS = "needs the largest logit of each head, which takes another product of all queries and keys"
-_BY_BLOCKS = "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens"
 
 
 UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
@@ -214,22 +208,10 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported("--qk-clip", _NO_LOGITS, "drop it"),
         Unsupported("--log-max-attention-logit", _NO_LOGITS, "drop it"),
         Unsupported(
-            "--fp8-recipe delayed",
-            "scales by the maxima of earlier micro-batches; segments would record the maxima of parts",
-            _BY_BLOCKS,
-            _scales_by("delayed"),
-        ),
-        Unsupported(
-            "--fp8-recipe tensorwise",
-            "scales a tensor by its largest value, and a segment has a part of the tensor",
-            _BY_BLOCKS,
-            _scales_by("tensorwise"),
-        ),
-        Unsupported(
-            "--fp8-recipe custom",
-            "may scale tokens together that segments part",
-            _BY_BLOCKS,
-            _scales_by("custom"),
+            "--fp8-recipe delayed, tensorwise, custom",
+            "scales by the largest value of whole tensors, of which a segment has a part",
+            "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens",
+            lambda settings: bool(settings.get("fp8")) and settings.get("fp8_recipe") not in BLOCKS,
         ),
         Unsupported(
             "--fp8-format with --context-parallel-size above 1 or --num-experts",
@@ -266,22 +248,16 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             lacks_transformer_engine,
         ),
         Unsupported(
-            "--flash-attention-version without its package",
-            "needs it",
-            "install FlashAttention-3 or flash-attn-4, or drop it",
-            lacks_flash_attention,
-        ),
-        Unsupported(
             "--moe-flex-dispatcher-backend hybridep with packed documents",
             "needs as many tokens on every rank, while each cuts its segments by its own documents",
             "give --moe-hybridep-pad-uneven-dispatch-inputs, or use deepep",
             _hybridep_needs_equal_lengths,
         ),
         Unsupported(
-            "--hybrid-layer-pattern with G on a GPU without a fitting flash-linear-attention",
-            "needs its kernels, which on Hopper GPUs are wrong or refused with Triton 3.4.0 to 3.7.0",
+            "--hybrid-layer-pattern with G, flash-linear-attention before 0.5 and Triton 3.4.0 to 3.7.0",
+            "has wrong gradients on Hopper GPUs",
             "install flash-linear-attention 0.5.2 or later, with Triton 3.7.1 or later or with tilelang",
-            lambda settings: _has_layers("G", settings) and lacks_delta_nets(settings),
+            lambda settings: _has_layers("G", settings) and delta_nets_are_wrong(settings),
         ),
         Unsupported(
             "--hybrid-layer-pattern with M on a GPU without mamba-ssm and causal-conv1d",

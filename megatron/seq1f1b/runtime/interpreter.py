@@ -4,9 +4,9 @@ It contains nothing of families, phases or neighbours: all that is in the progra
 `backward_step` run the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -55,8 +55,7 @@ class Step:
 class Services:
     """What the actions of a step work with.
 
-    `around(action)` shows what all ranks do around an action. `handlers` run further kinds of actions, or take the
-    place of the interpreter's own (`Interpreter.HANDLERS`).
+    `around(action)` shows what all ranks do around an action.
     """
 
     communicator: Communicator
@@ -67,7 +66,6 @@ class Services:
     around_forward: Callable[[int, int], AbstractContextManager]
     recorder: Recorder
     around: Callable[[Action], str]
-    handlers: "Mapping[Kind, Handler]" = field(default_factory=dict)
 
 
 class Interpreter:
@@ -101,7 +99,7 @@ class Interpreter:
         self._ends, self._splits_backwards = program.ends, program.splits_backwards
         self._recomputed = self._all_but_partially_checkpointed(program.actions)
         # A range for each action in the PyTorch profiler, and in Nsight by Megatron's --profile.
-        is_profiled, handlers = torch.autograd._profiler_enabled(), {**self.HANDLERS, **self._services.handlers}
+        is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
         for position, action in enumerate(program.actions):
             try:
                 if is_profiled:
@@ -262,8 +260,9 @@ class Interpreter:
         if self._timers is not None:
             self._timers(name).stop()
 
-    # On the class: a table of bound methods would be a cycle that keeps a step until a collection.
-    HANDLERS: "Mapping[Kind, Handler]" = {
+    # A new kind of action adds its handler. On the class: a table of bound methods would be a cycle that keeps a step
+    # until a collection.
+    HANDLERS: "dict[Kind, Handler]" = {
         Kind.F: _forward,
         Kind.B: _backward,
         Kind.I: _backward,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..patches import Patch
+from ..patches import Patch, wrapping
 from .recorder import Reading
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
@@ -28,11 +28,10 @@ class IterationLog:
 
     def patch(self) -> Patch:
         """What puts `print_rank_last` in the place of Megatron's."""
-        return Patch(
+        return wrapping(
             "megatron.training.training.print_rank_last",
-            lambda upstream: lambda message: self.print_rank_last(upstream, message),
+            self.print_rank_last,
             "a line of an iteration has neither tokens per second nor what ranks idle",
-            wraps=True,
         )
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:

@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
@@ -18,18 +18,12 @@ from ..model import Segment
 _log = logging.getLogger(__name__)
 
 
-class _Check(NamedTuple):
-    segment: Segment
-    result: Tensor
-    rejection_func: Callable[[Tensor], Any]
-    options: dict[str, Any]
-
-
 class LossChecks:
     """The checks of one step."""
 
     def __init__(self) -> None:
-        self._put_off: dict[tuple[int, str], list[_Check]] = defaultdict(list)
+        # By micro-batch and message: the segment, its result, what rejects it and Megatron's further arguments.
+        self._put_off: dict[tuple[int, str], list[tuple[Segment, Tensor, Callable, dict]]] = defaultdict(list)
 
     @contextmanager
     def of(self, segment: Segment) -> Iterator[None]:
@@ -39,7 +33,7 @@ class LossChecks:
         def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
             if isinstance(result, Tensor):
                 # A copy: Megatron divides the loss in place.
-                check = _Check(segment, result.detach().clone(), rejection_func, options)
+                check = segment, result.detach().clone(), rejection_func, options
                 self._put_off[segment.microbatch, message].append(check)
             else:
                 type(machine).validate_result(machine, result, rejection_func, message, **options)
@@ -55,25 +49,25 @@ class LossChecks:
 
         Raises what `validate_result` raises, with the segments that were rejected.
         """
-        while self._put_off:
-            key = next(iter(self._put_off))
-            _make_up(get_rerun_state_machine(), key[1], self._put_off.pop(key))
+        for (microbatch, message), checks in self._put_off.items():
+            _make_up(f"{message} in micro-batch {microbatch}", message, checks)
 
 
-def _make_up(machine: Any, message: str, checks: list[_Check]) -> None:
-    last, place = checks[-1], []
+def _make_up(place: str, message: str, checks: list[tuple[Segment, Tensor, Callable, dict]]) -> None:
+    _, _, rejection_func, options = checks[-1]
+    notes = [message]
 
     def rejects(total: Tensor) -> Any:
-        is_rejected = last.rejection_func(total)
+        is_rejected = rejection_func(total)
         if is_rejected:
-            found = [check.segment.index for check in checks if check.rejection_func(check.result)]
-            place[:] = [f"{message} in micro-batch {last.segment.microbatch}, of its segments in {found or 'the sum'}"]
-            _log.error("%s", place[0])
+            found = [segment.index for segment, result, rejects_it, _ in checks if rejects_it(result)]
+            notes[:] = [f"{place}, of its segments in {found or 'the sum'}"]
+            _log.error("%s", notes[0])
         return is_rejected
 
     try:
-        total = sum(check.result for check in checks)
-        machine.validate_result(result=total, rejection_func=rejects, message=message, **last.options)
+        total = sum(result for _, result, _, _ in checks)
+        get_rerun_state_machine().validate_result(result=total, rejection_func=rejects, message=message, **options)
     except Exception as error:
-        error.add_note(place[0] if place else message)
+        error.add_note(notes[0])
         raise

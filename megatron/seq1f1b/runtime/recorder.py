@@ -10,24 +10,6 @@ import torch
 from ..schedule import Action, Kind, Span
 
 
-class Clock:
-    """Marks moments of what runs on `device`: on a GPU events on its current stream, so that marking does not wait."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_on_gpu = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._is_on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """The time between two marks, which the device must have passed."""
-        return start.elapsed_time(end) / 1e3 if self._is_on_gpu else end - start
-
-
 class PeakMemory:
     """Counts from its creation: activations, caches, messages and workspace, but not weights or optimizer state.
 
@@ -65,13 +47,14 @@ class Recorder:
 
     def __init__(self, device: torch.device, traced: bool = False) -> None:
         self._memory = PeakMemory(device, resets_peak=traced)
-        self._clock = Clock(device)
+        # Marks a moment of what runs on the device: on a GPU an event on its current stream, so that nothing waits.
+        self._now = _event if device.type == "cuda" else time.perf_counter
         self._marks: list[tuple[Action, Any, Any]] = []
         self._collectives: list[tuple[Action, Any, torch.futures.Future]] = []
         self._peak = 0
         if traced and device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._start = self._clock.now()
+        self._start = self._now()
         self.origin = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -82,7 +65,7 @@ class Recorder:
 
     def span(self, action: Action) -> AbstractContextManager[None]:
         """Time the body as `action`."""
-        return _Timed(self._clock, self._marks, action)
+        return _Timed(self._now, self._marks, action)
 
     def collective(self, kind: Kind, stage: int) -> Callable[[Any], None]:
         """Time a REDUCE or GATHER from now; call the result with the handle as soon as the collective runs.
@@ -90,12 +73,12 @@ class Recorder:
         Only what runs beside compute is recorded. Its end is taken in the thread of gloo, or on the stream that waits
         for NCCL; a reduce-scatter by gloo, which has no callback, ends when it has been waited for.
         """
-        action, start = Action(kind, stage), self._clock.now()
+        action, start = Action(kind, stage), self._now()
 
         def running(handle: Any) -> None:
             for part in getattr(handle, "works", ()):
                 try:
-                    end = part.get_future().then(lambda _: self._clock.now())
+                    end = part.get_future().then(lambda _: self._now())
                 except RuntimeError:
                     end = self._when_waited_for(handle)
                 self._collectives.append((action, start, end))
@@ -104,9 +87,8 @@ class Recorder:
 
     def reading(self) -> Reading:
         """The step in three numbers. On a GPU its work has to be done."""
-        seconds = self._clock.seconds
-        busy = sum(seconds(start, end) for _, start, end in self._marks)
-        return Reading(busy, seconds(self._start, self._marks[-1][-1]) if self._marks else 0.0, self._peak)
+        busy = sum(_seconds(start, end) for _, start, end in self._marks)
+        return Reading(busy, _seconds(self._start, self._marks[-1][-1]) if self._marks else 0.0, self._peak)
 
     def spans(self) -> list[Span]:
         """What was recorded, in the order of the starts; times in seconds of this machine's monotonic clock.
@@ -122,31 +104,42 @@ class Recorder:
         return sorted(spans.values(), key=lambda span: span.start)
 
     def _time(self, mark: Any) -> float:
-        return self.origin + self._clock.seconds(self._start, mark)
+        return self.origin + _seconds(self._start, mark)
 
     def _when_waited_for(self, handle: Any) -> torch.futures.Future:
         end, wait = torch.futures.Future(), handle.wait
 
         def waited() -> None:
             wait()
-            end.set_result(self._clock.now())
+            end.set_result(self._now())
 
         handle.wait = waited
         return end
 
 
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    """The time between two marks, which the device must have passed."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
 class _Timed:
     """A class: a generator would take the host several times as long, twice in every unit."""
 
-    __slots__ = ("_action", "_clock", "_marks", "_start")
+    __slots__ = ("_action", "_marks", "_now", "_start")
 
-    def __init__(self, clock: Clock, marks: list[tuple[Action, Any, Any]], action: Action) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], Any], marks: list[tuple[Action, Any, Any]], action: Action) -> None:
+        self._now = now
         self._marks = marks
         self._action = action
 
     def __enter__(self) -> None:
-        self._start = self._clock.now()
+        self._start = self._now()
 
     def __exit__(self, *_: object) -> None:
-        self._marks.append((self._action, self._start, self._clock.now()))
+        self._marks.append((self._action, self._start, self._now()))

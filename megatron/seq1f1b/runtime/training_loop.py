@@ -11,14 +11,13 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial, wraps
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from ..patches import Patch
+from ..patches import Patch, wrapping
 from ..ranks import warn_on_rank_0
 from . import corpora
 from .iteration_log import IterationLog
@@ -62,8 +61,7 @@ class TrainingLoop:
                 "starts a process that outlives a killed rank and, forked, keeps the connections of its peers open",
             ),
         )
-        wrapping = tuple(Patch(target, partial(_around, new), why, wraps=True) for target, new, why in rows)
-        return (*wrapping, *corpora.patches(self._args), self._log.patch())
+        return (*(wrapping(*row) for row in rows), *corpora.patches(self._args), self._log.patch())
 
     def training_log(
         self,
@@ -109,14 +107,6 @@ class TrainingLoop:
             args = self._args()
             folder = args.load or args.pretrained_checkpoint
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
-
-
-def _around(function: Callable, upstream: Callable) -> Callable:
-    @wraps(upstream)
-    def around(*args: Any, **options: Any) -> Any:
-        return function(upstream, *args, **options)
-
-    return around
 
 
 def _queue_that_ends_with_its_rank(upstream: Callable, mp_mode: str | None = None) -> Any:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 _log = logging.getLogger(__name__)
 
@@ -45,16 +47,9 @@ def _wait_for_each(waits: SimpleQueue) -> None:
         del submitted, future, wait  # while waiting for the next, hold no message
 
 
-class Mark(Protocol):
-    """A place in a stream of a GPU, such as a recorded `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Whether the GPU has passed it."""
-
-
-def report_if_late(mark: Mark, describe: Callable[[], str], since: float, timeout: timedelta) -> None:
-    """Wait until the GPU passes `mark`, and log, once, the message that `describe()` names if that takes most of
-    `timeout` from `since`, a time of `time.monotonic`.
+def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:
+    """Wait until the GPU passes the recorded `mark`, and log, once, the message that `describe()` names if that takes
+    most of `timeout` from `since`, a time of `time.monotonic`.
 
     With NCCL no host waits for a message, and NCCL's own report has only a number.
     """

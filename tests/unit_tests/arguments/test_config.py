@@ -190,8 +190,6 @@ def test_sequence_parallel_segments_are_multiples_of_tp():
             {"attention_backend": argparse.Namespace(name="fused"), "distributed_backend": "nccl"},
             "-backend flash",
         ),
-        (["--sequence-splits", "4"], {"flash_attention_version": 3, "distributed_backend": "nccl"}, "install Flash"),
-        (["--sequence-splits", "4"], {"flash_attention_version": 4, "distributed_backend": "nccl"}, "install Flash"),
         (["--pipeline-schedule", "1f1b"], {"cuda_graph_impl": "local"}, "use --cuda-graph-impl none"),
         (["--sequence-splits", "20000"], {}, "use at most 16384 segments"),
         (["--sequence-splits", "0"], {}, "at least 1"),
@@ -224,7 +222,7 @@ def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch,
     assert config.schedule == Planned(split=False)
     assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == lines
     shape = Shape(Placement(2), 6)
-    schedule = config.schedule.plan(shape, config.lengths, config.action_costs)
+    schedule = config.schedule.plan(shape, config.lengths, config.partition.costs.of_actions)
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
     assert validate(parsed("--pipeline-schedule", "auto")).schedule == Planned()
@@ -326,7 +324,8 @@ def test_balanced_looks_at_the_slowest_stage():
 
 
 def test_auto_is_given_the_costs_of_the_stages():
-    costs = pipeline_config(parsed("--sequence-splits", "4", "--pipeline-schedule", "auto")).action_costs((4096,) * 4)
+    partition = pipeline_config(parsed("--sequence-splits", "4", "--pipeline-schedule", "auto")).partition
+    costs = partition.costs.of_actions((4096,) * 4)
     forwards = [costs.duration(Kind.F, 1, segment) for segment in range(4)]
     assert forwards == sorted(forwards) and forwards[0] < forwards[-1]
 
@@ -353,7 +352,7 @@ def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
 
 def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path):
     config = pipeline_config(parsed("--sequence-splits", "4"))
-    costs = config.action_costs((4096,) * 4)
+    costs = config.partition.costs.of_actions((4096,) * 4)
     step = simulate(build("1f1b", Shape(Placement(2), 3, 4)), costs)
     path = tmp_path / "iteration-3-pipeline-0.json"
     write_timeline(Timeline(step.shape, step.ranks, "s", {"segment_lengths": [4096] * 4}), path)

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from megatron.seq1f1b import validate
-from megatron.seq1f1b.arguments import run_of_arguments
+from megatron.seq1f1b.arguments import packages, run_of_arguments
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported
 from unit_tests.arguments.parsed import parsed
 
@@ -45,9 +45,7 @@ SETTINGS = {
         "reset_attention_mask": True,
     },
     "variable_seq_lengths of a program's configuration": {"variable_seq_lengths": True},
-    "--fp8-recipe delayed": {"fp8": "hybrid", "fp8_recipe": "delayed"},
-    "--fp8-recipe tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "--fp8-recipe custom": {"fp8": "hybrid", "fp8_recipe": "custom"},
+    "--fp8-recipe delayed, tensorwise, custom": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "--fp8-format with --context-parallel-size above 1 or --num-experts": {
         "fp8": "hybrid",
         "fp8_recipe": "mxfp8",
@@ -66,14 +64,12 @@ SETTINGS = {
         "attention_backend": argparse.Namespace(name="fused"),
         "distributed_backend": "nccl",
     },
-    "--flash-attention-version 3": {"flash_attention_version": 3},
-    "--flash-attention-version without its package": {"flash_attention_version": 3, "distributed_backend": "nccl"},
     "--moe-flex-dispatcher-backend hybridep with packed documents": {
         "moe_token_dispatcher_type": "flex",
         "moe_flex_dispatcher_backend": "hybridep",
         "reset_attention_mask": True,
     },
-    "--hybrid-layer-pattern with G on a GPU without a fitting flash-linear-attention": {
+    "--hybrid-layer-pattern with G, flash-linear-attention before 0.5 and Triton 3.4.0 to 3.7.0": {
         "hybrid_layer_pattern": "G-*-",
         "distributed_backend": "nccl",
         "padded_vocab_size": None,
@@ -104,8 +100,11 @@ def settings_of(row):
 
 @pytest.mark.parametrize("use, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
 def test_an_unsupported_feature_is_one_sentence(monkeypatch, use, row):
-    if "without its package" in row.feature or "on a GPU without" in row.feature:
-        monkeypatch.setattr("megatron.seq1f1b.arguments.packages.find_spec", lambda module: None)
+    if "on a GPU without" in row.feature or "flash-linear-attention" in row.feature:
+        versions = {"flash-linear-attention": (0, 4, 2), "triton": (3, 6, 0)}
+        monkeypatch.setattr(packages, "find_spec", lambda module: None)
+        monkeypatch.setattr(packages, "_version", versions.get)
+        monkeypatch.setattr(packages, "_is_hopper", lambda: True)
     args = parsed(*FLAGS[use], **settings_of(row))
     with pytest.raises(ValueError) as error:
         validate(args)
