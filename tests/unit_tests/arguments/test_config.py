@@ -1,14 +1,12 @@
 """Our flags: what they mean, and how what cannot be honoured is refused."""
 
 import argparse
-import itertools
 import re
 
 import pytest
 
 from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
-from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
     FAMILIES,
@@ -43,47 +41,47 @@ def wants_segment_attention(args):
     return pipeline_config(args).wants_segment_attention
 
 
-def test_without_our_flags_megatrons_own_schedule_runs():
-    args = parsed(moe_expert_capacity_factor=1.0, qk_clip=True)
-    validate(args)
-    assert pipeline_config(args).schedule is None
+@pytest.mark.parametrize(
+    "flags, schedule, num_segments, strategy",
+    [
+        ((), None, 1, "balanced"),
+        (("--pipeline-schedule", "1f1b"), Named("1f1b"), 1, "balanced"),
+        (("--sequence-splits", "4"), Named("1f1b"), 4, "balanced"),
+        (("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average"), Named("1f1b"), 4, "even"),
+    ],
+)
+def test_flags_choose_a_schedule_and_segments(flags, schedule, num_segments, strategy):
+    """Without them Megatron's own schedule runs, whatever ours do not support."""
+    config = pipeline_config(parsed(*flags, **{} if flags else {"qk_clip": True}))
+    assert (config.schedule, config.num_segments, config.partition.strategy) == (schedule, num_segments, strategy)
+    assert sum(config.cut(16384)) == 16384 and config.cut(16384)[0] >= config.cut(16384)[-1]
 
 
-def test_splits_alone_mean_1f1b():
-    config = pipeline_config(parsed("--sequence-splits", "4"))
-    assert (config.schedule, config.num_segments) == (Named("1f1b"), 4)
-    lengths = config.cut(16384)
-    assert len(lengths) == 4 and lengths[0] > lengths[1] > lengths[2] > lengths[3]
-    assert config.partition.strategy == "balanced"
-
-
-def test_a_schedule_alone_keeps_sequences_whole():
-    config = pipeline_config(parsed("--pipeline-schedule", "1f1b"))
-    assert (config.schedule, config.cut(16384)) == (Named("1f1b"), (16384,))
-
-
-def test_chunks_in_a_v_need_our_schedules_and_several_chunks():
-    v, auto = ("--pipeline-placement", "v"), ("--pipeline-schedule", "auto")
-    config = pipeline_config(parsed(*v, *auto, virtual_pipeline_model_parallel_size=2))
+def test_chunks_lie_in_a_v_where_that_is_asked():
+    flags, chunks = ("--pipeline-schedule", "auto"), {"virtual_pipeline_model_parallel_size": 2}
+    config = pipeline_config(parsed(*flags, "--pipeline-placement", "v", **chunks))
     assert config.places_chunks_in_a_v and config.schedule == Planned(placement="v")
-    assert not pipeline_config(parsed(*auto, virtual_pipeline_model_parallel_size=2)).places_chunks_in_a_v
-    with pytest.raises(ValueError, match="is not for Megatron's own schedules; add --pipeline-schedule auto"):
-        pipeline_config(parsed(*v, virtual_pipeline_model_parallel_size=2))
-    with pytest.raises(ValueError, match="but there is one; add --num-virtual-stages-per-pipeline-rank 2"):
-        pipeline_config(parsed(*v, *auto))
+    assert not pipeline_config(parsed(*flags, **chunks)).places_chunks_in_a_v
 
 
-def test_segments_divide_equally_among_ranks_that_share_them():
-    for context, tensor, multiple in ((1, 1, 1), (1, 4, 4), (2, 1, 4), (2, 4, 8), (4, 3, 24)):
-        sizes = {"context_parallel_size": context, "tensor_model_parallel_size": tensor, "sequence_parallel": True}
-        assert run_of_arguments(parsed(**sizes)).segment_multiple == multiple
-    assert run_of_arguments(parsed(context_parallel_size=2, tensor_model_parallel_size=4)).segment_multiple == 4
-
-
-@pytest.mark.parametrize("recipe, sequences, multiple", [("mxfp8", 1, 32), ("mxfp8", 2, 16), ("blockwise", 1, 128)])
-def test_segments_do_not_part_tokens_that_share_a_scale(recipe, sequences, multiple):
-    run = run_of_arguments(parsed(fp8="hybrid", fp8_recipe=recipe, micro_batch_size=sequences))
-    assert run.segment_multiple == multiple
+@pytest.mark.parametrize(
+    "sizes, multiple",
+    [
+        *(
+            ({"context_parallel_size": c, "tensor_model_parallel_size": t, "sequence_parallel": True}, multiple)
+            for c, t, multiple in ((1, 1, 1), (1, 4, 4), (2, 1, 4), (2, 4, 8), (4, 3, 24))
+        ),
+        ({"context_parallel_size": 2, "tensor_model_parallel_size": 4}, 4),
+        *(
+            ({"fp8": "hybrid", "fp8_recipe": recipe, "micro_batch_size": sequences}, multiple)
+            for recipe, sequences, multiple in (("mxfp8", 1, 32), ("mxfp8", 2, 16), ("blockwise", 1, 128))
+        ),
+    ],
+    ids=str,
+)
+def test_segments_are_multiples_of_what_shares_them(sizes, multiple):
+    """Ranks that divide a segment equally, and tokens that share a scale in 8 bits."""
+    assert run_of_arguments(parsed(**sizes)).segment_multiple == multiple
 
 
 def test_the_authors_flags_mean_the_same():
@@ -91,8 +89,6 @@ def test_the_authors_flags_mean_the_same():
     theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")
     assert pipeline_config(ours).lengths == pipeline_config(theirs).lengths
     assert pipeline_config(theirs).cut(16384) == (4922, 4238, 3780, 3444)
-    average = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average")
-    assert pipeline_config(average).partition.strategy == "even"
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
@@ -178,27 +174,23 @@ def test_sequence_parallel_segments_are_multiples_of_tp():
 
 
 @pytest.mark.parametrize(
-    "flags, megatron, sentence",
+    "flags, sentence",
     [
-        (["--sequence-splits", "4"], {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
-        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
-        (["--sequence-splits", "4"], {"moe_router_load_balancing_type": ["quantile_balancing"]}, "quantile_balancing"),
-        (["--sequence-splits", "4"], {"context_parallel_size": 2}, "use --cp-comm-type a2a"),
-        (["--sequence-splits", "4"], {"log_max_attention_logit": True}, "drop it"),
+        (["--sequence-splits", "20000"], "use at most 16384 segments"),
+        (["--sequence-splits", "0"], "at least 1"),
+        (["--sequence-splits", "4", "--sequence-split-strategy", "profile"], "`seq1f1b profile`"),
+        (["--pipeline-placement", "v"], "is not for Megatron's own schedules; add --pipeline-schedule auto"),
         (
-            ["--sequence-splits", "4"],
-            {"attention_backend": argparse.Namespace(name="fused"), "distributed_backend": "nccl"},
-            "-backend flash",
+            ["--pipeline-placement", "v", "--pipeline-schedule", "auto"],
+            "but there is one; add --num-virtual-stages-per-pipeline-rank 2",
         ),
-        (["--pipeline-schedule", "1f1b"], {"cuda_graph_impl": "local"}, "use --cuda-graph-impl none"),
-        (["--sequence-splits", "20000"], {}, "use at most 16384 segments"),
-        (["--sequence-splits", "0"], {}, "at least 1"),
+        (["--pipeline-schedule-file", "no.csv"], "no.csv"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=str,
 )
-def test_what_cannot_be_honoured_ends_with_one_sentence(flags, megatron, sentence):
+def test_what_cannot_be_honoured_ends_with_one_sentence(flags, sentence):
     with pytest.raises(ValueError) as error:
-        validate(parsed(*flags, **megatron))
+        validate(parsed(*flags))
     assert sentence in str(error.value) and "\n" not in str(error.value)
 
 
@@ -226,11 +218,6 @@ def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch,
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
     assert validate(parsed("--pipeline-schedule", "auto")).schedule == Planned()
-
-
-def test_every_family_can_be_asked_for():
-    for family in FAMILY_NAMES:
-        assert pipeline_config(parsed("--pipeline-schedule", family)).schedule.name == family
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -283,24 +270,10 @@ def test_a_file_whose_sizes_contradict_the_flags_is_refused(file, megatron):
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_cannot_run_says_so(tmp_path):
-    for path, text, message in (("no.csv", None, "no.csv"), ("bad.csv", "0F0,0B0,0F0\n", "is repeated")):
-        if text:
-            (tmp_path / path).write_text(text)
-        with pytest.raises(ValueError) as error:
-            validate(parsed("--pipeline-schedule-file", str(tmp_path / path)))
-        assert message in str(error.value)
-
-
-def test_limits_of_segments_do_not_limit_whole_sequences():
-    refused = {"moe_expert_capacity_factor": 1.0, "qk_clip": True, "context_parallel_size": 2}
-    validate(parsed("--pipeline-schedule", "1f1b", **refused))
-
-
-def test_every_refusal_names_its_flag_and_a_way_out():
-    for row in itertools.chain(*UNSUPPORTED.values()):
-        assert row.feature and row.because and row.way_out
-        assert not row.way_out.endswith(".")
+def test_a_file_that_cannot_run_is_refused(tmp_path):
+    (tmp_path / "bad.csv").write_text("0F0,0B0,0F0\n")
+    with pytest.raises(ValueError, match="is repeated"):
+        validate(parsed("--pipeline-schedule-file", str(tmp_path / "bad.csv")))
 
 
 def test_layers_without_fast_attention_get_ours_unless_declined():
@@ -369,12 +342,6 @@ def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path):
     with pytest.raises(ValueError) as error:
         validate(parsed("--sequence-split-strategy", "terapipe", *flags[2:]))
     assert "give --sequence-splits" in str(error.value)
-
-
-def test_the_profile_strategy_needs_a_profile():
-    with pytest.raises(ValueError) as error:
-        validate(parsed("--sequence-splits", "4", "--sequence-split-strategy", "profile"))
-    assert "`seq1f1b profile`" in str(error.value)
 
 
 @pytest.mark.parametrize("device, rank, warned", [("cpu", "0", True), ("cpu", "1", False), ("cuda", "0", False)])

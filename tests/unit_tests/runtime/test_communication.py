@@ -94,45 +94,18 @@ def test_a_message_that_nobody_takes_is_named_at_the_end(wires):
         wires.communicator.finish()
 
 
-class Config(SimpleNamespace):
-    """NCCL's settings, as a new group has them."""
-
-    def __init__(self) -> None:
-        undefined = -(2**31)
-        super().__init__(cga_cluster_size=undefined, min_ctas=undefined, max_ctas=undefined, net_name=None)
-
-
-@pytest.mark.parametrize("set_ctas, expected", [(None, MAX_CTAS), (16, 16)])
-def test_nccl_groups_take_megatrons_pipeline_options(alone, monkeypatch, set_ctas, expected):
-    own = Config()
-    own.cga_cluster_size, own.net_name = 2, "IB"
-    own.max_ctas = set_ctas or own.max_ctas
-    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=SimpleNamespace(config=own)))
-
-    class Options(SimpleNamespace):
-        def __init__(self, is_high_priority_stream: bool) -> None:
-            super().__init__(is_high_priority_stream=is_high_priority_stream, config=Config())
-
+def test_nccl_groups_carry_one_kind_of_message(alone, monkeypatch):
     made = []
-    monkeypatch.setattr(communication.dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(communication, "_options", lambda group: "options")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
-    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append((ranks, given)) or "made")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append(given) or "made")
     monkeypatch.setattr(dist, "all_gather_object", lambda into, own: into.__setitem__(0, own))
-    groups = groups_per_communicator(group, [FORWARD, BACKWARD], TIMEOUT)
-    assert set(groups) == {FORWARD.communicator, BACKWARD.communicator} and len(made) == len(groups)
-    assert [given["group_desc"] for _, given in made] == [
-        "gradients from odd to lower pipeline ranks",
-        "activations from even to higher pipeline ranks",
+    groups = groups_per_communicator(dist.group.WORLD, [FORWARD, BACKWARD], TIMEOUT)
+    assert groups == {FORWARD.communicator: "made", BACKWARD.communicator: "made"}
+    assert [(given["group_desc"], given["pg_options"], given["timeout"]) for given in made] == [
+        ("gradients from odd to lower pipeline ranks", "options", TIMEOUT),
+        ("activations from even to higher pipeline ranks", "options", TIMEOUT),
     ]
-    for _, given in made:
-        options = given["pg_options"]
-        assert options.is_high_priority_stream and given["timeout"] == TIMEOUT
-        assert (options.config.max_ctas, options.config.cga_cluster_size, options.config.net_name) == (
-            expected,
-            2,
-            "IB",
-        )
 
 
 def test_nccl_options_take_what_megatron_sets_and_no_more(monkeypatch):

@@ -8,6 +8,7 @@ from megatron.seq1f1b.runtime.segmentation import document_starts
 
 END = 9
 SHAPE = (2, 12)
+BEFORE = torch.ones(12, 12, dtype=torch.bool).triu(1)  # of a causal mask
 
 
 @pytest.fixture
@@ -54,6 +55,8 @@ def test_without_a_token_that_ends_documents_tokens_do_not_tell(tokens):
         ({"cu_seqlens": torch.tensor([[0, 12]])}, r"cu_seqlens \[1, 2\] .* each of the 2 sequences"),
         ({"tokens": torch.zeros(1, 24)}, r"tokens \[1, 24\] in a batch does not fit"),
         ({"attention_mask": torch.zeros(1, 1, 12, 12)}, r"attention_mask \[1, 12, 12\] in a batch does not fit"),
+        ({"attention_mask": torch.zeros(2, 1, 12, 12, dtype=torch.bool)}, "hides more or less than other documents"),
+        ({"attention_mask": (BEFORE | BEFORE.mT.tril(-4)).expand(2, 1, 12, 12)}, "hides more or less"),
         ({"text": torch.zeros(2, 13)}, "no dict with cu_seqlens, attention_mask or tokens; drop"),
         (torch.zeros(2, 13), "no dict with"),
     ],

@@ -10,7 +10,6 @@ from megatron.seq1f1b.model import Segment, SegmentContext
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.masks import MaskCheck, differs
 from megatron.seq1f1b.runtime.data import SegmentIterator
-from megatron.seq1f1b.runtime.segmentation import document_starts
 
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -115,11 +114,3 @@ def test_attention_that_is_not_causal_is_refused(given, words):
         pytest.raises(ValueError, match=words),
     ):
         attention(tokens, tokens, tokens, None, **given)
-
-
-def test_only_block_masks_give_documents():
-    starts = document_starts({"attention_mask": within_documents(3, 5)}, (1, LENGTH), 0)
-    assert starts[0].nonzero().flatten().tolist() == [0, 3, 5]
-    for name in ("prefix", "window", "bidirectional"):
-        with pytest.raises(ValueError, match="hides more or less"):
-            document_starts({"attention_mask": OTHERS[name]}, (1, LENGTH), 0)

@@ -20,7 +20,7 @@ def test_a_user_brings_a_file_of_his_own(tmp_path):
 
 
 def test_an_unknown_machine_is_answered_with_those_there_are():
-    with pytest.raises(ValueError, match="machine=b300: there is no such file, and this package has a100-80gb"):
+    with pytest.raises(ValueError, match="--machine b300: there is no such file, and this package has a100-80gb"):
         machine.read_machine("b300")
 
 
@@ -36,13 +36,13 @@ def test_an_unknown_machine_is_answered_with_those_there_are():
 def test_a_wrong_constant_is_named(tmp_path, old, new):
     text = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
     (tmp_path / "mine.toml").write_text(text.replace(old, new))
-    with pytest.raises(ValueError, match=r"machine=.*mine.toml: .* lacks a constant or has a wrong one"):
+    with pytest.raises(ValueError, match=r"--machine .*mine.toml: .* lacks a constant or has a wrong one"):
         machine.read_machine(tmp_path / "mine.toml")
 
 
 def test_a_file_that_is_no_text_is_a_sentence(tmp_path):
     (tmp_path / "mine.toml").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(ValueError, match=r"machine=.*mine.toml: .* is not TOML"):
+    with pytest.raises(ValueError, match=r"--machine .*mine.toml: .* is not TOML"):
         machine.read_machine(tmp_path / "mine.toml")
 
 
