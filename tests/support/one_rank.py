@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.seq1f1b.runtime import PipelineExecutor
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
+from megatron.seq1f1b.schedule import Named
 from support import linear_stages
 from support.linear_stages import BATCH, HIDDEN, SEQUENCE, call, configuration, sum_of_squares
 
@@ -30,6 +31,12 @@ class Batches:
 
 def forward_step(data_iterator, model):
     return model(next(data_iterator)["tokens"]), sum_of_squares
+
+
+def executor(schedule: str = "1f1b", k: int = 2, tracer: Tracer | None = None) -> PipelineExecutor:
+    made = PipelineExecutor(Named(schedule), Segmentation(k, lambda length: [length // k] * k))
+    made.trace_with(tracer)
+    return made
 
 
 def run(executor: PipelineExecutor, model: Stage, num_microbatches: int = 3, step=forward_step, **given) -> list:

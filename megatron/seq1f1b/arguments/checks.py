@@ -43,10 +43,9 @@ def _check_traced_iterations(args: Namespace) -> None:
         return
     if min(iterations) < 1:
         raise ValueError(f"--pipeline-trace-iterations {min(iterations)}: iterations are counted from 1")
-    ends = {"--train-iters": args.train_iters}
-    if not args.load:  # where a run starts that goes on from a checkpoint is not known yet
-        ends["--exit-interval"] = args.exit_interval
-    for flag, last in ends.items():
+    # Where a run starts that goes on from a checkpoint is not known yet.
+    interval = None if args.load else args.exit_interval
+    for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", interval)):
         if last and min(iterations) > last:
             raise ValueError(
                 f"--pipeline-trace-iterations {min(iterations)} is beyond {flag} {last}; choose earlier ones"

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -235,7 +235,7 @@ def _first_step_is_over() -> bool:
 
 
 def _written(trace: str) -> str:
-    for folder in _folders():
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):  # as the log of a job lies where it was started
         try:
             with tempfile.NamedTemporaryFile(
                 "w", dir=folder, prefix="seq1f1b-traceback-", suffix=".txt", delete=False
@@ -245,12 +245,6 @@ def _written(trace: str) -> str:
         except OSError:
             continue
     return "no file, since none can be written"
-
-
-def _folders() -> Iterator[Path]:
-    """The log of a job lies where it was started; a tool may be started anywhere."""
-    yield Path.cwd()
-    yield Path(tempfile.gettempdir())
 
 
 def _record_for_torchrun(sentence: str) -> None:

@@ -39,10 +39,6 @@ from .segmentation import Segmentation, documents_of_step
 from .tracer import Tracer
 
 
-def _nothing(stage: int, length: int) -> AbstractContextManager:
-    return nullcontext()
-
-
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
@@ -64,7 +60,7 @@ class PipelineExecutor:
         schedule: ScheduleChoice,
         segmentation: Segmentation,
         costs: CostsOfLengths | None = None,
-        around_forward: Callable[[int, int], AbstractContextManager] = _nothing,
+        around_forward: Callable[[int, int], AbstractContextManager] = lambda stage, length: nullcontext(),
         timeout: timedelta = timedelta(minutes=10),
         reports_on_last_rank: bool = False,
         piece: int | None = PIECE,

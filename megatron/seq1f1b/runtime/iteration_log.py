@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..patches import Patch, wrapping
 from .recorder import Reading
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
@@ -19,45 +18,38 @@ _NO_TERAFLOPS = re.compile(r" throughput per GPU \(TFLOP/s/GPU\): 0\.0 \|")
 _FEW = 8
 
 
-class IterationLog:
-    """`args` gives Megatron's arguments, `last_step` what this rank measured; None where our schedules do not run."""
+def print_rank_last(
+    args: Callable[[], Namespace],
+    last_step: Callable[[], Reading | None],
+    upstream: Callable[[str], None],
+    message: str,
+) -> None:
+    """Megatron's function with more in the line of an iteration; called on all ranks together, with one message.
 
-    def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], Reading | None]) -> None:
-        self._args = args
-        self._last_step = last_step
-
-    def patch(self) -> Patch:
-        """What puts `print_rank_last` in the place of Megatron's."""
-        return wrapping(
-            "megatron.training.training.print_rank_last",
-            self.print_rank_last,
-            "a line of an iteration has neither tokens per second nor what ranks idle",
-        )
-
-    def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
-        """Called on all ranks together, with the same message."""
-        line, batch = _LINE.search(message), _BATCH.search(message)
-        if line is None or batch is None:
-            upstream(message)
-            return
-        args, iteration = self._args(), int(line["iteration"])
-        seconds = float(line["milliseconds"]) / 1e3
-        values = {"tokens-per-second-per-gpu": int(batch[1]) * args.seq_length / seconds / args.world_size}
-        unit = "GPU" if _is_on_gpu() else "process"
-        words = [f"tokens/s per {unit}: {values['tokens-per-second-per-gpu']:.1f}"]
-        readings = _of_all_stages(self._last_step())
-        if readings:
-            step = max(reading.duration for reading in readings)
-            idle = [1 - reading.busy / step for reading in readings]
-            memory = [reading.peak_memory for reading in readings]
-            values |= {"idle-share": sum(idle) / len(idle)}
-            values |= {f"idle-share/pipeline-rank-{rank}": share for rank, share in enumerate(idle)}
-            values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
-            words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
-            words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
-        upstream(_with_gigaflops(message, args, int(batch[1]), seconds) + "".join(f" {each} |" for each in words))
-        if iteration % args.tensorboard_log_interval == 0:
-            _write(values, iteration)
+    `args` gives Megatron's arguments, `last_step` what this rank measured; None where our schedules do not run.
+    """
+    line, batch = _LINE.search(message), _BATCH.search(message)
+    if line is None or batch is None:
+        upstream(message)
+        return
+    flags, iteration = args(), int(line["iteration"])
+    seconds = float(line["milliseconds"]) / 1e3
+    values = {"tokens-per-second-per-gpu": int(batch[1]) * flags.seq_length / seconds / flags.world_size}
+    unit = "GPU" if _is_on_gpu() else "process"
+    words = [f"tokens/s per {unit}: {values['tokens-per-second-per-gpu']:.1f}"]
+    readings = _of_all_stages(last_step())
+    if readings:
+        step = max(reading.duration for reading in readings)
+        idle = [1 - reading.busy / step for reading in readings]
+        memory = [reading.peak_memory for reading in readings]
+        values |= {"idle-share": sum(idle) / len(idle)}
+        values |= {f"idle-share/pipeline-rank-{rank}": share for rank, share in enumerate(idle)}
+        values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
+        words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
+        words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
+    upstream(_with_gigaflops(message, flags, int(batch[1]), seconds) + "".join(f" {each} |" for each in words))
+    if iteration % flags.tensorboard_log_interval == 0:
+        _write(values, iteration)
 
 
 def _is_on_gpu() -> bool:

@@ -11,6 +11,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from ..patches import Patch, wrapping
 from ..ranks import warn_on_rank_0
 from . import corpora
-from .iteration_log import IterationLog
+from .iteration_log import print_rank_last
 from .recorder import Reading
 
 _log = logging.getLogger(__name__)
@@ -36,13 +37,18 @@ class TrainingLoop:
 
     def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], Reading | None]) -> None:
         self._args = args
-        self._log = IterationLog(args, last_step)
+        self._last_step = last_step
 
     def patches(self) -> tuple[Patch, ...]:
         """What puts the functions below in their places."""
         training = "megatron.training.training"
         rows = (
             (f"{training}.training_log", self.training_log, "prints as the second loss of every start the mean of two"),
+            (
+                f"{training}.print_rank_last",
+                partial(print_rank_last, self._args, self._last_step),
+                "a line of an iteration has neither tokens per second nor what ranks idle",
+            ),
             (f"{training}.save_checkpoint_and_time", self.save, "does not name what is left after a save that failed"),
             (f"{training}.load_checkpoint", self.load, "ends with exit code 0 at a checkpoint that it cannot load"),
             (
@@ -61,7 +67,7 @@ class TrainingLoop:
                 "starts a process that outlives a killed rank and, forked, keeps the connections of its peers open",
             ),
         )
-        return (*(wrapping(*row) for row in rows), *corpora.patches(self._args), self._log.patch())
+        return (*(wrapping(*row) for row in rows), *corpora.patches(self._args))
 
     def training_log(
         self,

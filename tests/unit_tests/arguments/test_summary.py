@@ -6,7 +6,6 @@ import pytest
 
 from megatron.seq1f1b import validate
 from megatron.seq1f1b.runtime import Reading, iteration_log
-from megatron.seq1f1b.runtime.iteration_log import IterationLog
 from unit_tests.arguments.parsed import parsed
 
 SIZES = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 32768}
@@ -61,9 +60,8 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     monkeypatch.setattr(iteration_log, "_write", lambda values, iteration: written.update(values, iteration=iteration))
     monkeypatch.setattr(iteration_log, "_is_on_gpu", lambda: True)
     args = argparse.Namespace(seq_length=64, world_size=2, tensorboard_log_interval=1)
-    log = IterationLog(lambda: args, lambda: readings[0])
-    log.print_rank_last(lines.append, LINE.format("1.5"))
-    log.print_rank_last(lines.append, "something else")
+    for message in (LINE.format("1.5"), "something else"):
+        iteration_log.print_rank_last(lambda: args, lambda: readings[0], lines.append, message)
     line, other = lines
     assert other == "something else" and line.startswith(LINE.format("1.5"))
     assert " tokens/s per GPU: 512.0 |" in line

@@ -36,11 +36,8 @@ def test_a_batch_that_cannot_be_cut_names_its_tensors(shape):
     with pytest.raises(ValueError, match=r"sequences of 8 tokens to cut: \['text'\] \[\d, \d\]; yield") as refusal:
         next(batches.at(segment(0, 0)))
     assert "per sequence" not in str(refusal.value) and "noise" not in str(refusal.value)
-
-
-def test_activations_may_be_laid_out_otherwise():
-    whole = torch.zeros(8, 2, 4)
-    assert next(SegmentIterator(iter([whole])).at(segment(0, 0))).shape == (8, 2, 4)
+    activations = torch.zeros(8, 2, 4)  # may be laid out otherwise
+    assert next(SegmentIterator(iter([activations])).at(segment(0, 0))).shape == (8, 2, 4)
 
 
 def test_batches_are_read_once_and_in_order():
@@ -78,15 +75,12 @@ def test_a_segment_of_a_packed_batch_is_a_packed_batch():
     assert first["cu_seqlens"].dtype == torch.int32 and second["max_seqlen"] == 3
 
 
-def test_a_whole_sequence_is_handed_through_untouched():
+def test_a_whole_sequence_is_handed_through_and_stays_whole():
+    """Megatron cuts it in place for context-parallel ranks."""
     original = batch(0)
     batches = SegmentIterator(iter([original]))
-    assert next(batches.at(Segment(0, 0, 0, 8, 8))) is original
-
-
-def test_the_latest_batch_stays_whole_when_cut_in_place():
-    batches = SegmentIterator(iter([batch(0)]))
     handed_out = next(batches.at(Segment(0, 0, 0, 8, 8)))
+    assert handed_out is original
     handed_out["tokens"] = handed_out["tokens"][:, :4]
     assert torch.equal(batches.latest["tokens"], batch(0)["tokens"])
 

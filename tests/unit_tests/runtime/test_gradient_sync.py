@@ -29,11 +29,11 @@ class Chunk:
         self.called.append(list(parameters))
 
 
-def sync_of(chunks, **hooks) -> GradientSync:
+def sync_of(chunks, ends_last=False, **hooks) -> GradientSync:
     """Megatron passes hooks bare for one chunk, as a list for several."""
     none = dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func"))
     given = {name: made[0] if len(chunks) == 1 else made for name, made in hooks.items()}
-    return GradientSync(SimpleNamespace(**{**none, **given}), chunks)
+    return GradientSync(SimpleNamespace(**{**none, **given}), chunks, ends_last)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -64,9 +64,7 @@ def test_aligned_reduction_is_started_by_one_call_per_chunk(num_chunks):
 
 def test_a_rank_that_nobody_waits_for_reduces_by_hooks():
     chunk = Chunk()
-    none = dict.fromkeys(("no_sync_func", "grad_sync_func", "param_sync_func"))
-    config = SimpleNamespace(**{**none, "no_sync_func": chunk.no_sync, "grad_sync_func": chunk.hook})
-    sync = GradientSync(config, [chunk], ends_last=True)
+    sync = sync_of([chunk], ends_last=True, no_sync_func=[chunk.no_sync], grad_sync_func=[chunk.hook])
     with sync.last_backward(0):
         assert chunk.may_reduce
     sync.after_last_backward(0)

@@ -6,23 +6,17 @@ import weakref
 import pytest
 import torch
 
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
+from megatron.seq1f1b.runtime import Tracer
 from megatron.seq1f1b.runtime.interpreter import Interpreter
-from megatron.seq1f1b.schedule import Kind, Named
-from support.one_rank import Batches, Stage, forward_step, run
-
-
-def executor(schedule: str = "1f1b", k: int = 2) -> PipelineExecutor:
-    return PipelineExecutor(Named(schedule), Segmentation(k, lambda length: [length // k] * k))
+from megatron.seq1f1b.schedule import Kind
+from support.one_rank import Batches, Stage, executor, forward_step, run
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_no_object_of_a_step_is_in_a_reference_cycle(alone, tmp_path, schedule, is_traced):
     """A cycle would keep the data iterator, and with it the data loader's workers, until a collection."""
-    model, runs = Stage(), executor(schedule)
-    if is_traced:
-        runs.trace_with(Tracer(tmp_path, {1}, lambda: 1))
+    model, runs = Stage(), executor(schedule, tracer=Tracer(tmp_path, {1}, lambda: 1) if is_traced else None)
     run(runs, model)  # caches of PyTorch and Megatron
     outputs = []
 

@@ -34,30 +34,24 @@ def forward(ledger, segment, losses, mask, loss_func=None):
     return loss / num_tokens.clamp(min=1)
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
 @pytest.mark.parametrize("masked", [None, (0, 5), (5, 6), (0, 12)], ids=["none", "first", "middle", "all"])
-def test_gradient_is_that_of_the_mean_over_the_whole_micro_batch(masked):
+def test_gradient_is_that_of_the_mean_over_the_whole_micro_batch(masked, per_token):
+    """Or of the sum, which is divided at the end of the step."""
     torch.manual_seed(0)
     losses = torch.rand(2, 12, dtype=torch.float64, requires_grad=True)
     mask = (torch.rand(2, 12) < 0.7).double()
     if masked:
         mask[:, slice(*masked)] = 0
-    ledger = LossLedger(per_token_loss=False)
+    ledger = LossLedger(per_token)
     outputs = [forward(ledger, segment, losses, mask) for segment in segments(0)]
     for segment, output in reversed(list(zip(segments(0), outputs, strict=True))):
         ledger.ready_for_backward(output, segment).backward()
-    assert torch.allclose(losses.grad, mask / mask.sum().clamp(min=1), rtol=1e-14, atol=0)
+    divisor = 1 if per_token else mask.sum().clamp(min=1)
+    assert torch.allclose(losses.grad, mask / divisor, rtol=1e-14, atol=0)
     (report,) = ledger.reports()
     assert report["lm loss"].tolist() == pytest.approx([(losses * mask).sum().item(), mask.sum().item()])
     assert ledger.total_num_tokens(torch.device("cpu")) == mask.sum()
-
-
-def test_with_a_loss_per_token_nothing_is_divided():
-    losses = torch.rand(1, 12, requires_grad=True)
-    ledger = LossLedger(per_token_loss=True)
-    for segment in segments(0):
-        ledger.ready_for_backward(forward(ledger, segment, losses, torch.ones(1, 12)), segment).backward()
-    assert torch.equal(losses.grad, torch.ones(1, 12))
-    assert ledger.total_num_tokens(torch.device("cpu")) == 12
 
 
 def test_one_report_per_micro_batch_in_order():

@@ -11,9 +11,7 @@ from megatron.core.rerun_state_machine import (
     initialize_rerun_state_machine,
 )
 
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
-from megatron.seq1f1b.schedule import Named
-from support.one_rank import Stage, run
+from support.one_rank import Stage, executor, run
 
 
 @pytest.fixture
@@ -43,14 +41,10 @@ def step(seen, losses, data_iterator, model):
     return output, loss_func
 
 
-def executor(k):
-    return PipelineExecutor(Named("1f1b"), Segmentation(k, lambda length: [length // k] * k))
-
-
 @pytest.mark.parametrize("k, expected", [(1, [1.0, 2.0]), (2, [3.0, 7.0])])
 def test_a_micro_batch_is_checked_once(machine, k, expected):
     seen = []
-    run(executor(k), Stage(), num_microbatches=2, step=partial(step, seen, iter([1.0, 2.0, 3.0, 4.0])))
+    run(executor(k=k), Stage(), num_microbatches=2, step=partial(step, seen, iter([1.0, 2.0, 3.0, 4.0])))
     assert seen == [(kind, value) for value in expected for kind in ("isnan", "isinf")]
     assert "validate_result" not in vars(machine)
 
@@ -58,6 +52,6 @@ def test_a_micro_batch_is_checked_once(machine, k, expected):
 def test_a_nan_loss_ends_the_step_and_names_the_segment(machine):
     losses = iter([1.0, 2.0, 3.0, float("nan")])
     with pytest.raises(RuntimeError, match="the loss isnan") as failure:
-        run(executor(2), Stage(), num_microbatches=2, step=partial(step, [], losses))
+        run(executor(), Stage(), num_microbatches=2, step=partial(step, [], losses))
     assert "the loss isnan in micro-batch 1, of its segments in [1]" in failure.value.__notes__
     assert "validate_result" not in vars(machine)

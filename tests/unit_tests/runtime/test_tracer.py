@@ -4,18 +4,12 @@ import json
 import logging
 from pathlib import Path
 
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
+from megatron.seq1f1b.runtime import Tracer
 from megatron.seq1f1b.runtime.tracer import Measured, from_barrier
-from megatron.seq1f1b.schedule import Named, Placement, Shape, Span, parse_action
-from support.one_rank import Stage, run
+from megatron.seq1f1b.schedule import Placement, Shape, Span, parse_action
+from support.one_rank import Stage, executor, run
 
 SHAPE = Shape(Placement(3), 1)
-
-
-def traced(tracer: Tracer, k: int = 1) -> PipelineExecutor:
-    executor = PipelineExecutor(Named("1f1b"), Segmentation(k, lambda length: [length // k] * k))
-    executor.trace_with(tracer)
-    return executor
 
 
 def rank(clock: str, origin: float, start: float, rank: int) -> Measured:
@@ -34,9 +28,9 @@ def test_clocks_apart_count_from_the_barrier():
 def test_chosen_iterations_are_written(alone, tmp_path):
     iterations = iter((1, 2, 3))
     tracer = Tracer(tmp_path, {2}, lambda: next(iterations))
-    executor = traced(tracer, k=2)
+    traced = executor(tracer=tracer)
     for _ in range(3):
-        run(executor, Stage())
+        run(traced, Stage())
     (path,) = tmp_path.iterdir()
     assert path.name == "iteration-2-pipeline-0.json"
     written = json.loads(path.read_text())
@@ -50,16 +44,16 @@ def test_a_trace_that_cannot_be_written_is_a_warning(alone, tmp_path, caplog):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc/none")):
         with caplog.at_level(logging.WARNING):
-            run(traced(Tracer(folder, {1}, lambda: 1)), Stage())
+            run(executor(tracer=Tracer(folder, {1}, lambda: 1)), Stage())
         assert f"{folder}/iteration-1-pipeline-0.json is not written" in caplog.text
 
 
 def test_a_start_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
     iterations = iter((51, 52))
     tracer = Tracer(tmp_path, {3, 7}, lambda: next(iterations))
-    executor = traced(tracer)
+    traced = executor(tracer=tracer)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            run(executor, Stage())
+            run(traced, Stage())
     assert caplog.text.count("none of --pipeline-trace-iterations 3 7 is traced") == 1
     assert not list(tmp_path.iterdir())
