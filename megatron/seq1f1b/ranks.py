@@ -129,7 +129,7 @@ class Peers:
 def _store(is_master: bool) -> Any:
     import torch.distributed as dist
 
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=is_master,
@@ -137,4 +137,4 @@ def _store(is_master: bool) -> Any:
         multi_tenant=True,
     )
     prefix = f"seq1f1b/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, store)

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from ..ranks import warn_on_rank_0
 
-__all__ = ["activate", "is_active", "wanted"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -39,8 +39,7 @@ class GatedRMSNorm(torch.nn.Module):
         x, weight = (y.to(torch.promote_types(dtype, torch.float32)) for y in (x, self.weight))
         if z is not None:
             x = x * F.silu(z.to(x.dtype))
-        groups = x.unflatten(-1, (-1, self.group_size))
-        groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        groups = F.rms_norm(x.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
         return (groups.flatten(-2) * weight).to(dtype)
 
     def sharded_state_dict(
@@ -165,31 +164,11 @@ def mamba_chunk_scan_combined(
     return (output, state.mT) if return_final_states else output
 
 
-def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    seq_idx: Tensor | None = None,
-    activation: str = "silu",
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-) -> Tensor:
-    """The scan, with the convolution before it, of the joint projection [b, n, ...] of z, x, B, C and dt."""
-    headdim = D.shape[1] if headdim is None else headdim
-    heads = A.shape[0]
-    width = heads * headdim
-    groups = (zxbcdt.shape[-1] - 2 * width - heads) // 2
-    z, mixed, dt = zxbcdt.split([width, width + 2 * groups, heads], -1)
-    mixed = causal_conv1d_fn(mixed.mT, conv1d_weight, conv1d_bias, seq_idx, activation).mT
-    x, b, c = mixed.split([width, groups, groups], -1)
-    x, z = (y.unflatten(-1, (heads, headdim)) for y in (x, z))
-    b, c = (y.unflatten(-1, (ngroups, -1)) for y in (b, c))
-    return mamba_chunk_scan_combined(x, dt, A, b, c, chunk_size, D, z, dt_bias, dt_softplus=True).flatten(2)
+def mamba_training(mixer: torch.nn.Module, projected: Tensor, packed_seq_params: Any = None) -> Tensor:
+    """`MambaMixer._ssm_training`, whose kernel fuses the convolution with the scan: the two apart, as Megatron has them
+    for a prompt."""
+    _unpacked(packed_seq_params)
+    return mixer._ssm_prefill(projected, conv_state=None, ssm_state=None)
 
 
 def _in_chunks(x: Tensor, chunk: int) -> Tensor:
@@ -230,8 +209,8 @@ def _decay(g: Tensor) -> Tensor:
     return (g.unsqueeze(-1) - g.unsqueeze(-2)).tril().exp().tril()
 
 
-def _unpacked(lengths: Tensor | None) -> None:
-    if lengths is not None:
+def _unpacked(documents: Any) -> None:
+    if documents is not None:
         raise ValueError(
             "recurrent layers on a CPU take packed documents from our schedules only; add --sequence-splits or "
             "--pipeline-schedule"
@@ -249,6 +228,6 @@ KERNELS: Mapping[str, Any] = MappingProxyType(
         "mamba_mixer.ExtendedRMSNorm": GatedRMSNorm,
         "mamba_mixer.causal_conv1d_fn": causal_conv1d_fn,
         "mamba_mixer.mamba_chunk_scan_combined": mamba_chunk_scan_combined,
-        "mamba_mixer.mamba_split_conv1d_scan_combined": mamba_split_conv1d_scan_combined,
+        "mamba_mixer.MambaMixer._ssm_training": mamba_training,
     }
 )

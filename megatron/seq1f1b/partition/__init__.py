@@ -9,21 +9,3 @@ from .cut import DEFAULT_STRATEGY, STRATEGIES, Strategy, Task, cut_sequence
 from .cut_positions import SegmentTime, segment_multiple, segment_times
 from .lengths_file import check_lengths, read_lengths
 from .terapipe import terapipe
-
-__all__ = [
-    "DEFAULT_STRATEGY",
-    "STRATEGIES",
-    "SegmentTime",
-    "Strategy",
-    "Task",
-    "balanced",
-    "check_lengths",
-    "cut_sequence",
-    "even",
-    "read_lengths",
-    "segment_multiple",
-    "segment_times",
-    "terapipe",
-    "uniform_comp",
-    "within_documents",
-]

@@ -3,5 +3,3 @@
 from .figure import plot_timelines
 from .memory_figure import plot_memory
 from .trace import to_trace, write_trace
-
-__all__ = ["plot_memory", "plot_timelines", "to_trace", "write_trace"]

@@ -56,6 +56,10 @@ class Clock:
 
     def order(self, rank: int) -> list[Action]:
         """What a rank computes, in the order of the ticks."""
+        return self.timed_order(rank)[0]
+
+    def timed_order(self, rank: int) -> tuple[list[Action], list[int]]:
+        """The order of a rank, and the ticks in it; a W has that of the action before it."""
         shape, tick, turn = self.shape, self.tick, self.turn
         microbatches, segments = range(shape.num_microbatches), range(shape.num_segments)
         units, last_stage = range(shape.num_units), shape.num_stages - 1
@@ -66,40 +70,30 @@ class Clock:
             ticks += [tick(unit, stage) for unit in units]
             actions += _product(Kind.B, stage, microbatches, reversed(segments))
             ticks += [turn + tick(unit, last_stage - stage) for unit in units]
-        order = [actions[index] for index in sorted(range(len(actions)), key=ticks.__getitem__)]
-        return order if self.lag is None else _split(order, self.lag(rank))
-
-    def ticks(self, order: Sequence[Action]) -> list[int]:
-        """The ticks of the actions in the `order` of a rank; a W has that of the action before it."""
-        last_stage, last_segment = self.shape.num_stages - 1, self.shape.num_segments - 1
-        ticks: list[int] = []
-        for kind, stage, microbatch, segment in order:
-            first = microbatch * self.shape.num_segments
-            if kind is Kind.F:
-                ticks.append(self.tick(first + segment, stage))
-            elif kind is Kind.W:
-                ticks.append(ticks[-1])
-            else:
-                ticks.append(self.turn + self.tick(first + last_segment - segment, last_stage - stage))
-        return ticks
+        in_order = sorted(range(len(actions)), key=ticks.__getitem__)
+        actions, ticks = [actions[index] for index in in_order], [ticks[index] for index in in_order]
+        return (actions, ticks) if self.lag is None else _split(actions, ticks, self.lag(rank))
 
 
-def _split(order: Sequence[Action], lag: int) -> list[Action]:
+def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[list[Action], list[int]]:
     """Every B becomes an I, and its W follows `lag` such I later.
 
     The W come in the order of the I, so with segments in descending order too. No other action needs a W, so this
     cannot close a cycle.
     """
     result: list[Action] = []
+    result_ticks: list[int] = []
     pending: deque[Action] = deque()
-    for action in order:
+    for action, tick in zip(order, ticks, strict=True):
         if action.kind is Kind.B:
             pending.append(Action(Kind.W, *action[1:]))
             action = Action(Kind.I, *action[1:])
         result.append(action)
+        result_ticks.append(tick)
         if len(pending) > lag:
             result.append(pending.popleft())
-    return result + list(pending)
+            result_ticks.append(tick)
+    return result + list(pending), result_ticks + [ticks[-1]] * len(pending)
 
 
 def _product(kind: Kind, stage: int, microbatches: Iterable[int], segments: Iterable[int]) -> Iterator[Action]:

@@ -84,10 +84,7 @@ def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) ->
     With `one_queue` it does not hang where streams share hardware queues; that may delay messages. With `in_turn` it
     does not hang where each rank waits for the end of a message before it goes on.
     """
-    times = nominal_times(schedule) if one_queue or in_turn else None
-    ranks = (
-        tuple(_lower_rank(schedule.shape, schedule.ranks, rank, times, in_turn)) for rank in range(len(schedule.ranks))
-    )
+    ranks = (tuple(lower_rank(schedule, rank, one_queue, in_turn)) for rank in range(len(schedule.ranks)))
     return Schedule(schedule.shape, tuple(ranks))
 
 
@@ -103,8 +100,9 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
     if isinstance(plan, Schedule):
         times = nominal_times(plan) if needs_times else None
         return _lower_rank(plan.shape, plan.ranks, rank, times, in_turn)
-    orders = {near: plan.order(near) for near in (rank, *plan.shape.placement.neighbours_of(rank))}
-    ticks = {near: plan.ticks(order) for near, order in orders.items()} if needs_times else None
+    timed = {near: plan.timed_order(near) for near in (rank, *plan.shape.placement.neighbours_of(rank))}
+    orders = {near: order for near, (order, _) in timed.items()}
+    ticks = {near: ticks for near, (_, ticks) in timed.items()} if needs_times else None
     return _lower_rank(plan.shape, orders, rank, ticks, in_turn)
 
 

@@ -6,7 +6,7 @@ from math import nan
 import pytest
 
 from megatron.seq1f1b.commands import compare, run
-from megatron.seq1f1b.report.training_log import TrainingLog, read_training_log
+from megatron.seq1f1b.commands.compare import TrainingLog, read_training_log
 from megatron.seq1f1b.schedule import Placement, Shape, build, read_csv, read_timeline
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
