@@ -17,7 +17,7 @@ from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
-from megatron.seq1f1b.report.training_log import read_training_log
+from megatron.seq1f1b.commands.compare import read_training_log
 from paper import allocator, held_out, megatron_tables, seq1f1b_tables, terapipe_tables, vtrain, zero_bubble
 from paper.row import REFERENCE, Errors, Row, slug
 

@@ -19,7 +19,7 @@ from .timing import simulate
 _MANY_ACTIONS, _ACTIONS_OF_ALL_PLANS = 20_000, 1_000_000
 _CLOSE = 1e-3
 
-# For each plan: hop of the clock, or weight of the micro-batch; patience, hold (see ListScheduler.by_priority). Chosen
+# For each plan: hop of the clock, or weight of the micro-batch; patience, hold (see ListScheduler.plan). Chosen
 # from 80 as those that together come closest to the best of all, for random costs and those of models.
 _BY_TICK = ((1, 0.0, 0.0), (2, 0.5, 0.8), (2, 0.0, 0.5), (2, 0.0, 0.8), (2, 0.0, 1.0), (3, 0.5, 0.0))
 _BY_PATH = ((0.25, 0.5, 0.5), (0.5, 0.5, 0.5), (1.0, 0.0, 0.0), (2.0, 0.0, 0.0))

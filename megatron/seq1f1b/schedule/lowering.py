@@ -169,13 +169,15 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
 def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     """Two chunks at the start; chunk c + 1 when chunk c starts on the rank that comes to it first."""
     forwards = [index for index, action in enumerate(order) if action.kind is Kind.F]
-    stages = list(dict.fromkeys(order[index].stage for index in forwards))
+    firsts: dict[int, int] = {}  # of every stage, in the order in which they start
+    for number, index in enumerate(forwards):
+        firsts.setdefault(order[index].stage, number)
+    stages = list(firsts)
     for number, stage in enumerate(stages):
         at = 0
         if number > 1:
             before = stages[number - 1]
-            first = next(i for i, index in enumerate(forwards) if order[index].stage == before)
-            at = forwards[max(first - _depth(shape, before), 0)]
+            at = forwards[max(firsts[before] - _depth(shape, before), 0)]
         yield at, Action(Kind.GATHER, stage)
 
 

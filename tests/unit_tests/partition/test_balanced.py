@@ -1,6 +1,7 @@
 """The balanced partition: equal costs, up to rounding."""
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -29,20 +30,23 @@ def imbalance(lengths, cost):
     model=st.sampled_from([GPT_7B, LLAMA_8B]),
     device=st.sampled_from([A100, CPU_CORE]),
     min_length=st.sampled_from([1, 100, 768]),
+    documents=st.sampled_from([None, [(0, 3), (0, 30)], [(0, 1, 500, 501)]]),
 )
-@example(pieces=768, num_segments=1, multiple_of=1, model=GPT_7B, device=CPU_CORE, min_length=1)
+@example(pieces=768, num_segments=1, multiple_of=1, model=GPT_7B, device=CPU_CORE, min_length=1, documents=None)
 @settings(max_examples=100, deadline=None)
-def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, model, device, min_length):
+def test_covers_the_sequence_in_multiples(pieces, num_segments, multiple_of, model, device, min_length, documents):
     assume(num_segments <= pieces)
     length = pieces * multiple_of
-    lengths = balanced(length, num_segments, pace(model, device=device), multiple_of, min_length)
+    if documents is not None:  # not all of them begin in a short sequence
+        documents = [[start for start in starts if start < length] for starts in documents]
+    lengths = balanced(length, num_segments, pace(model, device=device), multiple_of, min_length, documents)
     assert len(lengths) == num_segments and sum(lengths) == length
     assert all(part > 0 and part % multiple_of == 0 for part in lengths)
 
 
-@pytest.mark.parametrize("cut", [balanced, even])
+@pytest.mark.parametrize("cut", [balanced, even, partial(balanced, documents=[(0,)])])
 def test_more_segments_than_pieces_are_refused(cut):
-    options = {"time": pace(GPT_7B)} if cut is balanced else {}
+    options = {} if cut is even else {"time": pace(GPT_7B)}
     for pieces, num_segments, multiple_of in itertools.product((1, 2, 31), (32, 40), (1, 8)):
         with pytest.raises(ValueError, match=f"use at most {pieces} segments"):
             cut(pieces * multiple_of, num_segments, multiple_of=multiple_of, **options)

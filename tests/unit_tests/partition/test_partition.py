@@ -42,11 +42,6 @@ def test_uniform_comp_refuses_an_empty_segment():
         uniform_comp(16, 8, *authors_flops(GPT_7B), multiple_of=8)
 
 
-def test_even_refuses_more_segments_than_pieces():
-    with pytest.raises(ValueError, match="use at most 2 segments"):
-        even(16, 3, multiple_of=8)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sequence_that_is_no_multiple_is_refused(strategy):
     with pytest.raises(ValueError, match="--seq-length 1001 is not a multiple of 8"):

@@ -66,17 +66,11 @@ def test_in_one_column_numbers_drop_out_where_they_do_not_fit(tmp_path):
     inches, shown = texts(small, tmp_path / "a.svg", width=3.3)
     assert inches == pytest.approx(3.3) and shown.count("9") == 2, "of backwards, which are long enough"
     assert texts(small, tmp_path / "a.svg", width=3.3, has_labels=False)[1].count("11") == 0
-    large = simulate(build("zb-h1", Shape(Placement(8, 2, "v"), 12, 4)))
+    large = simulate(build("zb-h1", Shape(Placement(8, 2, "v"), 12, 2)))
     inches, shown = texts(large, tmp_path / "a.svg", width=3.3)
     assert inches == pytest.approx(3.3) and "11" not in shown
     inches, shown = texts(large, tmp_path / "a.svg", width=60)
-    assert inches == pytest.approx(60) and shown.count("11") == 3 * 16 * 4
+    assert inches == pytest.approx(60) and shown.count("11") == 3 * 16 * 2
     assert texts(large, tmp_path / "a.svg")[0] == pytest.approx(8), "a page"
-
-
-@pytest.mark.parametrize("ending", ["svg", "pdf", "png"])
-def test_every_format_of_a_column(tmp_path, ending):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"a.{ending}"
-    plot_timelines([simulate(build("zb-h1", Shape(Placement(4), 4, 2)))], path, width=3.3)
-    assert path.read_bytes().startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[ending])
+    plot_timelines([small], tmp_path / "a.pdf", width=3.3)
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")

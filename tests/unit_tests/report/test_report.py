@@ -2,7 +2,6 @@ import re
 
 import pytest
 
-from megatron.seq1f1b import commands
 from megatron.seq1f1b.report import plot_timelines, to_trace
 from megatron.seq1f1b.schedule import (
     Action,
@@ -15,8 +14,6 @@ from megatron.seq1f1b.schedule import (
     sequences_held,
     simulate,
 )
-
-SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
 
 
 def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
@@ -50,25 +47,6 @@ def test_trace_events():
     first = next(event for event in events if event["name"] == "1F0.0")
     assert (first["pid"], first["ts"], first["dur"]) == (1, 1e6, 1e6)
     assert first["args"] == {"stage": 1, "chunk": 0, "microbatch": 0, "segment": 0}
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--costs", "f=1,x=2", "--output", "a.png"], "unknown cost 'x'; there are f, i, w"),
-        (["--output", "a.txt"], "expected a name that ends in .png, .svg"),
-        (["--num-microbatches", 0, "--output", "a.png"], "'0' is not a whole number from 1 on"),
-        (["--pipeline-schedule-file", "nowhere.csv", "--output", "a.png"], "nowhere.csv"),
-        (["--pipeline-schedule", "auto", "--memory-limit", 0.5, "--output", "a.png"], "the limit is 0.5"),
-    ],
-)
-def test_mistakes_are_one_sentence(arguments, message, capsys):
-    try:
-        status = commands.main(["plot", *map(str, arguments)])
-    except SystemExit as stop:
-        status = stop.code
-    error = capsys.readouterr().err
-    assert status == 2 and error.startswith("error: ") and message in error
 
 
 def test_collectives_have_rows_of_their_own_in_a_trace():

@@ -136,6 +136,11 @@ class _Machine:
         self.index = [0] * len(lowered.ranks)
         self.now = [0.0] * len(lowered.ranks)
         self.touched: list[tuple[int, Hashable]] = []  # queues whose front may have changed
+        self.channels = {
+            (kind, stage): channel_of(Action(kind, stage), self.shape.placement)
+            for kind, stage in {action[:2] for rank in lowered.ranks for action in rank}
+            if kind in _SENDS + _RECEIVES
+        }
 
     def run(self) -> Timeline:
         runnable = list(range(len(self.lowered.ranks)))
@@ -171,7 +176,7 @@ class _Machine:
                 self.now[rank] += self.costs.duration(action.kind, action.stage, action.segment)
                 self.spans[rank].append(Span(action, start, self.now[rank]))
             elif action.kind in _SENDS or action.kind in _RECEIVES:
-                channel = channel_of(action, self.shape.placement)
+                channel = self.channels[action[:2]]
                 key = rank, self.communicator_of(channel)
                 queue = self.queues.setdefault(key, _Queue())
                 if self.one_queue:

@@ -90,16 +90,9 @@ META = {"num_ranks": 1, "num_chunks": 1, "placement": "looped", "num_microbatche
     "content, why",
     [
         ("no JSON", "it is not JSON"),
-        ("[" * 100000, "it is nested too deeply"),
-        ([], "a value in it is of the wrong type"),
         ({"meta": META}, "it has no 'ranks'"),
-        ({"meta": META, "ranks": 3}, "a value in it is of the wrong type"),
         ({"meta": META, "ranks": [[SPAN], [SPAN]]}, "num_ranks is 1, but there are 2"),
-        ({"meta": {**META, "num_segments": 10**9}, "ranks": [[SPAN]]}, "num_segments is 1000000000"),
         ({"meta": {**META, "num_chunks": 1.5}, "ranks": [[SPAN]]}, "num_chunks is 1.5"),
-        ({"meta": META, "ranks": [[{**SPAN, "kind": "Q"}]]}, "'Q' is not a valid Kind"),
-        ({"meta": META, "ranks": [[{**SPAN, "stage": 7}]]}, "7F0.0 is not of 1 ranks"),
-        ({"meta": META, "ranks": [[{**SPAN, "end": float("nan")}]]}, "0F0.0 lasts from 0.0 to nan"),
         ({"meta": META, "ranks": [[{**SPAN, "start": "early"}]]}, "a value in it is of the wrong type"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 60 else "",
@@ -122,23 +115,6 @@ def test_a_cost_that_is_no_number_is_refused(value):
         Costs.from_mapping(Shape(Placement(1), 1, 2), [value])
 
 
-def test_timeline_json_form(tmp_path):
-    timeline = simulate(build("1f1b", Shape(Placement(2), 1, 1)))
-    path = tmp_path / "timeline.json"
-    write_timeline(timeline, path)
-    data = json.loads(path.read_text())
-    assert data["ranks"][1][0] == {
-        "kind": "F",
-        "stage": 1,
-        "chunk": 0,
-        "microbatch": 0,
-        "segment": 0,
-        "start": 1.0,
-        "end": 2.0,
-    }
-    assert data["meta"]["num_ranks"] == 2
-
-
 @fixed
 @given(st.sampled_from(list(FAMILIES)), shapes(ranks=3, microbatches=3, segments=3, chunks=2))
 def test_timeline_out_and_in(tmp_path_factory, family, shape):
@@ -147,6 +123,9 @@ def test_timeline_out_and_in(tmp_path_factory, family, shape):
     timeline = Timeline(shape, simulated.ranks, "s", {"schedule": family})
     write_timeline(timeline, path)
     assert read_timeline(path) == timeline
+    data = json.loads(path.read_text())
+    assert data["meta"]["num_ranks"] == shape.num_ranks and data["meta"]["schedule"] == family
+    assert data["ranks"][0][0] == {**SPAN, "chunk": 0, "end": 0.1}
 
 
 def test_idle_time_of_a_timeline():

@@ -84,11 +84,11 @@ def test_a_rank_alone_is_lowered_as_with_all_others(family, shape):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_of_a_large_step_makes_three_orders_only(family, monkeypatch):
-    """The largest that we promise; to make and simulate the orders of 64 ranks takes seconds."""
+    """To make and simulate the orders of 64 ranks can take seconds."""
     made, timed = [], Clock.timed_order
     monkeypatch.setattr(Clock, "timed_order", lambda clock, rank: made.append(rank) or timed(clock, rank))
-    clock = FAMILIES[family](Shape(Placement(64, 2), 512, 16))
-    assert len(lower_rank(clock, 31, one_queue=True)) == len(timed(clock, 31)[0]) + 2 * 2 * 2 * 512 * 16 + 4
+    clock = FAMILIES[family](Shape(Placement(64, 2), 64, 16))
+    assert len(lower_rank(clock, 31, one_queue=True)) == len(timed(clock, 31)[0]) + 2 * 2 * 2 * 64 * 16 + 4
     assert sorted(made) == [30, 31, 32]
 
 
@@ -160,12 +160,6 @@ def test_channels_that_share_a_communicator_never_meet_on_a_rank(shape):
         for rank in (channel.source, channel.destination):
             by_rank[rank, channel.communicator].add(channel)
     assert all(len(shared) == 1 for shared in by_rank.values())
-
-
-def test_the_turn_of_a_v_needs_no_message():
-    lowered = lower(build("1f1b", Shape(Placement(2, 2, "v"), 2)))
-    stages = {action.stage for action in lowered.ranks[1] if action.kind is Kind.RECV_F}
-    assert stages == {1}
 
 
 def test_an_order_whose_messages_nobody_sends_is_refused():
