@@ -1,9 +1,14 @@
 """`--dry-run` from end to end: it starts, counts what a real step takes, and fails as a real launch does."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.planning.costs.step_memory import rank_memory
+from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
+from megatron.seq1f1b.schedule import Placement, build
 from support.few import few_of
 from support.launch import ROOT
 from support.launchers import started
@@ -84,6 +89,36 @@ def fullest(moments):
     """Bytes of each category, and of all together, at the fullest moment of a step."""
     peak = max((moment["peak"] for moment in moments), key=lambda peak: sum(peak.values()))
     return peak | {"in all": sum(peak.values())}
+
+
+def test_the_planner_counts_the_same_memory(launch, tmp_path):
+    """Four layers of llama3-70b, at a length at which activations outweigh weights: all but attention recomputed, the
+    loss in pieces, grouped keys and values."""
+    length, segments, tensor_parallel = 2**18, 16, 8
+    flags = f"""--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --swiglu
+        --group-query-attention --num-query-groups 8 --normalization RMSNorm --disable-bias-linear
+        --vocab-size 128256 --seq-length {length} --max-position-embeddings {length} --global-batch-size 1
+        --tensor-model-parallel-size {tensor_parallel} --sequence-parallel {CHUNKS} --sequence-splits {segments}
+        --sequence-split-strategy even {RECOMPUTED} --recompute-keeps-attention --use-distributed-optimizer --bf16
+        --no-create-attention-mask-in-dataloader --device cuda"""
+    rehearse(launch, 16, *TWO_STAGES, *flags.split(), "--dry-run-output", tmp_path).check()
+    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    setup = TrainingSetup(
+        replace(preset("llama3-70b"), num_layers=4),
+        length,
+        num_microbatches=1,
+        tensor_parallel=tensor_parallel,
+        sequence_parallel=True,
+        placement=Placement(2, 2),
+        segments=(length // segments,) * segments,
+        recompute=ALL_BUT_ATTENTION,
+        distributed_optimizer=True,
+    )
+    schedule = build("1f1b", setup.shape)
+    for rank, rehearsed in enumerate(report["pipeline_ranks"]):
+        planned = rank_memory(setup, schedule.ranks[rank], rank)
+        counted = fullest(rehearsed["moments"])["in all"]
+        assert planned.total - planned.reserved == pytest.approx(counted, rel=0.05), rank
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])

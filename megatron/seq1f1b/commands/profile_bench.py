@@ -25,6 +25,7 @@ from ..model import (  # noqa: E402
     SegmentContext,
     WeightGradientStore,
     attach,
+    compute_loss_in_pieces,
     defer_weight_gradients,
 )
 from ..model.kv_cache import KVCache  # noqa: E402
@@ -72,6 +73,7 @@ class Bench:
         self.context = SegmentContext()
         self.weight_gradients = WeightGradientStore()
         attach([self.model], self.context)
+        compute_loss_in_pieces([self.model], self.batch * args.seq_length)
 
     @property
     def name(self) -> str:

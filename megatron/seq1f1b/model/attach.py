@@ -1,10 +1,12 @@
 """Bring segments to the modules of a Megatron model, whatever layer specification built it."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -28,9 +30,11 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     for chunk in use_segment_attention(others):
         _drop_packed_format(chunk, context)
         keep_latents(chunk)
-        for module in chunk.modules():
+        for path, module in chunk.named_modules():
             if isinstance(module, SegmentAttention):
                 module.context = context
+            if isinstance(module, RotaryEmbedding):
+                module.path_in_chunk = path
             for kind, follows in _FOLLOWERS:
                 if isinstance(module, kind):
                     if not hasattr(module, "segment_context"):
@@ -64,9 +68,17 @@ def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) ->
 
 
 def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Rotary positions that begin where the segment does; Megatron's are as many as there are tokens, from 0."""
+    """Rotary positions that begin where the segment does; Megatron's are as many as there are tokens, from 0.
+
+    They are the same in all model chunks, which would keep 4·d bytes a token each, for d rotary dimensions.
+    """
     segment = rotary.segment_context.segment
-    return forward(*args, **kwargs if segment is None else {**kwargs, "offset": segment.start})
+    if segment is None:
+        return forward(*args, **kwargs)
+    at_segment = partial(forward, *args, **kwargs, offset=segment.start)
+    if isinstance(rotary, YarnRotaryEmbedding):  # returns a number, too
+        return at_segment()
+    return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), at_segment)
 
 
 def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:

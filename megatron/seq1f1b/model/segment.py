@@ -1,11 +1,12 @@
 """Which unit is running, kept in one object that the executor shares with the modules of its model chunks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from .kept_attention import KeptAttention
 from .masks import MaskCheck
@@ -26,6 +27,7 @@ class Segment:
     sequence_length: int
     documents: Documents | None = None
     _visible: dict[int, VisibleDocuments] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shared: dict[Hashable, TensorWeakRef] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -49,6 +51,14 @@ class Segment:
         if first_key not in self._visible:
             self._visible[first_key] = VisibleDocuments(self.documents, first_key)
         return self._visible[first_key]
+
+    def shared(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A constant of this segment that model chunks share, made once for as long as a backward needs it."""
+        found = self._shared[name]() if name in self._shared else None
+        if found is None:
+            found = make()
+            self._shared[name] = TensorWeakRef(found)
+        return found
 
 
 class SegmentContext:

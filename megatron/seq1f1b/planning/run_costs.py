@@ -97,7 +97,9 @@ class RunCosts:
         assert self.model is not None, "costs are for models of known sizes"
         # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
         devices = run.tensor_parallel_size / run.micro_batch_size
-        return analytic_costs(self.model, run.layers_per_stage, self._device, self._recompute, devices)
+        return analytic_costs(
+            self.model, run.layers_per_stage, self._device, self._recompute, devices, self.has_loss_in_pieces
+        )
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
         profile = self.flags.sequence_split_profile

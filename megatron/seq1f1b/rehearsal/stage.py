@@ -66,7 +66,7 @@ class Stage:
             *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
             Patch("torch.UntypedStorage.resize_", self.counter.resize, "is counted", wraps=True),
         )
-        with patched(table), patched(spared(self._args.device)) if self._is_fake else nullcontext():
+        with patched(table), patched(spared(self._args)) if self._is_fake else nullcontext():
             yield
 
     def _report(self) -> StageReport:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..model import Documents
 from ..model.kernels import CudaFlash
@@ -123,7 +124,7 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def fake_batches(args: Namespace) -> Iterator[dict[str, torch.Tensor]]:
+def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
     """Endless batches, each of `micro_batch_size` sequences of `seq_length` tokens.
 
     The length is read now: while a segment runs, `args.seq_length` is that of the segment.
@@ -131,7 +132,7 @@ def fake_batches(args: Namespace) -> Iterator[dict[str, torch.Tensor]]:
     shape, masked = (args.micro_batch_size, args.seq_length), args.create_attention_mask_in_dataloader
     kinds = {"tokens": torch.long, "labels": torch.long, "loss_mask": torch.float, "position_ids": torch.long}
 
-    def batch() -> dict[str, torch.Tensor]:
+    def batch() -> dict[str, Tensor]:
         mask = {"attention_mask": torch.empty((shape[0], 1, shape[1], shape[1]), dtype=torch.bool)} if masked else {}
         return {name: torch.empty(shape, dtype=kind) for name, kind in kinds.items()} | mask
 
@@ -149,9 +150,13 @@ def documents_of_step(call: Call, *_: Any) -> list[Documents]:
     return [(starts,) * call.micro_batch_size] * call.num_microbatches
 
 
-def spared(device: str) -> PatchTable:
-    """What is bound while a stage runs on tensors without values; kernels are a GPU's unless `device` is the CPU."""
-    return _FOR_FAKES + (() if device == "cpu" else _AS_ON_A_GPU)
+def spared(args: Namespace) -> PatchTable:
+    """What is bound while a stage runs on tensors without values, for which the kernels of a GPU stand if the launch is
+    for one."""
+    if args.device == "cpu":
+        return _FOR_FAKES
+    has_te = args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
+    return _FOR_FAKES + _AS_ON_A_GPU + (_AS_WITH_TE if has_te else ())
 
 
 def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -163,7 +168,7 @@ def _fake_group(new_group: Callable) -> Callable:
 
 
 def _type_without_device(type_method: Callable) -> Callable:
-    def name_or_cast(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def name_or_cast(tensor: Tensor, *args: Any, **options: Any) -> Any:
         found = type_method(tensor, *args, **options)
         return found.replace(".meta.", ".") if isinstance(found, str) else found
 
@@ -171,7 +176,7 @@ def _type_without_device(type_method: Callable) -> Callable:
 
 
 def _own_counts_of_all(gather: Callable) -> Callable:
-    def gathered(own: torch.Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> torch.Tensor:
+    def gathered(own: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> Tensor:
         if own.is_meta or group.size() == 1:
             return gather(own, group, *args, **options)
         return own.repeat(group.size(), *[1] * (own.dim() - 1))
@@ -179,10 +184,33 @@ def _own_counts_of_all(gather: Callable) -> Callable:
     return gathered
 
 
-def _share_storage(discarded: torch.Tensor, recomputed: torch.Tensor) -> None:
+def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
     size = recomputed.untyped_storage().nbytes()
     recomputed.untyped_storage().resize_(0)
     discarded.untyped_storage().resize_(size)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """An RMS norm that keeps what the kernels of PyTorch and Transformer Engine keep, its input and a number for each
+    row; away from a GPU PyTorch computes it step by step and keeps the input twice in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, weight, _ = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weight)
+
+
+def _fused_norm(rows: Tensor, shape: Any, weight: Tensor, *_: Any) -> Tensor:
+    return _FusedNorm.apply(rows, weight)
+
+
+def _gathered_apart(_: Any, shape: tuple[int, ...], dtype: torch.dtype, *__: Any) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -227,4 +255,13 @@ _FOR_FAKES = (
 _AS_ON_A_GPU = (
     Patch(f"{_CHOICE}.is_on_gpu", _always, "tensors without values are on no GPU"),
     Patch(f"{_CHOICE}._fused", lambda _, rule, *__: CudaFlash(rule), "flash-attn, which may be missing, keeps as much"),
+    Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),
+)
+
+_AS_WITH_TE = (
+    Patch(
+        "megatron.core.utils.GlobalMemoryBuffer.get_tensor",
+        _gathered_apart,
+        "keeps a buffer for the gathered input of a linear layer, which Transformer Engine allocates for the call",
+    ),
 )

@@ -1,7 +1,10 @@
 """What `attach` changes in the modules of a model, where no equality test reaches it."""
 
+import weakref
+
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
@@ -23,6 +26,22 @@ def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
         for got, expected in zip(part, whole, strict=True):
             assert torch.equal(got, expected[start:end]) and got.is_contiguous()
     assert torch.equal(rotary.get_cached_cos_sin(48, dtype=torch.float32)[0], whole[0])
+
+
+def test_chunks_share_rotary_positions_while_one_needs_them(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    chunks = [torch.nn.ModuleDict({"rotary": RotaryEmbedding(8, 1.0, use_cpu_initialization=True)}) for _ in range(2)]
+    rotaries, context, segment = [chunk["rotary"] for chunk in chunks], SegmentContext(), Segment(0, 1, 4, 10, 16)
+    whole = rotaries[0].get_emb(16)
+    attach(chunks, context)
+    with context.running(segment, keeps_for_backward=True):
+        first, second = (rotary(6) for rotary in rotaries)
+        assert first is second and torch.equal(first, whole[4:10])
+        left = weakref.ref(first)
+        del first, second
+        RotaryEmbedding.forward.cache_clear()  # Megatron's
+        assert left() is None
+        assert torch.equal(rotaries[1](6), whole[4:10])
 
 
 @pytest.mark.parametrize("table", [table for _, table in _FOLLOWERS])

@@ -8,7 +8,6 @@ products the whole input and its gradient, of which tensor-parallel ranks otherw
 and the gradient of the residual stream. The loss holds logits in several precisions.
 """
 
-from dataclasses import replace
 from functools import singledispatch
 
 from .blocks import BYTES, Block, blocks_of
@@ -150,12 +149,17 @@ def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> 
 
 
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    whole = whole_input(setup, end - start)
+    """Blocks go backward in reverse, each with what the forward kept, or computed again, of it and those before it."""
+    whole, rows = whole_input(setup, end - start), setup.rows(end - start)
     residual = whole / setup.token_shares
-    around = residual + whole + (whole if setup.token_shares > 1 else 0.0)
-    again = layer_activation(replace(setup, recompute="none"), layer, start, end) if setup.recomputes_layers else 0.0
-    blocks = blocks_of(setup.model, layer)
-    return around + again + max(block_working(setup, layer, block, start, end) for block in blocks)
+    products = whole * (2 if setup.token_shares > 1 else 1)
+    again = most = 0.0
+    for block in blocks_of(setup.model, layer):
+        kept = rows * block.kept / setup.tensor_parallel
+        if setup.recomputes_layers:
+            again += 2 * residual + kept
+        most = max(most, again + max(kept + products, block_working(setup, layer, block, start, end)))
+    return residual + most
 
 
 @singledispatch
@@ -165,8 +169,20 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
     kept = rows * block.kept / setup.tensor_parallel
     if block.attention is None:
         return kept
-    # The kernel returns gradients of all keys and values that it was given, and sums those of the queries in 32 bit.
-    window = setup.model.window_of(layer)
+    # The kernel returns gradients of all keys and values that it was given, where heads share these from one for each
+    # head of the queries, and sums those of the queries in 32 bit (flash_api.cpp of FlashAttention 2).
+    window, attention = setup.model.window_of(layer), block.attention
     given = end if window is None else min(end, end - start + window)
-    of_queries = 4 * rows * block.attention.heads * block.attention.score_dim / setup.tensor_parallel
-    return kept + BYTES * keys_values_of(setup, layer, given) + of_queries
+    of_queries = 4 * rows * attention.heads * attention.score_dim / setup.tensor_parallel
+    of_keys_values = once = keys_values_of(setup, layer, given)
+    heads = attention.heads / (setup.tensor_parallel * setup.context_parallel)
+    for_each = setup.micro_batch_size * given * heads * (attention.score_dim + attention.value_dim)
+    if for_each > once:
+        of_keys_values += for_each
+    return kept + BYTES * of_keys_values + of_queries
+
+
+def positions_bytes(setup: TrainingSetup, tokens: int) -> float:
+    """Rotary angles of so many tokens in 32 bit, which all layers of a rank share; models have rotary positions."""
+    latent = setup.model.latent
+    return 4 * tokens / setup.context_parallel * (latent.rotary_head_dim if latent else setup.model.head_dim)

@@ -95,11 +95,13 @@ def analytic_costs(
     device: Device,
     recompute: str = "none",
     num_devices: float = 1.0,
+    loss_in_pieces: bool = False,
 ) -> tuple[StageCost, ...]:
     """The cost of a segment on every stage, in seconds for one sequence, where `num_devices` share its work.
 
     The first stage also holds the embedding, the last the layers of multi-token prediction and the projections to the
-    vocabulary. Where `recompute`, as in TrainingSetup, repeats layers, that is a part of their backward.
+    vocabulary. Where `recompute`, as in TrainingSetup, repeats layers, that is a part of their backward; so are, with
+    `loss_in_pieces`, the logits that it computes again, and the weight gradient of the projection, which no W can take.
     Raises ValueError if the stages do not hold all layers of the model.
     """
     if sum(layers_per_stage) != model.num_layers:
@@ -132,8 +134,9 @@ def analytic_costs(
         if stage == last:
             products = head_flops(model) / matmul
             forward += AnalyticTime(per_token=products)
-            backward += AnalyticTime(per_token=_MATMUL_BACKWARD * products)
-            weight += AnalyticTime(per_token=products)
+            backward += AnalyticTime(per_token=(_MATMUL_BACKWARD + loss_in_pieces) * products)
+            if not loss_in_pieces:
+                weight += AnalyticTime(per_token=products)
         costs.append(StageCost(forward, backward, weight, forward + backward))
         first += num_layers
     return tuple(costs)

@@ -24,6 +24,7 @@ from .layer_bytes import (
     layer_state,
     loss_bytes,
     loss_kept,
+    positions_bytes,
     whole_input,
 )
 from .training_setup import TrainingSetup
@@ -136,6 +137,7 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
             states += count * kept[2]
         if stage == setup.placement.num_stages - 1:
             logits += count * _loss_kept(setup, stage, segment, waits_for_weights)
+    activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in peak.units if unit[0] == stages[0]))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
@@ -229,9 +231,11 @@ def _running(kind: Kind, setup: TrainingSetup, stage: int, index: int) -> _Runni
         loss = loss_bytes(setup, length, kind is Kind.F)
         if keeps_logits(setup):  # these are counted with the unit
             loss -= loss_kept(setup, length)
-    if kind in (Kind.B, Kind.I):
-        return _Running(loss, backward_working(setup, stage, *setup.spans[index]))
-    return _Running(loss, whole_input(setup, length))
+    if kind not in (Kind.B, Kind.I):
+        return _Running(loss, whole_input(setup, length))
+    working = backward_working(setup, stage, *setup.spans[index])
+    # The backward of pieces ends before that of the layers begins.
+    return _Running(loss, working if keeps_logits(setup) else max(0.0, working - loss))
 
 
 _RUNNING = {kind: partial(_running, kind) for kind in COMPUTE_KINDS}

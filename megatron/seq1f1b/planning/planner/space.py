@@ -8,6 +8,7 @@ from typing import Any
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
+from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import OUTSIDE_GIB, Machine
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
@@ -182,7 +183,7 @@ def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] |
 def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
     """What training cuts and plans by, whatever the machine: see `arguments/sequence_partition`."""
     devices = setup.tensor_parallel / setup.micro_batch_size
-    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute)
+    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute, not keeps_logits(setup))
 
 
 # Equal costs give the same function, by which `_cut` caches lengths.
@@ -205,8 +206,10 @@ def _cut(
 
 
 @lru_cache(maxsize=1024)
-def _stage_costs(model: ModelShape, layers: tuple[int, ...], devices: float, recompute: str) -> tuple[StageCost, ...]:
-    return analytic_costs(model, layers, A100, recompute, devices)
+def _stage_costs(
+    model: ModelShape, layers: tuple[int, ...], devices: float, recompute: str, loss_in_pieces: bool
+) -> tuple[StageCost, ...]:
+    return analytic_costs(model, layers, A100, recompute, devices, loss_in_pieces)
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.model import loss_pieces
+from megatron.seq1f1b.planning.costs import A100, analytic_costs
 from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, keeps_logits
 from megatron.seq1f1b.planning.costs.layer_times import head_time
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
@@ -47,6 +48,15 @@ def test_a_million_tokens_keep_hidden_states_in_place_of_logits(family):
     )
     hidden = 2 * 2 * 2**20 * MODEL.hidden_size / 8  # before and after the last norm
     assert in_pieces - hidden < GIB and kept > 60 * GIB
+
+
+def test_sequences_are_cut_by_the_repeated_product():
+    layers = (MODEL.num_layers // 4,) * 4
+    kept, in_pieces = (analytic_costs(MODEL, layers, A100, loss_in_pieces=pieces) for pieces in (False, True))
+    assert in_pieces[:3] == kept[:3]
+    product = kept[3].forward.per_token - kept[2].forward.per_token
+    assert in_pieces[3].backward.per_token - kept[3].backward.per_token == pytest.approx(product)
+    assert in_pieces[3].weight == in_pieces[2].weight != kept[3].weight
 
 
 def test_the_backward_repeats_the_forward_and_w_has_nothing():
