@@ -15,7 +15,7 @@ from itertools import pairwise
 from .cut_positions import SegmentTime, check_length, positions, tile
 
 # Halvings of the interval that holds the longest time: to well below the time of one token.
-_BISECTIONS = 50
+_BISECTIONS = 40
 
 
 def balanced(

@@ -1,7 +1,8 @@
 """When each compute action of a schedule starts and ends, for given costs."""
 
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from functools import lru_cache
+from itertools import chain, product, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -26,29 +27,56 @@ class Rule(NamedTuple):
     duration: float
 
 
-def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
-    """`dependencies` and costs as a table by kind, stage and segment, so that millions of actions take seconds.
+class _Needs(NamedTuple):
+    """What of a rule follows from the shape alone: `needs` holds numbers of delays, `cell` is that of a table."""
+
+    code: int
+    needs: tuple[tuple[int, int], ...]
+    cell: int
+
+
+@lru_cache(maxsize=64)
+def _needs(shape: Shape, kind: Kind) -> list[list[_Needs]]:
+    """`dependencies` as a table by stage and segment, so that millions of actions take seconds, whatever they cost.
 
     Outcomes have codes, dense from 0; those of successive micro-batches differ by the number of segments. The
-    dependencies of an action never leave its micro-batch.
+    dependencies of an action never leave its micro-batch. Delays are numbered as in `_delays`.
     """
+    stages, segments, rank_of = range(shape.num_stages), range(shape.num_segments), shape.placement.rank_of
 
     def code_of(action: Action) -> int:
         value = outcome(action)
-        return (_ROW[value.kind] * shape.num_stages + value.stage) * shape.num_units + value.segment
+        return (_ROW[value.kind] * len(stages) + value.stage) * shape.num_units + value.segment
 
-    def rule(action: Action) -> Rule:
+    def delay_of(needed: Action, action: Action) -> int:
+        if rank_of(needed.stage) == rank_of(action.stage):
+            return 0
+        return 1 + (_ROW[needed.kind] * len(stages) + needed.stage) * len(segments) + needed.segment
+
+    def needs_of(action: Action) -> _Needs:
         code = code_of(action)
-        needs = tuple(
-            (code_of(needed) - code, costs.delay(needed, action, shape.placement))
-            for needed in dependencies(action, shape)
-        )
-        return Rule(code, needs, costs.duration(action.kind, action.stage, action.segment))
+        needs = tuple((code_of(each) - code, delay_of(each, action)) for each in dependencies(action, shape))
+        return _Needs(code, needs, action.stage * len(segments) + action.segment)
+
+    return [[needs_of(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages]
+
+
+def _delays(costs: Costs) -> list[float]:
+    """Seconds from the end of an action until another may start: none, and those of messages by stage and segment."""
+    return [0.0, *chain(*costs.message_f), *chain(*costs.message_b)]
+
+
+def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
+    """The rules by kind, stage and segment."""
+    delays = _delays(costs)
+
+    def rule(kind: Kind, stage: int, segment: int) -> Rule:
+        code, needs, _ = _needs(shape, kind)[stage][segment]
+        duration = costs.duration(kind, stage, segment)
+        return Rule(code, tuple((difference, delays[number]) for difference, number in needs), duration)
 
     stages, segments = range(shape.num_stages), range(shape.num_segments)
-    return {
-        kind: [[rule(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages] for kind in kinds
-    }
+    return {kind: [[rule(kind, stage, segment) for segment in segments] for stage in stages] for kind in kinds}
 
 
 class Run(NamedTuple):
@@ -65,8 +93,11 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     """
     shape = schedule.shape
     costs.check(shape)
-    rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
-    stride = shape.num_segments
+    stride, delays = shape.num_segments, _delays(costs)
+    kinds = {action.kind for actions in schedule.ranks for action in actions}
+    rules = {kind: _needs(shape, kind) for kind in kinds}
+    cells = [*product(range(shape.num_stages), range(stride))]
+    durations = {kind: [costs.duration(kind, *cell) for cell in cells] for kind in kinds}
     end_of = [-inf] * (len(_ROW) * shape.num_stages * shape.num_units)
     waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
     runnable = list(range(len(schedule.ranks)))
@@ -76,16 +107,16 @@ def run(schedule: Schedule, costs: Costs) -> Run:
         """Runs a rank; yields the code of what it cannot go on without."""
         starts, ends, now = result.starts[rank], result.ends[rank], 0.0
         for kind, stage, microbatch, segment in schedule.ranks[rank]:
-            code, needs, duration = rules[kind][stage][segment]
+            code, needs, cell = rules[kind][stage][segment]
             code += microbatch * stride
             for difference, delay in needs:
                 if end_of[code + difference] < 0:
                     yield code + difference
-                arrival = end_of[code + difference] + delay
+                arrival = end_of[code + difference] + delays[delay]
                 if arrival > now:
                     now = arrival
             starts.append(now)
-            now += duration
+            now += durations[kind][cell]
             ends.append(now)
             end_of[code] = now
             if code in waiting:

@@ -128,11 +128,12 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     stages = setup.placement.stages_of(rank)
     peak = _peak(setup, actions, stages)
     activations = keys_values = states = logits = 0.0
+    left = {stage: _by_segment(setup, stage, stage_kept) for stage in stages}
     for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
         if waits_for_weights:
             activations += count * _by_segment(setup, stage, stage_kept_for_weights)[segment]
         else:
-            kept = _by_segment(setup, stage, stage_kept)[segment]
+            kept = left[stage][segment]
             activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
             states += count * kept[2]
         if stage == setup.placement.num_stages - 1:

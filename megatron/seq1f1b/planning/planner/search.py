@@ -109,16 +109,19 @@ def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """The memory of each rank, those at the ends first, for few micro-batches: as many as a full pipeline holds."""
+    """The memory of the ranks that hold most, for few micro-batches: as many as a full pipeline holds.
+
+    The first holds the most units, the last the loss, and the second, where the first has fewer layers, no fewer.
+    """
     if setup.family != "breadth-first":
         few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
         setup = replace(setup, num_microbatches=min(setup.num_microbatches, few))
     last = setup.pipeline_parallel - 1
-    for rank in sorted(range(last + 1), key=lambda rank: min(rank, last - rank)):
+    for rank in dict.fromkeys((0, last, min(1, last))):
         yield rank_memory(setup, _order(setup.family, setup.shape, rank), rank)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=2048)
 def _order(family: str, shape: Shape, rank: int) -> list[Action]:
     """Many candidates differ in other things than their schedule."""
     return FAMILIES[family](shape).order(rank)

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import singledispatch
+from functools import lru_cache, singledispatch
 from math import ceil
 
-from ...schedule import Costs, Schedule, Timeline, build, lower, simulate
+from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, simulate
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, rank_memory
@@ -55,7 +55,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     def predicted(num_microbatches: int) -> list[float]:
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
-        actions = schedule or build(short.family, short.shape, costs)
+        actions = schedule or _built(short.family, short.shape)
         timeline = timeline_of(short, machine, actions, costs)
         memory = [rank_memory(short, actions.ranks[rank], rank) for rank in range(short.pipeline_parallel)]
         compute = compute_only(timeline)
@@ -83,9 +83,15 @@ def shortest(setup: TrainingSetup, machine: Machine) -> float:
 
     def simulated(num_microbatches: int) -> list[float]:
         short = replace(setup, num_microbatches=num_microbatches)
-        return [_seconds(simulate(build(short.family, short.shape), step_costs(short, machine)), ends, machine)]
+        return [_seconds(simulate(_built(short.family, short.shape), step_costs(short, machine)), ends, machine)]
 
     return _extended(setup, simulated)[0]
+
+
+@lru_cache(maxsize=32)
+def _built(family: str, shape: Shape) -> Schedule:
+    """Many set-ups differ in other things than their schedule."""
+    return build(family, shape)
 
 
 def _extended(setup: TrainingSetup, measured: Callable[[int], list[float]]) -> list[float]:
