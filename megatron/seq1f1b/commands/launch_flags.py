@@ -227,8 +227,6 @@ def _layout(setup: TrainingSetup) -> Iterator[str]:
 
 def _schedule(candidate: Candidate) -> Iterator[str]:
     setup = candidate.setup
-    if setup.pipeline_parallel == 1:
-        return
     yield f"--pipeline-schedule {setup.family}"
     if len(setup.segments) > 1:
         yield f"--sequence-splits {len(setup.segments)}"

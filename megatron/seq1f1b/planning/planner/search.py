@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import ceil, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...schedule import FAMILIES, Action, Schedule, Shape, build
 from ..costs import action_costs
@@ -20,7 +21,7 @@ from .space import Candidate, Question, cut, cuts, schedules, setups, stage_cost
 # So many micro-batches at once fill all tiles and waves.
 _MANY = 256
 # Tiles may make as much of a difference between cuts.
-_ROUNDING = 0.97
+_ROUNDING = 0.96
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 _MOST_ACTIONS_OF_AUTO = 30_000
 
@@ -121,6 +122,12 @@ def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
         yield rank_memory(setup, _order(setup.family, setup.shape, rank), rank)
 
 
+@lru_cache(maxsize=1 << 16)
+def fits(setup: TrainingSetup, limit: float) -> bool:
+    """Whether the ranks that hold most stay below a limit in bytes."""
+    return all(memory.total <= limit for memory in memory_in_flight(setup))
+
+
 @lru_cache(maxsize=2048)
 def _order(family: str, shape: Shape, rank: int) -> list[Action]:
     """Many candidates differ in other things than their schedule."""
@@ -135,8 +142,8 @@ class Search:
     """The candidates of a question by their lower bounds, and the predictions that have been made.
 
     What is to be tried waits in the order of a lower bound of its step: first set-ups, from these schedules and numbers
-    of segments, from these candidates with their cuts, then their simulations, each with a closer bound than what it
-    came from. What comes up first with its exact time is the fastest that is left, so nothing faster is missed.
+    of segments, from these their cuts, from these the simulation of the best cut that fits, each with a closer bound
+    than what it came from. What comes up first with its exact time is the fastest that is left.
     """
 
     def __init__(self, question: Question, progress: Progress = _silent) -> None:
@@ -145,7 +152,7 @@ class Search:
         limit, machine = question.memory_limit * GIB, question.machine
         self._bytes = {setup: least for setup in setups(question) if (least := least_bytes(setup)) <= limit}
         self._setups = [(least_seconds_of(setup, machine), setup) for setup in self._bytes]
-        self._closer: dict[object, list[tuple[float, object]]] = {}
+        self._closer: dict[object, list[tuple[float, Any]]] = {}
 
     def best(
         self,
@@ -160,15 +167,10 @@ class Search:
         than that of the question; plans that `accept` rejects are left out.
         """
         limit = GIB * (self.question.memory_limit if memory_gib is None else memory_gib)
-        kept: list[Plan] = []
-        for found in self._fastest_first(limit, accept, below):
-            kept.append(found)
-            if len(kept) == count:
-                break
+        kept = [*islice(self._fastest_first(limit, accept, below), count)]
         if "auto" in self.question.families:
             for winner in kept[:]:
-                setup = replace(winner.candidate.setup, family="auto")
-                automatic = self._automatic(replace(winner.candidate, setup=setup), limit)
+                automatic = self._automatic(winner.candidate, limit)
                 if automatic is None or not accept(automatic.candidate) or automatic in kept:
                     continue
                 if automatic.prediction.seconds < winner.prediction.seconds:
@@ -186,25 +188,24 @@ class Search:
         while waiting:
             bound, _, first = heappop(waiting)
             if bound >= below:
-                break
+                return
             if isinstance(first, Plan):
                 yield first
                 continue
             if isinstance(first, TrainingSetup):
                 self.progress(done, len(self._setups))
                 done += 1
-            if isinstance(first, Candidate) and not (
-                accept(first) and all(each.total <= limit for each in memory_in_flight(first.setup))
-            ):
-                continue
             if first not in self._closer:
                 self._closer[first] = list(self._closer_bounds(first))
-            for closer, each in self._closer[first]:
+            closer = self._closer[first]
+            if isinstance(first, _Scheduled):  # the best cut that fits
+                closer = [(at, each) for at, each in closer if accept(each) and fits(each.setup, limit)][:1]
+            for least, each in closer:
                 if not isinstance(each, Plan) or each.memory_gib * GIB <= limit:
-                    heappush(waiting, (max(bound, closer), number, each))
+                    heappush(waiting, (max(bound, least), number, each))
                     number += 1
 
-    def _closer_bounds(self, item: object) -> Iterator[tuple[float, object]]:
+    def _closer_bounds(self, item: object) -> Iterator[tuple[float, Any]]:
         """What an item consists of, or is refined to, with lower bounds."""
         machine, limit = self.question.machine, self.question.memory_limit * GIB
         match item:
@@ -214,11 +215,10 @@ class Search:
                     if segments == 1 or least_bytes(named, segments) <= limit:
                         yield least_seconds_cut(named, machine, segments), _Scheduled(item, family, segments)
             case _Scheduled():
-                for number, candidate in enumerate(cuts(self.question, *item)):
-                    # Equal segments come first, and need least.
-                    if number == 0 and any(each.total > limit for each in memory_in_flight(candidate.setup)):
-                        return
-                    yield least_seconds(candidate.setup, machine), candidate
+                even = next(rest := cuts(*item), None)
+                if even is not None and fits(even.setup, limit):
+                    for each in (*rest, even):
+                        yield least_seconds(each.setup, machine), each
             case Candidate():
                 yield shortest(item.setup, machine), _Simulated(item)
             case _Simulated():
@@ -226,9 +226,10 @@ class Search:
                 yield found.prediction.seconds, found
 
     def _automatic(self, candidate: Candidate, limit: float) -> Plan | None:
-        """The plan of a candidate of `auto`; None if it does not fit, or takes too long to make."""
+        """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""
+        setup = replace(candidate.setup, family="auto")
+        candidate = replace(candidate, setup=setup)
         if candidate not in self.plans:
-            setup = candidate.setup
             actions = 3 * setup.shape.num_units * setup.placement.num_stages
             splits = setup.pipeline_parallel > 1 and setup.recompute == "none" and setup.model.experts is None
             if not splits or actions > _MOST_ACTIONS_OF_AUTO:

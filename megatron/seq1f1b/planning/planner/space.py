@@ -36,7 +36,6 @@ class Question:
     global_batch_size: int
     memory_gib: float | None = None
     families: tuple[str, ...] = _FAMILIES
-    strategies: tuple[str, ...] = ("even", "balanced")
     segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -77,7 +76,7 @@ def candidates(question: Question) -> Iterator[Candidate]:
     """All candidates, whether they fit or not."""
     for setup in setups(question):
         for family, segments in schedules(question, setup):
-            yield from cuts(question, setup, family, segments)
+            yield from cuts(setup, family, segments)
 
 
 def setups(question: Question) -> Iterator[TrainingSetup]:
@@ -102,7 +101,6 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                     sequence_parallel=tensor > 1,
                     distributed_optimizer=True,
                     overlaps_data_parallel=data * context > 1,
-                    keeps_logits=pipeline == 1,  # which runs Megatron's own schedule
                 )
                 for recompute in question.recomputes:
                     for expert in expert_sizes(question.model, tensor * context * data):
@@ -142,11 +140,10 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
 
 def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, int]]:
     """Families, and numbers of segments, for a set-up."""
-    if setup.pipeline_parallel == 1:
-        yield "1f1b", 1
-        return
     for family in question.families:
         if family == "auto":  # takes its turn on the winners of the others
+            continue
+        if setup.pipeline_parallel == 1 and family != "1f1b":  # without a bubble all take equally long
             continue
         # Splitting undoes recomputation: W keeps nearly as much.
         if replace(setup, family=family).splits_backward and setup.recompute != "none":
@@ -159,18 +156,14 @@ def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, i
                 yield family, segments
 
 
-def cuts(question: Question, setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:
-    """The set-up under a schedule, with every way to cut its sequences."""
-    named = replace(setup, family=family)
-    if segments == 1:
-        yield Candidate(named)
-        return
-    seen = set()
-    for strategy in question.strategies:
-        lengths = cut(named, strategy, segments)
+def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:
+    """The set-up under a schedule: cut evenly, which needs least memory, and balanced, which is faster."""
+    seen: set[tuple[int, ...]] = set()
+    for strategy in ("even", "balanced")[: 1 if segments == 1 else 2]:
+        lengths = cut(setup, strategy, segments)
         if lengths is not None and lengths not in seen:
             seen.add(lengths)
-            yield Candidate(replace(named, segments=lengths), strategy)
+            yield Candidate(replace(setup, family=family, segments=lengths), strategy)
 
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:

@@ -1,62 +1,66 @@
 """Why a question has no plan, and the nearest that has."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
-from .search import least_bytes, memory_in_flight, plan
-from .space import Question, cuts, layouts, schedules, setups
+from .search import least_bytes, memory_in_flight
+from .space import Question, cuts, schedules, setups
 
 _DOUBLINGS = 12
 # Of the set-ups that need least, so many are looked at in full.
 _LEANEST = 20
 _NUMBERS = (1, 8, 64)  # of segments
+_SHORTEST = 1024
 
 
 def way_out(question: Question) -> ValueError:
     """The error for a question without a plan: no layout, or none that fits, with what fills the fullest rank."""
     model = question.model
-    if not any(True for _ in layouts(question)):
+    most = _leanest(question)
+    if most is None:
+        batch = -(-question.global_batch_size // question.num_devices) * question.num_devices
         return ValueError(
             f"no layout of {question.num_devices} devices divides a batch of {question.global_batch_size} sequences, "
-            f"{model.num_layers} layers and {model.num_kv_heads or model.num_heads} heads; --global-batch-size "
-            f"{_next_batch(question)} can be divided"
+            f"{model.num_layers} layers and {model.num_kv_heads or model.num_heads} heads; --global-batch-size {batch} "
+            "can be divided"
         )
-    most = _leanest(question)
-    parts = ", ".join(f"{size / GIB:.1f} {name.replace('_', ' and ')}" for name, size in vars(most).items() if size)
     return ValueError(
-        f"no configuration fits {question.memory_limit:.0f} GiB a device; the leanest takes {most.total / GIB:.1f} "
-        f"GiB: {parts}; {_nearest(question)}"
+        f"no configuration fits {question.memory_limit:.0f} GiB a device; the fullest rank of the leanest takes "
+        f"{by_use(most)}; {_nearest(question)}"
     )
 
 
-def _leanest(question: Question) -> Memory:
-    """The memory of the fullest rank of the configuration that needs least."""
-    lean, found = replace(question, families=("1f1b",), strategies=("even",), segments=_NUMBERS), []
-    for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]:
-        for family, segments in schedules(lean, setup):
-            for each in cuts(lean, setup, family, segments):
-                found.append(max(memory_in_flight(each.setup), key=lambda memory: memory.total))
-    return min(found, key=lambda memory: memory.total)
+def by_use(memory: Memory) -> str:
+    """The memory of a rank, with what it is used for."""
+    parts = ", ".join(f"{size / GIB:.1f} {name.replace('_', ' and ')}" for name, size in vars(memory).items() if size)
+    return f"{memory.total / GIB:.1f} GiB: {parts}"
 
 
-def _next_batch(question: Question) -> int:
-    return -(-question.global_batch_size // question.num_devices) * question.num_devices
+def _leanest(question: Question) -> Memory | None:
+    """The memory of the fullest rank of the configuration that needs least; None without a layout."""
+    lean = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
+    evenly = (
+        next(cuts(setup, *schedule), None)
+        for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]
+        for schedule in schedules(lean, setup)
+    )
+    fullest = (max(memory_in_flight(each.setup), key=lambda rank: rank.total) for each in evenly if each is not None)
+    return min(fullest, key=lambda memory: memory.total, default=None)
 
 
 def _nearest(question: Question) -> str:
     """More devices, and shorter sequences, by doubling and halving."""
-    found = []
-    lean = replace(question, families=("1f1b",), strategies=("even",), micro_batches=(1,), segments=_NUMBERS)
-    for doubling in range(1, _DOUBLINGS):
-        devices = question.num_devices << doubling
-        batch = max(question.global_batch_size, 1)
-        if plan(replace(lean, num_devices=devices, global_batch_size=batch), best=1):
-            found.append(f"--gpus {devices}")
-            break
-    for halving in range(1, _DOUBLINGS):
-        length = question.sequence_length >> halving
-        if length >= 1024 and plan(replace(lean, sequence_length=length), best=1):
-            found.append(f"--seq-length {length}")
-            break
+
+    def first_that_fits(flag: str, name: str, values: Iterable[int]) -> list[str]:
+        leanest = ((value, _leanest(replace(question, **{name: value}))) for value in values)
+        limit = GIB * question.memory_limit
+        return [*islice((f"{flag} {value}" for value, most in leanest if most and most.total <= limit), 1)]
+
+    doubled = (question.num_devices << doubling for doubling in range(1, _DOUBLINGS))
+    halved = (question.sequence_length >> halving for halving in range(1, _DOUBLINGS))
+    found = first_that_fits("--gpus", "num_devices", doubled)
+    found += first_that_fits("--seq-length", "sequence_length", (length for length in halved if length >= _SHORTEST))
     return f"it would with {' or with '.join(found)}" if found else "take a smaller model"
