@@ -44,9 +44,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         metavar="SEQUENCES",
         help="of a training step; required",
     )
-    parser.add_argument(
-        "--machine", default="a100-80gb", help=f"{', '.join(machine_names())}, or your own file; default: a100-80gb"
-    )
+    add_machine(parser, "a100-80gb")
     parser.add_argument("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
     parser.add_argument(
         "--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5"
@@ -72,6 +70,11 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
             parser.error("--gpus is missing")
         args.gpus = int(os.environ["WORLD_SIZE"])
     return args, words
+
+
+def add_machine(parser: Parser, default: str) -> None:
+    names = ", ".join(machine_names())
+    parser.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
 
 
 def question(args: argparse.Namespace, words: Sequence[str]) -> Question:

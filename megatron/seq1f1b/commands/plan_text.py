@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.machine import GIB
-from ..planning.planner import Plan, Question, breakdown
+from ..planning.planner import Plan, Question, breakdown, by_use
 from ..report.text import aligned
 
 _COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
@@ -50,7 +50,11 @@ def overview(plans: Sequence[Plan], given: Plan | None) -> str:
         rows.append(["as given", *_row(given)])
     lines = aligned([head, *rows])
     if given is not None and not given.prediction.fits:
-        lines.append("As given it does not fit.")
+        fullest = max(given.prediction.memory, key=lambda rank: rank.total)
+        lines.append(f"As given it does not fit: the fullest rank takes {by_use(fullest)}.")
+    elif given is not None:
+        longer = given.prediction.seconds / plans[0].prediction.seconds - 1
+        lines.append(f"As given it fits, and takes {100 * longer:.1f} % longer than the best.")
     return "\n" + "\n".join(lines) + "\n"
 
 

@@ -5,11 +5,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from statistics import fmean
 
 from ..arguments import Forecast, MegatronRun
 from ..arguments.device import device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
-from ..schedule import Costs, Given, Named, Placement, Planned, Schedule, ScheduleChoice, Shape, build, peak_memory
+from ..schedule import (
+    Costs,
+    Given,
+    Named,
+    Placement,
+    Planned,
+    Schedule,
+    ScheduleChoice,
+    Shape,
+    build,
+    peak_memory,
+    simulate,
+)
 from .costs import (
     A100,
     CPU_CORE,
@@ -29,7 +42,7 @@ from .costs.stage_times import step_costs
 from .costs.step_memory import activation_tables, rank_memory
 from .costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape
-from .simulator import estimate_step
+from .simulator import extended
 
 # Numbers of segments to try; one between two of these makes a step at most a few percent shorter.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -159,17 +172,19 @@ class RunCosts:
         table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
         costs = replace(costs, activation=table, kept=table)
 
-        def schedule_of(num_microbatches: int) -> Schedule:
-            if isinstance(schedule, Given):
-                return schedule.schedule
-            family = Named("1f1b", schedule.placement) if isinstance(schedule, Planned) else schedule
-            return build(family.name, Shape(self._placement(schedule), num_microbatches, len(lengths)))
+        ranks = range(setup.pipeline_parallel)
 
-        estimate = estimate_step(schedule_of, self.run.num_microbatches, costs)
-        short = schedule_of(1)
-        grown = (most - least for most, least in zip(estimate.activations, peak_memory(short, costs), strict=True))
-        total = max(scale * rank_memory(setup, short.ranks[rank], rank).total + more for rank, more in enumerate(grown))
-        return Forecast(estimate.seconds, estimate.bubble, max(estimate.activations), total)
+        def simulated(num_microbatches: int) -> list[float]:
+            actions = _of_length(schedule, replace(setup, num_microbatches=num_microbatches).shape)
+            timeline = simulate(actions, costs)
+            total = (scale * rank_memory(setup, actions.ranks[rank], rank).total for rank in ranks)
+            held = max(peak_memory(actions, costs))
+            return [timeline.makespan, fmean(map(timeline.busy, ranks)), held, max(total)]
+
+        is_given = isinstance(schedule, Given)
+        found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
+        seconds, busy, activations, total = found
+        return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
     def forecast_of_megatron(self) -> Forecast:
         flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True})
@@ -211,6 +226,12 @@ class RunCosts:
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             keeps_logits=self.flags.keep_logits,
         )
+
+
+def _of_length(schedule: ScheduleChoice, shape: Shape) -> Schedule:
+    if isinstance(schedule, Given):
+        return schedule.schedule
+    return build("1f1b" if isinstance(schedule, Planned) else schedule.name, shape)
 
 
 def _costed_as(schedule: ScheduleChoice) -> str:

@@ -3,8 +3,8 @@
 from .explain import breakdown
 from .search import Plan, Search, plan, predict_candidate
 from .space import Candidate, Question, candidates
-from .time_to_train import LAWS, BatchLaw, Training, device_counts, soonest
-from .way_out import way_out
+from .time_to_train import LAWS, BatchLaw, Training, soonest
+from .way_out import by_use, way_out
 
 __all__ = [
     "LAWS",
@@ -15,8 +15,8 @@ __all__ = [
     "Search",
     "Training",
     "breakdown",
+    "by_use",
     "candidates",
-    "device_counts",
     "plan",
     "predict_candidate",
     "soonest",

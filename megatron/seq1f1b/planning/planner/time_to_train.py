@@ -29,19 +29,17 @@ def loss(parameters: float, tokens: float) -> float:
     return float(((6.4e13 / parameters) ** (0.076 / 0.103) + 1.8e13 / tokens) ** 0.103)
 
 
+def _olmo(parameters: float, tokens: float) -> float:
+    """1024 documents, 2048 from 168e9 tokens on and 4096 from 503e9 on, averaged over the run."""
+    return 4096 * 1024 * (tokens + max(0.0, tokens - 168e9) + 2 * max(0.0, tokens - 503e9)) / tokens
+
+
 LAWS: Mapping[str, BatchLaw] = MappingProxyType(
     {
         "tokens": BatchLaw("arXiv 2410.21676", lambda n, d: 512 * 22.91 * (d / 1e6) ** 0.47, lambda x: 1 + 0.2 * x),
         "noise-scale": BatchLaw("arXiv 1812.06162", lambda n, d: 2e8 / loss(n, d) ** (1 / 0.21), lambda x: 1 + x),
-        # 1024 documents, 2048 from 168e9 tokens on and 4096 from 503e9 on, averaged over the run.
-        "olmo": BatchLaw(
-            "arXiv 2505.23971",
-            lambda n, d: 4096 * 1024 * (d + max(0.0, d - 168e9) + 2 * max(0.0, d - 503e9)) / d,
-            lambda x: 1.0,
-        ),
-        "three-term": BatchLaw(
-            "arXiv 2607.01487", lambda n, d: 2 * 0.667 * d**0.566, lambda x: 1 + 0.05 * log2(2 * x) ** 2
-        ),
+        "olmo": BatchLaw("arXiv 2505.23971", _olmo, lambda x: 1.0),
+        "three-term": BatchLaw("arXiv 2607.01487", lambda n, d: 1.334 * d**0.566, lambda x: 1 + log2(2 * x) ** 2 / 20),
     }
 )
 
@@ -68,14 +66,6 @@ class Training:
         return 24 * self.days * self.devices
 
 
-def device_counts(question: Question) -> list[int]:
-    """From one node on, doubled, up to `question.num_devices`, which comes last."""
-    counts, most = [question.machine.devices_per_node], question.num_devices
-    while counts[-1] < most:
-        counts.append(2 * counts[-1])
-    return [*counts[:-1], most]
-
-
 def soonest(
     question: Question,
     tokens: float,
@@ -86,23 +76,17 @@ def soonest(
     """The configuration that trains soonest; None where nothing fits.
 
     `question.global_batch_size` does not matter: the batch is one of `shares` of the largest by the law (a smaller one
-    needs fewer tokens), in sequences of `question.sequence_length`, rounded so that data parallelism can divide it.
+    needs fewer tokens), in sequences of `question.sequence_length`: a power of two times an odd number up to 7.
     """
     largest = law.largest(parameters_of_model(question.model), tokens)
     best: Training | None = None
     for share in shares:
-        batch = _divisible(share * largest / question.sequence_length)
+        most = max(1, int(share * largest / question.sequence_length))
+        power = 1 << max(0, most.bit_length() - 3)
+        batch = most // power * power
         in_batch = batch * question.sequence_length
         steps = tokens * law.overhead(in_batch / largest) / in_batch
-        search = Search(replace(question, global_batch_size=batch))
         below = inf if best is None else best.steps * best.step_seconds / steps
-        for found in search.best(1, accept=accept, below=below):
+        for found in Search(replace(question, global_batch_size=batch)).best(1, accept=accept, below=below):
             best = Training(found.candidate, found.prediction.seconds, found.memory_gib, steps)
     return best
-
-
-def _divisible(sequences: float) -> int:
-    """A number of sequences up to this one, at least 1: a power of two times an odd number up to 7."""
-    most = max(1, int(sequences))
-    power = 1 << max(0, most.bit_length() - 3)
-    return most // power * power

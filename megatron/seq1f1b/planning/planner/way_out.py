@@ -1,8 +1,7 @@
 """Why a question has no plan, and the nearest that has."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from itertools import takewhile
 
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
@@ -54,13 +53,16 @@ def _leanest(question: Question) -> Memory | None:
 def _nearest(question: Question) -> str:
     """More devices, and shorter sequences, by doubling and halving."""
 
-    def first_that_fits(flag: str, name: str, values: Iterable[int]) -> list[str]:
-        leanest = ((value, _leanest(replace(question, **{name: value}))) for value in values)
-        limit = GIB * question.memory_limit
-        return [*islice((f"{flag} {value}" for value, most in leanest if most and most.total <= limit), 1)]
-
-    doubled = (question.num_devices << doubling for doubling in range(1, _DOUBLINGS))
-    halved = (question.sequence_length >> halving for halving in range(1, _DOUBLINGS))
-    found = first_that_fits("--gpus", "num_devices", doubled)
-    found += first_that_fits("--seq-length", "sequence_length", (length for length in halved if length >= _SHORTEST))
+    found = []
+    doubled = (replace(question, num_devices=question.num_devices << doubling) for doubling in range(1, _DOUBLINGS))
+    lengths = takewhile(_SHORTEST.__le__, (question.sequence_length >> halving for halving in range(1, _DOUBLINGS)))
+    if larger := next(filter(_has_plan, doubled), None):
+        found.append(f"--gpus {larger.num_devices}")
+    if shorter := next(filter(_has_plan, (replace(question, sequence_length=each) for each in lengths)), None):
+        found.append(f"--seq-length {shorter.sequence_length}")
     return f"it would with {' or with '.join(found)}" if found else "take a smaller model"
+
+
+def _has_plan(question: Question) -> bool:
+    most = _leanest(question)
+    return most is not None and most.total <= GIB * question.memory_limit

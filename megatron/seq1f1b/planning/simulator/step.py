@@ -1,20 +1,15 @@
 """A training step predicted: the lowered schedule in simulated time, then gradients, optimizer and parameters."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
-from math import ceil
 
 from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, simulate
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, rank_memory
 from ..costs.training_setup import TrainingSetup
-from .estimate import from_short_steps
+from .estimate import extended
 from .lowered import ChunkCollectives, compute_only, execute_lowered
-
-# Beyond this many actions a step is predicted from short ones.
-_MOST_ACTIONS = 60_000
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         sizes = [size for of_rank in memory for size in vars(of_rank).values()]
         return [_seconds(timeline, ends, machine), compute.makespan, *busy, *sizes]
 
-    seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else _extended(setup, predicted)
+    seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else extended(setup.shape, predicted)
     busy, sizes = rest[: setup.pipeline_parallel], rest[setup.pipeline_parallel :]
     count = len(sizes) // setup.pipeline_parallel
     memory = tuple(Memory(*sizes[first : first + count]) for first in range(0, len(sizes), count))
@@ -85,21 +80,13 @@ def shortest(setup: TrainingSetup, machine: Machine) -> float:
         short = replace(setup, num_microbatches=num_microbatches)
         return [_seconds(simulate(_built(short.family, short.shape), step_costs(short, machine)), ends, machine)]
 
-    return _extended(setup, simulated)[0]
+    return extended(setup.shape, simulated)[0]
 
 
 @lru_cache(maxsize=32)
 def _built(family: str, shape: Shape) -> Schedule:
     """Many set-ups differ in other things than their schedule."""
     return build(family, shape)
-
-
-def _extended(setup: TrainingSetup, measured: Callable[[int], list[float]]) -> list[float]:
-    """What is measured of the step, from short ones if it has very many actions."""
-    if 2 * setup.shape.num_units * setup.placement.num_stages <= _MOST_ACTIONS:
-        return measured(setup.num_microbatches)
-    group = ceil(setup.pipeline_parallel / len(setup.segments))
-    return list(from_short_steps(measured, setup.num_microbatches, group))
 
 
 def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollectives | None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import gpt_of, model_of, read_model
-from megatron.seq1f1b.planning.planner import LAWS, device_counts, soonest
-from megatron.seq1f1b.planning.planner.time_to_train import _divisible, loss
+from megatron.seq1f1b.planning.planner import LAWS, soonest
+from megatron.seq1f1b.planning.planner.time_to_train import loss
 from unit_tests.planning.planner.question import small
 
 MILLION = 1e6
@@ -41,10 +41,6 @@ def test_the_three_term_law_is_flat_around_its_optimum():
     assert [law.overhead(share) for share in (1, 0.5, 0.25)] == pytest.approx([1.05, 1.0, 1.05])
 
 
-def test_a_batch_can_be_divided_by_powers_of_two():
-    assert [_divisible(number) for number in (0.3, 1, 7.9, 100, 1074)] == [1, 1, 7, 96, 1024]
-
-
 def test_more_devices_train_sooner_and_take_more_hours():
     question = replace(
         small(),
@@ -60,7 +56,6 @@ def test_more_devices_train_sooner_and_take_more_hours():
     assert many.days < few.days and many.device_hours >= 0.99 * few.device_hours
     assert few.steps * 16 * 2048 == pytest.approx(1.2e9)
     assert few.memory_gib <= question.memory_gib
-    assert device_counts(question) == [8, 16] and device_counts(small()) == [4]
 
 
 def test_where_nothing_fits_there_is_none():

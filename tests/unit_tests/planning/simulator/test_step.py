@@ -7,7 +7,7 @@ import pytest
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import predict, step
+from megatron.seq1f1b.planning.simulator import estimate, predict
 from megatron.seq1f1b.schedule import Placement
 
 MACHINE = read_machine("a100-80gb")
@@ -57,7 +57,7 @@ def test_a_long_step_extends_short_ones(family, chunks, segments, monkeypatch):
     setup = replace(SETUP, num_microbatches=37, placement=Placement(4, chunks), family=family, layers_per_stage=())
     setup = replace(setup, segments=(32768 // segments,) * segments)
     whole = predict(setup, MACHINE)
-    monkeypatch.setattr(step, "_MOST_ACTIONS", 0)
+    monkeypatch.setattr(estimate, "_MOST_ACTIONS", 0)
     extended = predict(setup, MACHINE)
     assert extended.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert [each.total for each in extended.memory] == pytest.approx([each.total for each in whole.memory], rel=0.01)
