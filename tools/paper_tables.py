@@ -17,8 +17,17 @@ from io import StringIO
 from itertools import groupby
 from pathlib import Path
 
-from megatron.seq1f1b.report.training_log import read_training_log
-from paper import allocator, held_out, long_sequences, megatron_tables, seq1f1b_tables, terapipe_tables, vtrain, zero_bubble
+from megatron.seq1f1b.commands.compare import read_training_log
+from paper import (
+    allocator,
+    held_out,
+    long_sequences,
+    megatron_tables,
+    seq1f1b_tables,
+    terapipe_tables,
+    vtrain,
+    zero_bubble,
+)
 from paper.row import REFERENCE, Errors, Row, slug
 
 SOURCES: tuple[Callable[[Path], Iterable[Row]], ...] = (
@@ -98,14 +107,14 @@ What is off, and why, as far as we found it:
   forward arrives; `auto` reaches that bound in all six rows. ZB-2p lets every rank begin and end on its own, which its
   rate counts and which shortens no single step; `auto` has that for a second aim, and is held to idle at most 0.010
   more than ZB-2p. Idling less is no miss: in the first row its ranks idle 0.023 of the time and not 0.043.
-- SlimPipe: what is published of its memory is the authors' model, not measured, and nothing is fitted to it. The row with
-  whole sequences recomputes all layers: it counts there what is computed again, 4 GiB, and we count the gradients beside
-  it and the gathered inputs of products, 12 GiB. Left out are Mixtral, whose published weights lack most experts, and
-  models of unpublished sizes; of the longest sequences, those of SlimPipe itself, which moves keys and values between
-  ranks, and of interleaved 1F1B, for which 80K to 92K were tried: here 112K fit.
+- SlimPipe: what is published of its memory is the authors' model, not measured, and nothing is fitted to it. In the row
+  with whole sequences, all layers are recomputed: it counts what is computed again, 4 GiB, and we count the gradients
+  beside it and the gathered inputs of products, 12 GiB. Left out are Mixtral, whose published weights lack most
+  experts, and models of unpublished sizes; of the longest sequences, those of SlimPipe itself, which moves keys and
+  values between ranks, and of interleaved 1F1B, for which 80K to 92K were tried: here 112K fit.
 - Kwai: only the runs without offload and without recomputation of its own. Both with context parallelism, which passes
-  keys and values around a ring there and exchanges heads here, are a tenth too fast. Without offload, 65B on 256 GPUs is
-  published as out of memory; we predict 75 of 79 GiB.
+  keys and values around a ring there and exchanges heads here, are a tenth too fast. Without offload, 65B on 256 GPUs
+  is published as out of memory; we predict 75 of 79 GiB.
 """
 
 

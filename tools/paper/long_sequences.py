@@ -50,9 +50,7 @@ def memory_model(folder: Path = REFERENCE) -> Iterator[Row]:
         published = float(row["Peak Memory (GiB)"]) - float(row["Output Memory (GiB)"])
         parallel = f"TP {row['t']}, CP {row['c']}, PP {row['p']}, {slices} slices, {row['v']} chunks"
         label = f"{row['Model']}, {length // 1024}K, {parallel}"
-        yield Row(
-            "SlimPipe memory model", label, "GiB", published, (memory.total - memory.reserved) / GIB, setup=setup
-        )
+        yield Row("SlimPipe memory model", label, "GiB", published, (memory.total - memory.reserved) / GIB, setup=setup)
 
 
 def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
