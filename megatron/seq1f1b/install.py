@@ -293,7 +293,7 @@ def _megatron_args() -> Namespace:
 def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; a program without megatron.training does not import it for our sake."""
     from . import without_te
-    from .model.self_attention import LOCAL_ATTENTION
+    from .model.attach import LOCAL_ATTENTION
 
     modules = ["core.pipeline_parallel.schedules", "core.pipeline_parallel"]
     modules += [] if is_library else ["training.training"]

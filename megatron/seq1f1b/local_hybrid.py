@@ -4,6 +4,7 @@ The names in checkpoints are those of Transformer Engine's layers, so that eithe
 and a GPT's weights where Megatron translates them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -14,6 +15,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -31,6 +33,8 @@ from megatron.core.transformer.transformer_layer import (
 # The symbols of --hybrid-layer-pattern that there are local layers for.
 SYMBOLS = "*+-EGM"
 _LINEAR = LocalSpecProvider()
+_WITHOUT_ATTENTION = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+_WITHOUT_MLP = {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
 
 
 class LocalHybridStack(HybridStack):
@@ -64,73 +68,45 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     latent = submodules(multi_latent_attention=True)
     experts = submodules(num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
     norm = dense.input_layernorm
+    column, row = _LINEAR.column_parallel_linear(), _LINEAR.row_parallel_linear()
+
+    def attention_layer(layer: TransformerLayerSubmodules, **parts: Any) -> ModuleSpec:
+        return ModuleSpec(module=TransformerLayer, submodules=replace(layer, **_WITHOUT_MLP, **parts))
+
+    def mlp_layer(kind: type, layer: TransformerLayerSubmodules, **parts: Any) -> ModuleSpec:
+        return ModuleSpec(module=kind, submodules=replace(layer, **_WITHOUT_ATTENTION, **parts))
+
+    delta_net = attention_layer(
+        dense,
+        self_attention=ModuleSpec(
+            module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row)
+        ),
+        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.in_proj.layer_norm_"},
+    )
+    mamba = MambaLayerSubmodules(
+        norm=norm,
+        mixer=ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)),
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+    )
+    # What multi-token prediction has around the layers behind a / of the pattern.
+    around = MultiTokenPredictionLayerSubmodules(
+        enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
+    )
+    prediction = ModuleSpec(module=MultiTokenPredictionLayer, submodules=around)
     return ModuleSpec(
         module=LocalHybridStack,
         params={"norm": norm},
         submodules=HybridStackSubmodules(
-            attention_layer=_attention_layer(norm, dense.self_attention, "self_attention.linear_qkv.layer_norm_"),
-            mla_layer=_attention_layer(norm, latent.self_attention, None),
-            gdn_layer=_attention_layer(norm, _gated_delta_net(norm), "self_attention.in_proj.layer_norm_"),
-            mamba_layer=_mamba_layer(norm),
-            mlp_layer=ModuleSpec(
-                module=MLPLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=norm,
-                    mlp=dense.mlp,
-                    mlp_bda=get_bias_dropout_add,
-                    sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-                ),
+            attention_layer=attention_layer(dense),
+            mla_layer=attention_layer(latent),
+            gdn_layer=delta_net,
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+            mlp_layer=mlp_layer(MLPLayer, dense),
+            moe_layer=mlp_layer(MoETransformerLayer, experts, sharded_state_dict_keys_map={}),
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[prediction]),
             ),
-            moe_layer=ModuleSpec(
-                module=MoETransformerLayer,
-                submodules=TransformerLayerSubmodules(
-                    pre_mlp_layernorm=norm, mlp=experts.mlp, mlp_bda=get_bias_dropout_add
-                ),
-            ),
-            mtp_block_spec=_prediction_block(norm),
         ),
-    )
-
-
-def _attention_layer(norm: Any, attention: Any, norm_in_checkpoints: str | None) -> ModuleSpec:
-    keys = {"input_layernorm.": norm_in_checkpoints} if norm_in_checkpoints else {}
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys,
-        ),
-    )
-
-
-def _gated_delta_net(norm: Any) -> ModuleSpec:
-    column, row = _LINEAR.column_parallel_linear(), _LINEAR.row_parallel_linear()
-    return ModuleSpec(
-        module=GatedDeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=column, out_norm=norm, out_proj=row)
-    )
-
-
-def _mamba_layer(norm: Any) -> ModuleSpec:
-    column, row = _LINEAR.column_parallel_linear(), _LINEAR.row_parallel_linear()
-    return ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(
-            norm=norm,
-            mixer=ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row)),
-            mamba_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
-        ),
-    )
-
-
-def _prediction_block(norm: Any) -> ModuleSpec:
-    """What multi-token prediction has around the layers behind a / of the pattern."""
-    around = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=_LINEAR.column_parallel_linear(), mtp_model_layer=None, layer_norm=norm
-    )
-    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=around)
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock, submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
     )

@@ -5,10 +5,11 @@ Here a chunk that runs back is built as on the rank where a looped chunk would l
 of their depth, by which checkpoints name them: those of V-shaped and of looped chunks are interchangeable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,21 +19,14 @@ from .patches import Patch, PatchTable, patched, wrapping
 from .runtime.gradient_sync import tied_embeddings
 from .schedule import Placement
 
+_RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
 # As it is while no chunk is built.
 _pipeline_rank = parallel_state.get_pipeline_model_parallel_rank
 
 
-class Depth:
+def depth_of(stage: int, num_ranks: int) -> Any:
     """Stands for the pipeline group of a chunk that runs back: its rank is that of the looped chunk of its stage."""
-
-    def __init__(self, stage: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks = stage % num_ranks, num_ranks
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._num_ranks
+    return SimpleNamespace(rank=lambda: stage % num_ranks, size=lambda: num_ranks)
 
 
 def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
@@ -43,7 +37,7 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
     if placement.rank_of(stage) == stage % placement.num_ranks:
         return groups
     found = copy(groups)
-    found.pp = Depth(stage, placement.num_ranks)
+    found.pp = depth_of(stage, placement.num_ranks)
     return found
 
 
@@ -51,7 +45,7 @@ def building(placement: Placement, stage: int) -> PatchTable:
     """What Megatron looks up besides its process groups while it builds the chunk of `stage`."""
     reason = "a chunk that runs back lies as deep as the looped one of another rank"
     return (
-        _rank_of(Depth(stage, placement.num_ranks), reason),
+        Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason),
         wrapping(
             "megatron.core.models.hybrid.hybrid_layer_allocation.select_pipeline_segment",
             partial(_part_of_stage, stage),
@@ -65,12 +59,8 @@ def in_forward_step(stage: int) -> ExitStack:
 
     Scripts ask Megatron for the rank, not for a chunk, to tell what a stage reads of a batch.
     """
-    depth = Depth(stage, parallel_state.get_pipeline_model_parallel_world_size())
-    return patched((_rank_of(depth, "a script reads for a looped chunk"),))
-
-
-def _rank_of(depth: Depth, reason: str) -> Patch:
-    return Patch("megatron.core.parallel_state.get_pipeline_model_parallel_rank", depth.rank, reason)
+    depth = depth_of(stage, parallel_state.get_pipeline_model_parallel_world_size())
+    return patched((Patch(_RANK, depth.rank, "a script reads for a looped chunk"),))
 
 
 def _part_of_stage(
@@ -78,17 +68,6 @@ def _part_of_stage(
 ) -> Any:
     """In a pipeline of one rank, Megatron numbers parts of a pattern by depth."""
     return select(pattern, None, stage, *rest, **more)
-
-
-def tie_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Start the weights of an embedding that two chunks of one rank have with the same values.
-
-    Megatron ties those of two ranks, by an all-reduce.
-    """
-    weights = tied_embeddings(chunks)
-    if weights:
-        embedding, copy_of_it = weights
-        copy_of_it.data.copy_(embedding.data)
 
 
 def patches() -> PatchTable:
@@ -119,7 +98,10 @@ def _placement() -> Placement:
 def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
     """All chunks of a rank; the first argument of Megatron's functions that build them builds one."""
     chunks = build_chunks(partial(_build, build_one), *args, **options)
-    tie_embeddings(chunks)
+    weights = tied_embeddings(chunks)
+    if weights:  # start with the same values; Megatron ties those of two ranks, by an all-reduce
+        embedding, copy_of_it = weights
+        copy_of_it.data.copy_(embedding.data)
     return chunks
 
 

@@ -41,12 +41,7 @@ def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args:
 
 
 def _sized_for_latents(
-    init: Callable,
-    attention: Any,
-    *args: Any,
-    k_channels: int | None = None,
-    v_channels: int | None = None,
-    **kwargs: Any,
+    init: Callable, attention: Any, *args: Any, k_channels: int = 0, v_channels: int | None = None, **kwargs: Any
 ) -> None:
     """`DotProductAttention.__init__` with the head sizes of keys and values, which multi-latent attention passes."""
     init(attention, *args, **kwargs)
@@ -114,47 +109,32 @@ def _set_all_but_steps(set_states: Callable, self: Any, model_param: torch.Tenso
     set_states(self, model_param, {**tensors, "step": None})
 
 
+_CORE = "megatron.core"
+_PARALLEL = f"{_CORE}.tensor_parallel"
+_OPTIMIZER = f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
+
 LOCAL_LAYERS = (
+    wrapping(f"{_CORE}.transformer.torch_norm.WrappedTorchNorm.__new__", _marked_norm, "refuses sequence parallelism"),
     wrapping(
-        "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-        _marked_norm,
-        "refuses sequence parallelism, since its parameters have no mark",
-    ),
-    wrapping(
-        "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        f"{_CORE}.transformer.dot_product_attention.DotProductAttention.__init__",
         _sized_for_latents,
         "refuses the head sizes that multi-latent attention passes",
     ),
 )
 RECOMPUTATION = (
     wrapping(
-        "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__",
-        _in_16_bits,
-        "asks Transformer Engine how it computes in 8 bits",
+        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__", _in_16_bits, "asks Transformer Engine about 8 bits"
     ),
 )
 OUTPUT_LAYER = (
-    wrapping(
-        "megatron.core.tensor_parallel.layers.ColumnParallelLinear.__init__",
-        _without_apex,
-        "demands apex of the output layer, where all other layers are Transformer Engine's",
-    ),
+    wrapping(f"{_PARALLEL}.layers.ColumnParallelLinear.__init__", _without_apex, "demands apex of the output layer"),
 )
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 TORCH_ADAM = (
     wrapping(
-        f"{_OPTIMIZER}.state_dict",
-        _state_dict_before_first_step,
-        "asserts one number of steps where there is no state yet, as when a checkpoint is to be loaded",
+        f"{_OPTIMIZER}.state_dict", _state_dict_before_first_step, "asserts a number of steps, which is not there"
     ),
+    wrapping(f"{_OPTIMIZER}.load_state_dict", _load_with_steps, "lets parameters share one counter of steps"),
     wrapping(
-        f"{_OPTIMIZER}.load_state_dict",
-        _load_with_steps,
-        "lets parameters share one counter of steps; in fp32, needs no_grad",
-    ),
-    wrapping(
-        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
-        _set_all_but_steps,
-        "overwrites the number of steps, or looks for it in vain",
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states", _set_all_but_steps, "overwrites the number of steps"
     ),
 )

@@ -46,17 +46,20 @@ def test_the_code_of_the_sections_runs(launch, monkeypatch, tmp_path, sections):
 
 
 class Logs:
-    """Stands in for a suite: what training would print, one log for each start; keeps the commands."""
+    """Stands in for a suite: what training would print, one log for each start."""
 
     device, tiny = "cpu", True
 
-    def __init__(self, folder: Path, *runs: list[tuple[float, float]]) -> None:
-        line = " iteration {} | lm loss: {:.6E} | grad norm: {:.3f} |\n"
-        self._logs = ["".join(line.format(i, *step) for i, step in enumerate(run)) for run in runs]
-        self.folder, self.commands = folder, []
+    def __init__(self, *steps: list[tuple[float, float]]) -> None:
+        self._logs = [
+            "".join(
+                f" iteration {i} | lm loss: {loss:.6E} | grad norm: {norm:.3f} |\n"
+                for i, (loss, norm) in enumerate(run)
+            )
+            for run in steps
+        ]
 
     def process(self, command: list[str]) -> tuple[None, str]:
-        self.commands.append(" ".join(command))
         return None, self._logs.pop(0)
 
 
@@ -69,9 +72,9 @@ class Logs:
         ([(5.0, 2.0)], [False, False]),
     ],
 )
-def test_training_is_judged_by_losses_and_first_gradients(tmp_path, ours, passed):
+def test_training_is_judged_by_losses_and_first_gradients(ours, passed):
     own = [(5.0, 2.0), (4.9, 1.5), (4.8, 1.4)]
-    found = run.trained_alike(Logs(tmp_path, own, ours), [], {"4 segments": []})
+    found = run.trained_alike(Logs(own, ours), [], {"4 segments": []})
     assert [check["passed"] for check in found["checks"]] == passed
 
 
@@ -102,9 +105,21 @@ def test_running_out_of_time_is_no_failure(tmp_path, monkeypatch):
     assert suite.process(["false"]) == (run.OUT_OF_TIME, "")
 
 
+class Starts(Logs):
+    """Stands in for a suite; keeps the commands."""
+
+    def __init__(self, folder, number: int) -> None:
+        super().__init__(*[[(5.0, 2.0), (4.9, 1.5)]] * number)
+        self.folder, self.commands = folder, []
+
+    def process(self, command: list[str]) -> tuple[None, str]:
+        self.commands.append(" ".join(command))
+        return super().process(command)
+
+
 def test_other_layouts_start_from_the_weights_of_one_rank(tmp_path):
     """Megatron draws weights by the layout of the ranks."""
-    suite = Logs(tmp_path, *[[(5.0, 2.0), (4.9, 1.5)]] * 3)
+    suite = Starts(tmp_path, 3)
     found = run.trained_alike(suite, ["--own"], {"PP 4": ["--ours"]}, ranks=8)
     saves, *others = suite.commands
     assert (

@@ -52,7 +52,8 @@ RECURRENT = (
 def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
     own = launch(ranks, [*PIPELINE, *model, "--attention-backend", "local"]).check()
     ours = launch(ranks, [*PIPELINE, *model, *SEGMENTS]).check()
-    ours.assert_losses_of(own)
+    assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
+    assert ours.losses("lm loss value") == pytest.approx(own.losses("lm loss value"), abs=1e-5)
     logged = {"z_loss": EXPERTS, "load_balancing_loss": BALANCED}
     for kind, flags in logged.items():
         assert len(own.losses(kind)) == (5 if set(flags) <= set(model) else 0)
@@ -64,8 +65,9 @@ def test_losses_are_those_of_megatrons_own_1f1b(launch, ranks, model):
 def test_hybrid_models_have_the_losses_of_megatrons_own_1f1b(launch):
     flags, script = [*PIPELINE[2:], *RECURRENT, "--position-embedding-type", "rope"], ROOT / "pretrain_hybrid.py"
     own = launch(2, [*flags, "--attention-backend", "local"], script).check()
-    launch(2, [*flags, "--sequence-splits", "4"], script).check().assert_losses_of(own)
+    ours = launch(2, [*flags, "--sequence-splits", "4"], script).check()
     assert len(own.losses()) == 5
+    assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
 
 
 def test_losses_of_context_parallel_ranks_are_those_of_one(launch):
@@ -74,4 +76,5 @@ def test_losses_of_context_parallel_ranks_are_those_of_one(launch):
     own = launch(1, [*model, "--attention-backend", "local"]).check()
     ours = launch(2, [*model, *SEGMENTS, "--context-parallel-size", "2", "--cp-comm-type", "a2a"]).check()
     assert len(own.losses()) == 5
-    ours.assert_losses_of(own, ("lm loss", "lm loss value", "mtp_1 loss", "mtp_2 loss"))
+    for loss in ("lm loss", "lm loss value", "mtp_1 loss", "mtp_2 loss"):
+        assert ours.losses(loss) == pytest.approx(own.losses(loss), abs=1e-5)

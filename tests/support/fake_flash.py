@@ -31,12 +31,20 @@ def forward(
     scale: float,
     dropout: float,
     rng_state: Tensor,
-    causal: bool = True,
+    packing: tuple = (),
     one_size: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Output [b, n, h, d] and log-sum-exp [b, h, n] in fp32; the causal mask is aligned bottom-right."""
-    assert causal
+    """Output [b, n, h, d] and log-sum-exp [b, h, n] in fp32; the causal mask is aligned bottom-right.
+
+    With a `packing`, of the documents of one sequence: output [n, h, d] and log-sum-exp [h, n].
+    """
     check_inputs(query, key, value, one_size=one_size)
+    if packing:
+        parts = [
+            forward(*(x[None] for x in (query[rows], key[keys], value[keys])), scale, dropout, rng_state)
+            for rows, keys in _documents(packing, query, key)
+        ]
+        return torch.cat([output[0] for output, _ in parts]), torch.cat([logsumexp[0] for _, logsumexp in parts], -1)
     output, logsumexp = _attend(*(x.double() for x in (query, key, value)), scale, dropout, rng_state)
     return output.to(query.dtype).contiguous(), logsumexp.float()
 
@@ -51,12 +59,17 @@ def backward(
     scale: float,
     dropout: float,
     rng_state: Tensor,
-    causal: bool = True,
+    packing: tuple = (),
     one_size: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, from what the forward saved."""
-    assert causal
     check_inputs(query, key, value, output, grad, one_size=one_size)
+    if packing:
+        parts = []
+        for rows, keys in _documents(packing, query, key):
+            tensors = grad[rows], query[rows], key[keys], value[keys], output[rows], logsumexp[:, rows]
+            parts.append(backward(*(x[None] for x in tensors), scale, dropout, rng_state))
+        return tuple(torch.cat([x[0] for x in of_one]) for of_one in zip(*parts, strict=True))
     batch, length, heads, _ = query.shape
     assert grad.shape == output.shape == (batch, length, heads, value.shape[3])
     assert logsumexp.shape == (batch, heads, length) and logsumexp.dtype == torch.float32
@@ -82,38 +95,6 @@ def _attend(
     generator = torch.Generator().manual_seed(int(rng_state[0]) * 2**31 + int(rng_state[1]))
     mask = torch.empty(scores.shape, dtype=torch.float64).bernoulli_(1 - dropout, generator=generator) / (1 - dropout)
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1) * mask, value), scores.logsumexp(-1)
-
-
-def forward_packed(
-    query: Tensor, key: Tensor, value: Tensor, packing: tuple, scale: float, dropout: float, rng_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Output [t, h, d] and log-sum-exp [h, t]."""
-    check_inputs(query, key, value)
-    parts = [
-        forward(*(x[None] for x in (query[rows], key[keys], value[keys])), scale, dropout, rng_state)
-        for rows, keys in _documents(packing, query, key)
-    ]
-    return torch.cat([output[0] for output, _ in parts]), torch.cat([logsumexp[0] for _, logsumexp in parts], -1)
-
-
-def backward_packed(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    logsumexp: Tensor,
-    packing: tuple,
-    scale: float,
-    dropout: float,
-    rng_state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_inputs(query, key, value, output, grad)
-    parts = []
-    for rows, keys in _documents(packing, query, key):
-        tensors = (x[None] for x in (grad[rows], query[rows], key[keys], value[keys], output[rows], logsumexp[:, rows]))
-        parts.append(backward(*tensors, scale, dropout, rng_state))
-    return tuple(torch.cat([x[0] for x in of_one]) for of_one in zip(*parts, strict=True))
 
 
 def _documents(packing: tuple, query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:

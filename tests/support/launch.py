@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +47,6 @@ class Job:
     def losses(self, kind: str = "lm loss") -> list[float]:
         """The training losses (or ``kind="lm loss value"``: the validation losses), in order."""
         return [float(value) for value in re.findall(rf"\b{kind}: (\S+) \|", self.log)]
-
-    def assert_losses_of(self, other: "Job", kinds: Sequence[str] = ("lm loss", "lm loss value")) -> None:
-        """They are those of another job, as many and to 1e-5."""
-        for kind in kinds:
-            assert self.losses(kind) == pytest.approx(other.losses(kind), abs=1e-5), kind
 
     def check(self) -> "Job":
         """This job, if it ended well."""

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
-from megatron.seq1f1b.model.self_attention import LOCAL_ATTENTION
+from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.patches import patched
 from megatron.seq1f1b.planning.costs import DeltaNet
 from megatron.seq1f1b.schedule import Placement

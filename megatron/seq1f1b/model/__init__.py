@@ -2,21 +2,17 @@
 starts, weight gradients apart from input gradients."""
 
 from ..local_hybrid import local_hybrid_spec
-from .attach import attach
-from .kept_attention import KeptAttention
-from .linear_layers import defer_weight_gradients
+from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
+from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
 from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents
 from .prediction_heads import PredictionHeads
 from .segment import Segment, SegmentContext
-from .self_attention import refuse_attention_to_later_tokens, use_segment_attention
 from .weight_gradient import WeightGradientStore
-from .weight_gradient_te import add_up_all_weight_gradients
 
 __all__ = [
     "PIECE",
     "Documents",
-    "KeptAttention",
     "PredictionHeads",
     "Segment",
     "SegmentContext",

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
-from .kernels import AttentionRule, Kernel, KernelChoice, Saved, WithSink, default_generator, on_parts
-from .kv_cache import KVCache, SegmentCache, WindowCache
+from .kernels import AttentionRule, Kernel, KernelChoice, RunOnce, Saved, WithSink, default_generator, on_parts
+from .kv_cache import KVCache, WindowCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
 
@@ -56,7 +56,7 @@ class SegmentAttention(torch.nn.Module):
         self.exchange = exchange
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
-        self.context: SegmentContext | None = None
+        self.context = SegmentContext()  # until layers are given one that they share
 
     def forward(
         self,
@@ -69,7 +69,7 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        segment = self.context.segment if self.context is not None else None
+        segment = self.context.segment
         if attn_mask_type not in (None, AttnMaskType.causal) or attention_bias is not None:
             raise ValueError(
                 f"attention with a bias or with a mask of type {getattr(attn_mask_type, 'name', None)} cannot be cut "
@@ -88,12 +88,13 @@ class SegmentAttention(torch.nn.Module):
             query, key, value = self.exchange.to_heads(query, key, value)
             sink = None if sink is None else self.exchange.own_heads(sink)
         rule = self.training_rule if self.training else self.evaluation_rule
-        call = _Call(self._kernel(rule, query, key, value, sink, segment))
+        call = _Call(self._kernel(rule, query, value, sink))
         if segment is not None and not segment.is_whole_sequence:
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
-            cache = self.context.cache(self, partial(self._new_cache, segment.sequence_length))
+            of = KVCache if rule.window is None else partial(WindowCache, rule.window)
+            cache = self.context.cache(self, partial(of, segment.sequence_length))
             call = _Call(call.kernel, segment, cache, partial(self.context.release, self, segment.microbatch))
         with self._random_numbers(rule):
             output = _Attend.apply(query, key, value, sink, call.cache and call.cache.take_prefix(), call)
@@ -103,40 +104,18 @@ class SegmentAttention(torch.nn.Module):
             call.cache.trim(keeps_earlier=self.context.keeps_for_backward)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
-    def _kernel(
-        self,
-        rule: AttentionRule,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        segment: Segment | None,
-    ) -> Kernel:
+    def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:
         """For these queries of the segment, within its documents; it runs once if attention is kept."""
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
-        prefix, documents = 0, None
-        if segment is not None:
-            # A window leaves out the first keys.
-            prefix = segment.start if rule.window is None else min(segment.start, rule.window)
-            if segment.documents is not None:
-                assert query.shape[1] == len(segment.documents), (
-                    f"attention got {query.shape[1]} sequences for a micro-batch of {len(segment.documents)}: the "
-                    "script flattens packed batches; use --micro-batch-size 1"
-                )
-                documents = segment.visible_documents(segment.start - prefix)
-        runs = ((0, len(key)),) if self.exchange is None else self.exchange.own_queries(len(key))
-        kernel = on_parts(kernel, prefix, runs, documents)
-        kept = None if segment is None or not self.context.keeps_for_backward else self.context.kept_attention
-        if kept is None:
+        length, context, segment = len(value), self.context, self.context.segment
+        runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
+        kernel = on_parts(kernel, segment, rule.window, runs, query)
+        if segment is None or not context.keeps_for_backward or context.kept_attention is None:
             return kernel
         generator = default_generator(query.device) if rule.dropout else None
-        return kept.around(kernel, (self, segment.microbatch, segment.index), generator)
-
-    def _new_cache(self, sequence_length: int) -> SegmentCache:
-        window = self.training_rule.window
-        return KVCache(sequence_length) if window is None else WindowCache(window, sequence_length)
+        return RunOnce(kernel, (self, segment.microbatch, segment.index), context.kept_attention, generator)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -162,7 +141,7 @@ class _Call(NamedTuple):
 
     kernel: Kernel
     segment: Segment | None = None
-    cache: SegmentCache | None = None
+    cache: KVCache | None = None
     release: Callable[[], None] | None = None
 
 

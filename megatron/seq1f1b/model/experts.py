@@ -26,71 +26,55 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..patches import wrapping
-from .segment import Segment
 
 
 class _Balance(NamedTuple):
-    """A balance loss of Megatron: over what it is taken, and how it is logged."""
+    """A balance loss of Megatron: its name, and over what it is taken."""
 
     kind: str
-    method: str
-    logged_as: str
     by_sequence: bool = False
     over_step: bool = False
 
 
 _BALANCES = (
-    _Balance("aux_loss", "_apply_aux_loss", "load_balancing_loss"),
-    _Balance("seq_aux_loss", "_apply_seq_aux_loss", "seq_load_balancing_loss", by_sequence=True),
-    _Balance("global_aux_loss", "_apply_global_aux_loss", "global_load_balancing_loss", over_step=True),
+    _Balance("aux_loss"),
+    _Balance("seq_aux_loss", by_sequence=True),
+    _Balance("global_aux_loss", over_step=True),
 )
 
 
 class _Tally:
-    """What a balance loss has seen of one micro-batch.
+    """What a balance loss has seen of one micro-batch, whose segments are noted and added in any order.
 
     `before` are the tokens of each expert in micro-batches that are averaged with this one, `microbatches` the number
-    of all of them.
+    of all of them. `counts` are the tokens of each expert by segment.
     """
 
     def __init__(self, before: Tensor | float = 0.0, microbatches: Tensor | float = 1.0) -> None:
-        self._before = before
-        self._microbatches = microbatches
-        self._chosen: dict[int, Tensor] = {}
+        self.counts: dict[int, Tensor] = {}
+        self._before, self._microbatches = before, microbatches
         self._probabilities: Tensor | float = 0.0
-        self._tokens = 0
-
-    def note(self, segment: Segment, chosen: Tensor) -> bool:
-        """Note the tokens that each expert got from a segment; False if that had been done."""
-        is_new = segment.index not in self._chosen
-        self._chosen[segment.index] = chosen
-        return is_new
+        self._loss: Tensor | float = 0.0
 
     def chosen(self) -> Tensor:
         """Tokens of each expert, in the mean of the micro-batches; complete once all segments have gone forward."""
-        return (self._before + self.chosen_here()) / self._microbatches
+        return (self._before + sum(self.counts.values())) / self._microbatches
 
-    def chosen_here(self) -> Tensor:
-        """Tokens of each expert in this micro-batch alone."""
-        return sum(self._chosen.values())
-
-    def add(self, segment: Segment, probabilities: Tensor) -> Tensor:
-        """Σ_experts chosen · probability once all segments have been added, in any order; zero before."""
-        self._probabilities = self._probabilities + probabilities
-        self._tokens += segment.length
-        return (self._probabilities * self.chosen()).sum() * (self._tokens == segment.sequence_length)
+    def add(self, probabilities: Tensor) -> Tensor:
+        """What Σ_experts chosen · probability grows by with a segment, in at least fp32."""
+        probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
+        self._probabilities, before = self._probabilities + probabilities, self._loss
+        self._loss = (self._probabilities * self.chosen()).sum()
+        return self._loss - before
 
 
 class _Product(torch.autograd.Function):
-    """A balance loss, where the last segment is added; in the backward of each its probabilities meet all counts."""
+    """A segment's part of a balance loss, in whose backward its probabilities meet all counts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, probabilities: Tensor, tally: _Tally, segment: Segment, factor: float, release: Callable
-    ) -> Tensor:
-        ctx.tally, ctx.factor, ctx.dtype = tally, factor, probabilities.dtype
-        ctx.release = release if segment.is_first else None
-        return tally.add(segment, probabilities) * factor
+    def forward(ctx: Any, probabilities: Tensor, tally: _Tally, factor: float, release: Callable | None) -> Tensor:
+        ctx.tally, ctx.factor, ctx.dtype, ctx.release = tally, factor, probabilities.dtype, release
+        return tally.add(probabilities) * factor
 
     @staticmethod
     @once_differentiable
@@ -100,7 +84,7 @@ class _Product(torch.autograd.Function):
         chosen = ctx.tally.chosen()
         # A tensor without dimensions, as the gradient is, would not raise the type of the counts.
         chosen = chosen.to(torch.promote_types(ctx.dtype, chosen.dtype))
-        return (grad_output * ctx.factor * chosen).to(ctx.dtype), None, None, None, None
+        return (grad_output * ctx.factor * chosen).to(ctx.dtype), None, None, None
 
 
 def _apply_balance(
@@ -121,18 +105,18 @@ def _apply_balance(
     assert not kwargs.get("with_padding_mask"), "padding masks are not cut into segments"
     context, group = router.segment_context, _group(router, balance)
     sequences = shape[1] if balance.by_sequence else 1
-    _note(router, balance, routing_map, sequences)
-    tally, release = _tally(router, balance), partial(context.release, (router, balance), segment.microbatch)
+    tally = _noted(router, balance, routing_map, sequences)
+    release = partial(context.release, (router, balance), segment.microbatch) if segment.is_first else None
     # In the whole micro-batch; of a sequence where the loss is taken by sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
-    loss = _Product.apply(probabilities, tally, segment, factor, release) / sequences
+    loss = _Product.apply(probabilities, tally, factor, release) / sequences
     return router.attach_and_log_load_balancing_loss(
         probs,
         coefficient,
         loss,
-        balance.logged_as,
+        balance.kind.replace("aux_loss", "load_balancing_loss"),
         group,
         needs_dp_avg=not balance.over_step,
         valid_token_count=tokens * sequences,
@@ -154,22 +138,12 @@ def _routing(
             fused=router.config.moe_router_fusion,
         )
         for balance in _balances(router):
-            _note(router, balance, chosen, logits.shape[1] if balance.by_sequence else 1)
+            _noted(router, balance, chosen, logits.shape[1] if balance.by_sequence else 1)
     return routing(logits, padding_mask=padding_mask)
 
 
-def _note(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> None:
-    """Note how many tokens of the running segment each expert got."""
-    chosen, _, _ = get_tokens_per_expert_and_token_count(
-        routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
-    )
-    tally, segment = _tally(router, balance), router.segment_context.segment
-    if tally.note(segment, chosen) and segment.is_last and balance.over_step:
-        router.global_tokens_per_expert += tally.chosen_here()
-
-
-def _tally(router: TopKRouter, balance: _Balance) -> _Tally:
-    """Of the running micro-batch."""
+def _noted(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> _Tally:
+    """The tally of the running micro-batch, in which the tokens that each expert got of the segment are noted."""
 
     def make() -> _Tally:
         if not balance.over_step:
@@ -178,7 +152,14 @@ def _tally(router: TopKRouter, balance: _Balance) -> _Tally:
         dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # in 16-bit models they have 16 bits
         return _Tally(*(x.to(dtype, copy=True) for x in (router.global_tokens_per_expert, router.ga_steps)))
 
-    return router.segment_context.cache((router, balance), make)
+    tally, segment = router.segment_context.cache((router, balance), make), router.segment_context.segment
+    is_complete = segment.is_last and segment.index not in tally.counts
+    tally.counts[segment.index], *_ = get_tokens_per_expert_and_token_count(
+        routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
+    )
+    if is_complete and balance.over_step:
+        router.global_tokens_per_expert += sum(tally.counts.values())
+    return tally
 
 
 def _apply_z_loss(
@@ -205,7 +186,7 @@ FOLLOWS = (
     wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
     wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, before a forward is repeated"),
     *(
-        wrapping(f"{_ROUTER}.{balance.method}", partial(_apply_balance, balance), "multiplies sums over a segment")
+        wrapping(f"{_ROUTER}._apply_{balance.kind}", partial(_apply_balance, balance), "multiplies sums over a segment")
         for balance in _BALANCES
     ),
 )

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from ..patches import patched_on, wrapping
 from .attention import SegmentAttention
 from .kernels import Gradients
-from .kv_cache import Rows, SegmentCache
+from .kv_cache import KVCache
 from .segment import Segment
 
 # Projecting up again may take this part of the time that attention to the prefix takes.
@@ -30,11 +30,9 @@ def keep_latents(chunk: torch.nn.Module) -> None:
     for layer in chunk.modules():
         if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
             continue
-        projection = layer.linear_kv_up_proj
-        if _can_keep_latents(layer) and not hasattr(projection, "layer_of_segments"):
-            patched_on([projection], _JOINING)
-            # In a tuple, since as a module it would be a part of the projection.
-            projection.layer_of_segments = (layer,)
+        projection, reason = layer.linear_kv_up_proj, "projects the latents of its own segment only"
+        if _can_keep_latents(layer) and "forward" not in vars(projection):
+            patched_on([projection], [wrapping("torch.nn.Module.forward", partial(_with_prefix, layer), reason)])
 
 
 def _can_keep_latents(layer: MLASelfAttention) -> bool:
@@ -58,8 +56,10 @@ def share_of_projection(config: Any, length: int) -> float:
     return 4 * config.kv_lora_rank * sizes / (3.5 * attended * length)
 
 
-def _with_prefix(linear: torch.nn.Module, forward: Callable[..., Any], latent: Tensor) -> tuple[Tensor, Any]:
-    (layer,) = linear.layer_of_segments
+def _with_prefix(
+    layer: MLASelfAttention, _: torch.nn.Module, forward: Callable[..., Any], latent: Tensor
+) -> tuple[Tensor, Any]:
+    """The forward of the layer's projection."""
     attention = layer.core_attention
     context, segment = attention.context, attention.context.segment
     if segment is None or segment.is_whole_sequence or context.splits_backwards:
@@ -73,10 +73,7 @@ def _with_prefix(linear: torch.nn.Module, forward: Callable[..., Any], latent: T
     return cache.project(_Join.apply(latent, cache, segment), segment)
 
 
-_JOINING = (wrapping("torch.nn.Module.forward", _with_prefix, "projects the latents of its own segment only"),)
-
-
-class LatentCache(SegmentCache):
+class LatentCache(KVCache):
     """Latents [S, b, r] and rotary keys [S, b, p] of one layer and one micro-batch, and their gradients.
 
     `project_up` is the layer's projection, from latents [m, b, r] to the keys without positions and the values of all
@@ -87,7 +84,7 @@ class LatentCache(SegmentCache):
         super().__init__(sequence_length)
         self._project_up = project_up
         self._size = size  # d
-        self.latents, self.rotary = Rows(sequence_length), Rows(sequence_length)
+        self.latents, self.rotary = self.rows
         self._heads = 0
         # Of the running segment: its tokens and those before it projected up, and the latter as a part of the graph.
         self._projected: Tensor | None = None
@@ -120,11 +117,11 @@ class LatentCache(SegmentCache):
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Of the rotary keys; the gradients of the prefix go on through the projection, as [start, b, h·(d + e)]."""
-        (_, rotary), size, length = self.gradients, self._size, end - start
+        size, length = self._size, end - start
         own = grads.key[-length:].clone()
         # The gradients of all heads add up to that of what they share, which goes on through the first.
         own[..., size:] = 0
-        own[:, :, 0, size:] = rotary.exchange(start, end, grads.key[..., size:].sum(2))
+        own[:, :, 0, size:] = self.rotary.exchange(start, end, grads.key[..., size:].sum(2))
         if len(grads.key) == length:
             return own, grads.value, None
         of_prefix = torch.cat([grads.key[:-length, ..., :size], grads.value[:-length]], -1).flatten(2)
@@ -145,5 +142,4 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        latents, _ = ctx.cache.gradients
-        return latents.exchange(ctx.segment.start, ctx.segment.end, grad.clone()), None, None
+        return ctx.cache.latents.exchange(ctx.segment.start, ctx.segment.end, grad.clone()), None, None

@@ -25,11 +25,14 @@ class Piece(NamedTuple):
     end: int
 
 
-def pieces(starts: Sequence[int], start: int, end: int) -> list[Piece]:
-    """The documents of one sequence, which begin at `starts`, in the segment of its tokens `start` to `end`."""
+def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) -> list[Piece]:
+    """The documents of one sequence, which begin at `starts`, in the segment of its tokens `start` to `end`.
+
+    A document that has begun by `first_token`, before which no keys are seen, begins there.
+    """
     first = bisect_right(starts, start) - 1
     last = bisect_right(starts, end - 1)
-    bounds = [starts[first], *starts[first + 1 : last], end]
+    bounds = [max(starts[first], first_token), *starts[first + 1 : last], end]
     return [Piece(first_key, max(first_key, start), stop) for first_key, stop in pairwise(bounds)]
 
 
@@ -45,30 +48,11 @@ class CumulativeLengths(NamedTuple):
     most_queries: int
     most_keys: int
 
-
-class VisibleDocuments:
-    """The documents of packed sequences without the tokens before `first_token`, which become those from 0 on.
-
-    A document that has begun by then begins at 0. Kept with a segment, so that its layers share what kernels need.
-    """
-
-    def __init__(self, documents: Documents, first_token: int = 0) -> None:
-        self.starts = documents
-        if first_token:
-            self.starts = tuple(
-                (0, *(start - first_token for start in starts if start > first_token)) for starts in documents
-            )
-        self._lengths: dict[tuple[int, int, torch.device], CumulativeLengths] = {}
-
-    def cumulative_lengths(self, start: int, end: int, device: torch.device) -> CumulativeLengths:
-        """Of the documents of tokens `start` to `end`, sequence by sequence; made at the first call."""
-        key = start, end, device
-        if key not in self._lengths:
-            found = [piece for starts in self.starts for piece in pieces(starts, start, end)]
-            queries = [piece.end - piece.start for piece in found]
-            keys = [piece.end - piece.first_key for piece in found]
-            ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
-            if device.type == "cuda":  # from pinned memory the host need not wait for the copy
-                ends = ends.pin_memory().to(device, non_blocking=True)
-            self._lengths[key] = CumulativeLengths(ends[0], ends[1], max(queries), max(keys))
-        return self._lengths[key]
+    @classmethod
+    def of(cls, found: Sequence[Piece], device: torch.device) -> "CumulativeLengths":
+        queries = [piece.end - piece.start for piece in found]
+        keys = [piece.end - piece.first_key for piece in found]
+        ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
+        if device.type == "cuda":  # from pinned memory the host need not wait for the copy
+            ends = ends.pin_memory().to(device, non_blocking=True)
+        return cls(ends[0], ends[1], max(queries), max(keys))

@@ -8,16 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from .kept_attention import KeptAttention
 from .masks import MaskCheck
-from .packed_documents import Documents, VisibleDocuments
+from .packed_documents import Documents
 
 
 @dataclass(frozen=True)
 class Segment:
     """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments.
 
-    Where sequences are packed, `documents` holds the starts of those of the whole micro-batch.
+    Where sequences are packed, `documents` holds the starts of those of the whole micro-batch. Its attention
+    layers keep in `calls` what is the same for all of them.
     """
 
     microbatch: int
@@ -26,7 +26,7 @@ class Segment:
     end: int
     sequence_length: int
     documents: Documents | None = None
-    _visible: dict[int, VisibleDocuments] = field(default_factory=dict, init=False, repr=False, compare=False)
+    calls: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _shared: dict[Hashable, TensorWeakRef] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -44,13 +44,6 @@ class Segment:
     @property
     def is_whole_sequence(self) -> bool:
         return self.is_first and self.is_last
-
-    def visible_documents(self, first_key: int) -> VisibleDocuments:
-        """The documents as a layer sees them whose keys begin at token `first_key`; made once for all such layers."""
-        assert self.documents is not None, "the sequences are not packed"
-        if first_key not in self._visible:
-            self._visible[first_key] = VisibleDocuments(self.documents, first_key)
-        return self._visible[first_key]
 
     def shared(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """A constant of this segment that model chunks share, made once for as long as a backward needs it."""
@@ -73,8 +66,8 @@ class SegmentContext:
         self.keeps_for_backward = True
         # Whether weight gradients are computed apart, from inputs and output gradients that are kept until then.
         self.splits_backwards = False
-        # Where layers are recomputed all but their attention.
-        self.kept_attention: KeptAttention | None = None
+        # Of first forwards, where layers are recomputed all but their attention.
+        self.kept_attention: dict[Hashable, Any] | None = None
         self.masks = MaskCheck()
         self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
@@ -117,11 +110,10 @@ class SegmentContext:
         """Forget everything, after a step that failed."""
         self._caches.clear()
         self.masks.clear()
-        if self.kept_attention is not None:
+        if self.kept_attention:
             self.kept_attention.clear()
 
     def assert_empty(self) -> None:
         """No keys, values or gradients outlive a step."""
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
-        if self.kept_attention is not None:
-            self.kept_attention.assert_empty()
+        assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"

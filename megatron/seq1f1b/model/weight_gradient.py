@@ -6,23 +6,17 @@ run the second where a rank would be idle.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-class Work(NamedTuple):
-    """A product that is still to be computed: `gradients()` gives one for each of the parameters.
-
-    None for a parameter means that its gradient is already complete, for instance because it was added to `main_grad`.
-    """
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    gradients: Callable[[], tuple[Tensor | None, ...]]
+# Gives the gradients of parameters; None for one means that its gradient is already complete, for instance because it
+# was added to `main_grad`.
+Product = Callable[[], Sequence[Tensor | None]]
 
 
 class WeightGradientStore:
@@ -33,8 +27,8 @@ class WeightGradientStore:
     """
 
     def __init__(self) -> None:
-        self._left: dict[Hashable, deque[Work]] = {}
-        self._collecting: deque[Work] | None = None
+        self._left: dict[Hashable, deque[tuple[Sequence[torch.nn.Parameter], Product]]] = {}
+        self._collecting: deque | None = None
 
     @contextmanager
     def collecting(self, unit: Hashable) -> Iterator[None]:
@@ -45,10 +39,10 @@ class WeightGradientStore:
         finally:
             self._collecting = None
 
-    def leave(self, work: Work) -> None:
-        """Keep the work for the unit whose backward runs."""
+    def leave(self, parameters: Sequence[torch.nn.Parameter], product: Product) -> None:
+        """Keep the product that gives the gradients of `parameters` for the unit whose backward runs."""
         assert self._collecting is not None, "a split backward ran outside of a schedule"
-        self._collecting.append(work)
+        self._collecting.append((parameters, product))
 
     def compute(self, unit: Hashable) -> None:
         """Compute what was left for `unit`, freeing it one by one.
@@ -58,8 +52,8 @@ class WeightGradientStore:
         """
         left = self._left.pop(unit)
         while left:
-            work = left.popleft()
-            _WeightGradient.apply(work.gradients, *work.parameters).backward()
+            parameters, product = left.popleft()
+            _WeightGradient.apply(product, *parameters).backward()
 
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
@@ -71,21 +65,19 @@ class WeightGradientStore:
 
 
 class _WeightGradient(torch.autograd.Function):
-    """A scalar whose backward gives the gradients of parameters."""
+    """A scalar whose backward gives the gradients of parameters, which may keep what it gives, uncopied."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gradients: Callable[[], tuple[Tensor | None, ...]], *parameters: torch.nn.Parameter
-    ) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, product: Product, *parameters: torch.nn.Parameter) -> Tensor:
+        ctx.product = product
         return parameters[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        gradients = ctx.gradients
-        del ctx.gradients
-        return None, *gradients()
+        product = ctx.product
+        del ctx.product
+        return None, *product()
 
 
 def accumulated(weight: torch.nn.Parameter) -> Tensor | None:

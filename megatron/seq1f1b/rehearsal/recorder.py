@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..model.kv_cache import GradientSum, Rows
+from ..model.kv_cache import Rows
 from ..schedule import Action, Kind, Shape
 from .ledger import Category, StorageCounter, at
 
@@ -164,7 +164,7 @@ def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tenso
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict | tuple | list | Rows | GradientSum):
-        fields = vars(value) if isinstance(value, Rows | GradientSum) else value
+    elif isinstance(value, dict | tuple | list | Rows):
+        fields = vars(value) if isinstance(value, Rows) else value
         for item in fields.values() if isinstance(fields, dict) else fields:
             yield from _tensors_in(item)

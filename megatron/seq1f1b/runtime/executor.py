@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 from ..model import (
     PIECE,
     Documents,
-    KeptAttention,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -86,7 +85,7 @@ class PipelineExecutor:
 
     def keep_attention(self) -> None:
         """Let the attention of a layer that is recomputed run once: what it left serves the repeated forward."""
-        self._context.kept_attention = KeptAttention()
+        self._context.kept_attention = {}
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.

@@ -17,7 +17,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
 from megatron.seq1f1b.model import use_segment_attention
-from megatron.seq1f1b.model.self_attention import LOCAL_ATTENTION
+from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.patches import patched
 from megatron.seq1f1b.v_chunks import at_stage, building
 

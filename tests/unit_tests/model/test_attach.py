@@ -1,15 +1,105 @@
-"""What `attach` changes in the modules of a model, where no equality test reaches it."""
+"""What `attach` changes in the modules of a model, where no equality test reaches it: which attention it replaces, what
+the replacement takes over, and what follows the segment."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.attention import CrossAttention, SelfAttention
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron.seq1f1b.model import Segment, SegmentContext, attach
+from megatron.seq1f1b.model import (
+    Segment,
+    SegmentContext,
+    attach,
+    refuse_attention_to_later_tokens,
+    use_segment_attention,
+)
 from megatron.seq1f1b.model.attach import _FOLLOWERS
+from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.patches import owner_of
+
+
+def attention_layer(kind, mask_type):
+    """A layer as far as the replacement looks at it, with an attention of two parts."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
+    layer.attn_mask_type, layer.layer_number = mask_type, 1
+    layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    layer.config = SimpleNamespace(
+        kv_channels=8,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        sequence_parallel=False,
+        attention_backend=AttnBackend.auto,
+        flash_attention_version=None,
+        window_size=None,
+        window_attn_skip_freq=None,
+        softmax_type="vanilla",
+    )
+    return layer
+
+
+@pytest.mark.parametrize(
+    "kind, mask_type, is_replaced",
+    [
+        (SelfAttention, AttnMaskType.causal, True),
+        (SelfAttention, AttnMaskType.no_mask, False),
+        (SelfAttention, AttnMaskType.padding, False),
+        (CrossAttention, AttnMaskType.padding, False),
+    ],
+)
+def test_only_causal_self_attention_is_replaced(kind, mask_type, is_replaced):
+    tower = torch.nn.ModuleDict({"tower": attention_layer(kind, mask_type)})
+    use_segment_attention([tower])
+    assert isinstance(tower["tower"].core_attention, SegmentAttention) == is_replaced
+    if is_replaced:
+        refuse_attention_to_later_tokens([tower])
+    else:
+        words = f"tower is a {kind.__name__} with a mask of type {mask_type.name}.*--sequence-splits"
+        with pytest.raises(ValueError, match=words):
+            refuse_attention_to_later_tokens([tower])
+
+
+def test_layers_that_evaluate_get_attention_that_evaluates():
+    layers = [attention_layer(SelfAttention, AttnMaskType.causal) for _ in range(2)]
+    layers[0].eval()
+    use_segment_attention([torch.nn.ModuleList(layers)])
+    evaluating, training = (layer.core_attention for layer in layers)
+    assert not evaluating.training and training.training
+    assert evaluating.kernels is training.kernels  # which warns once
+
+
+class Wrapper(torch.nn.Module):
+    """Megatron's DistributedDataParallel as far as it hooks modules to gather parameters ahead."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.remove_forward_pre_hook_handles = {}
+        for part in self.module.modules():
+            self.remove_forward_pre_hook_handles[part] = part.register_forward_pre_hook(self._make_forward_pre_hook())
+
+    def _make_forward_pre_hook(self):
+        return lambda *_: None
+
+    def disable_forward_pre_hook(self):
+        for part in self.module.modules():
+            self.remove_forward_pre_hook_handles.pop(part).remove()
+        assert not self.remove_forward_pre_hook_handles
+
+
+def test_the_hook_of_a_wrapper_is_carried_over():
+    layer = attention_layer(SelfAttention, AttnMaskType.causal)
+    wrapper = Wrapper(torch.nn.ModuleList([layer]))
+    use_segment_attention([wrapper])
+    assert len(layer.core_attention._forward_pre_hooks) == 1
+    wrapper.disable_forward_pre_hook()
+    assert not layer.core_attention._forward_pre_hooks
 
 
 def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):

@@ -7,7 +7,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from megatron.seq1f1b.model import KeptAttention
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from support.segments import attention, inputs, run, segments_of
 
@@ -26,7 +25,7 @@ class Counted(Unfused):
 def layer_that_keeps(**options):
     Counted.calls = []
     layer = attention(8, Counted, **options)
-    layer.context.kept_attention = KeptAttention()
+    layer.context.kept_attention = {}
     return layer
 
 

@@ -11,6 +11,7 @@ from megatron.seq1f1b.model.attention import _Attend, _Call
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, on_parts
 from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, _Join, share_of_projection
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
+from support.segments import one_softmax
 
 LENGTH, BATCH, HEADS, RANK, SIZE, ROTARY, VALUE = 90, 2, 3, 6, 8, 4, 5
 DOCUMENTS = ((0, 20, 67), (0, 64))
@@ -33,23 +34,11 @@ def keys_values(latent, rotary, weight):
     return torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1), values
 
 
-def whole(query, latent, rotary, weight, sink, documents):
-    key, value = keys_values(latent, rotary, weight)
-    scores = torch.einsum("sbhd,tbhd->bhst", query, key) / SIZE**0.5
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(BATCH, 1, -1, -1)
-    if documents is not None:
-        numbers = torch.stack([(torch.arange(LENGTH)[:, None] >= torch.tensor(row)).sum(1) for row in documents])
-        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None])
-    scores = scores.masked_fill(~seen, float("-inf"))
-    scores = torch.cat([scores, sink.view(1, HEADS, 1, 1).expand(BATCH, -1, LENGTH, 1)], -1)
-    return torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1)[..., :LENGTH], value).flatten(2)
-
-
 class Attention:
     """The part of a layer that segments pass through, as Megatron's modules call it."""
 
-    def __init__(self, weight, documents):
-        self.weight, self.documents, self.context = weight, documents, SegmentContext()
+    def __init__(self, weight):
+        self.weight, self.context = weight, SegmentContext()
 
     def project_up(self, latent):
         return latent @ self.weight.T, None
@@ -60,9 +49,8 @@ class Attention:
         projected, _ = cache.project(_Join.apply(latent, cache, segment), segment)
         keys, values = projected.unflatten(2, (HEADS, -1)).split([SIZE, VALUE], -1)
         keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
-        kernel = WithSink(KernelChoice().kernel(AttentionRule(SIZE**-0.5), query, values), sink)
-        if self.documents is not None:
-            kernel = on_parts(kernel, segment.start, [(0, segment.length)], segment.visible_documents(0))
+        kernel = WithSink(KernelChoice().kernel(AttentionRule((SIZE + ROTARY) ** -0.5), query, values), sink)
+        kernel = on_parts(kernel, segment, None, [(0, segment.length)], query)
         release = partial(self.context.release, self, segment.microbatch)
         call = _Call(kernel, segment, cache, release)
         return _Attend.apply(query, keys, values, sink, cache.take_prefix(), call)
@@ -72,7 +60,7 @@ def step(lengths, documents, after_each=lambda attention: None):
     """Output and gradients by name, segment by segment forward and in reverse backward."""
     given = inputs()
     weight, sink = (given.pop(name).requires_grad_() for name in ("weight", "sink"))
-    attention, context = (layer := Attention(weight, documents)), layer.context
+    attention, context = (layer := Attention(weight)), layer.context
     bounds = pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])
     segments = [Segment(0, i, *span, LENGTH, documents) for i, span in enumerate(bounds)]
     parts = [{n: x[s.start : s.end].clone().requires_grad_() for n, x in given.items()} for s in segments]
@@ -97,7 +85,8 @@ def step(lengths, documents, after_each=lambda attention: None):
 def test_segments_equal_one_softmax(lengths, documents):
     output, weights, grads = step(lengths, documents)
     exact = {name: x.requires_grad_() for name, x in inputs().items()}
-    expected = whole(documents=documents, **exact)
+    keys_and_values = keys_values(exact["latent"], exact["rotary"], exact["weight"])
+    expected = one_softmax(exact["query"], *keys_and_values, sink=exact["sink"], documents=documents)
     expected.backward(weights)
     assert (output - expected).abs().max() < 1e-13
     for name, grad in grads.items():
@@ -110,7 +99,7 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
     def count(attention):
         cache = attention.context.kept()[0]
         kept.append(sum(x._rows.untyped_storage().nbytes() for x in (cache.latents, cache.rotary)))
-        kept[-1] += sum(x._sum.numel() * 8 for x in cache.gradients if x._sum is not None)
+        kept[-1] += sum(x._sum.numel() * 8 for x in cache.rows if x._sum is not None)
         assert cache._projected is cache._prefix is None
 
     step((40, 30, 20), None, count)

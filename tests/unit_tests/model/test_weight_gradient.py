@@ -1,18 +1,21 @@
-"""The two halves of the backward of a linear layer: the same gradients, at the chosen time."""
+"""The two halves of the backward of a linear layer: the same gradients, at the chosen time; weights in 8 bits once a
+step."""
 
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.seq1f1b.model import WeightGradientStore
+from megatron.seq1f1b.model import WeightGradientStore, add_up_all_weight_gradients
 from megatron.seq1f1b.model.linear_layers import deferring
 
 TOKENS, BATCH, IN, OUT = 5, 2, 4, 3
 
 
-def plain(input, weight, bias, **kwargs):
+def plain(input, weight, bias):
     return torch.nn.functional.linear(input, weight, bias)
 
 
@@ -25,7 +28,7 @@ class Layer:
         self.bias = torch.nn.Parameter(torch.randn(OUT, generator=generator)) if has_bias else None
         self.store = WeightGradientStore()
         self._fusion = fusion
-        self._linear = deferring(plain, self.store)
+        self._linear = deferring(partial(layers.ColumnParallelLinear._forward_impl, None), self.store)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         return self._linear(
@@ -37,7 +40,7 @@ class Layer:
             sequence_parallel=False,
             grad_output_buffer=None,
             wgrad_deferral_limit=None,
-            tp_group=None,
+            tp_group=SimpleNamespace(size=lambda: 1),
         )
 
 
@@ -91,7 +94,7 @@ def test_hooks_of_a_weight_run_with_its_gradient():
 def test_what_a_weight_gradient_is_made_of_is_freed_with_it():
     layer = Layer()
     input = tokens().exp()  # owned by the graph
-    alive = weakref.ref(input)
+    alive = weakref.ref(input.untyped_storage())
     go_backward(layer, 0, input)
     del input
     assert alive() is not None
@@ -136,3 +139,47 @@ def test_the_fused_kernel_adds_to_main_grad_and_says_so(monkeypatch, zero_out):
     torch.testing.assert_close(layer.weight.main_grad, 1 + expected(layer, input))
     assert layer.weight.grad_added_to_main_grad
     assert not zero_out or not layer.weight.grad.any()
+
+
+class Quantised(torch.nn.Linear):
+    """As Transformer Engine's layers do with 8-bit formats: the first unit of a step overwrites `main_grad`, and puts
+    the weight into 8 bits; a unit that finds no such weight makes it."""
+
+    def __init__(self) -> None:
+        super().__init__(IN, IN, bias=False)
+        self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
+        self.quantised, self._fp8_workspaces = 0, {}
+        self.weight.main_grad = torch.zeros_like(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+        self.is_first_microbatch = False
+        weight = None if is_first is None else self._fp8_workspaces.get("weight")
+        if is_first or weight is None:
+            self.quantised += 1
+            weight = self.weight.detach().clone()
+        if is_first is not None:
+            self._fp8_workspaces["weight"] = weight
+        output = (x @ weight.t()).requires_grad_()
+        output.register_hook(lambda grad: self.add(grad.t() @ x, accumulate=not is_first))
+        return output
+
+    def add(self, grad: torch.Tensor, accumulate: bool) -> None:
+        self.weight.main_grad.mul_(accumulate).add_(grad)
+
+
+def test_weights_are_quantised_once_and_every_unit_adds_to_them():
+    layer = Quantised()
+    units = [torch.randn(TOKENS, IN) for _ in range(3)]
+    for _ in range(2):
+        add_up_all_weight_gradients([layer])  # as the executor does in every step
+        layer.is_first_microbatch = True  # by Megatron, at the first unit of a step
+        layer.weight.main_grad.zero_()
+        layer.weight.data += 1
+        before = layer.quantised
+        outputs = [layer(x) for x in units]
+        for output in reversed(outputs):
+            output.sum().backward()
+        assert layer.quantised == before + 1
+        assert torch.equal(outputs[-1], units[-1] @ layer.weight.t())
+        torch.testing.assert_close(layer.weight.main_grad, sum(x.sum(0) for x in units).expand(IN, -1))

@@ -55,7 +55,7 @@ WINDOW, OF_TOKEN = 16, 2 * 2 * SIZE * 4  # bytes of keys and values in fp32
 
 def kept_tokens(context):
     """Tokens whose keys and values layers keep, by the bytes of their storages."""
-    tensors = [x for cache in context.kept() for rows in cache._rows.values() for x in rows]
+    tensors = [x for cache in context.kept() for rows in cache._kept.values() for x in rows]
     return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()) / OF_TOKEN
 
 
@@ -79,7 +79,7 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
         outputs.pop().sum().backward()
         assert kept_tokens(layer.context) == segment.start
         for cache in layer.context.kept():
-            assert [x._sum.untyped_storage().nbytes() for x in cache.gradients] == [WINDOW * OF_TOKEN / 2] * 2
+            assert [x._sum.untyped_storage().nbytes() for x in cache.rows] == [WINDOW * OF_TOKEN / 2] * 2
     layer.context.assert_empty()
 
 

@@ -69,6 +69,6 @@ def test_an_attention_layer_adds_few_operations_to_its_kernel(benchmark):
         benchmark.attend(layer, num_segments)
     with Operations() as bare:
         benchmark.attend_bare(kernel, num_segments)
-    # Keys and values into the cache and out of it (6), gradients of the prefix taken apart, added up and left (14).
-    assert (ours.count - bare.count) / num_segments <= 20
+    # Keys and values into the cache and out of it (6), gradients of the prefix taken apart, added up and left (10).
+    assert (ours.count - bare.count) / num_segments <= 17
     assert torch.is_grad_enabled()

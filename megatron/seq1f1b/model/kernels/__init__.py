@@ -2,10 +2,11 @@
 
 A kernel computes causal attention of a segment to its whole prefix by one `AttentionRule`. `KernelChoice` finds one for
 the rule, the device, the type and the head sizes; `WithSink` gives a kernel's softmax a sink; `on_parts` confines a
-kernel to the documents of packed sequences, and to some of the queries of a segment.
+kernel to the documents of packed sequences, and to some of the queries of a segment; `RunOnce` spares it a repeated
+forward.
 """
 
-from .adapted import WithSink
+from .adapted import RunOnce, WithSink
 from .choice import KernelChoice
 from .flash import CudaFlash
 from .interface import AttentionRule, DocumentKernel, Gradients, Kernel, Saved
@@ -19,6 +20,7 @@ __all__ = [
     "Gradients",
     "Kernel",
     "KernelChoice",
+    "RunOnce",
     "Saved",
     "WithSink",
     "default_generator",

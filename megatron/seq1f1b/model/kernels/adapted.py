@@ -1,6 +1,8 @@
-"""A kernel for head sizes, or with a softmax, that it does not have by itself."""
+"""A kernel for head sizes, or with a softmax, that it does not have by itself; and one that runs once where a layer is
+recomputed."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -80,3 +82,38 @@ class WithSink:
         """Reshape to [b, h, n], however the kernel groups heads."""
         length, batch, heads, _ = query.shape
         return logsumexp.view(batch, heads, length)
+
+
+@dataclass(frozen=True)
+class RunOnce:
+    """`kernel` for a forward that full recomputation repeats; `results` are those of first forwards, by layer and unit.
+
+    The forward of `unit` that is about to run is the first, which autograd does not record, the repeated one, or the
+    only one, as `is_recorded` shows. The repeated one needs the output and the statistics for its backward, and nothing
+    else that the kernel computes; it takes them, lest the graph keep itself. For n tokens of b sequences, with h query
+    heads, values of size e and w bytes an element, a layer keeps b·n·h·(e·w + 4) bytes in between. `generator` is the
+    one that the kernel draws from, None if it draws nothing.
+    """
+
+    kernel: Kernel
+    unit: Hashable
+    # Output and statistics, and the state of the generator, which the rest of the layer draws from, too.
+    results: dict[Hashable, tuple[Tensor, tuple[Tensor, ...], Tensor | None]]
+    generator: torch.Generator | None
+    is_recorded: bool = field(default_factory=torch.is_grad_enabled)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self.unit in self.results:
+            assert self.is_recorded, "attention of a unit went forward twice before its backward"
+            output, statistics, state = self.results.pop(self.unit)
+            if self.generator is not None:
+                self.generator.set_state(state)
+            return output, statistics
+        output, statistics = self.kernel.forward(query, key, value)
+        if not self.is_recorded:
+            state = None if self.generator is None else self.generator.get_state()
+            self.results[self.unit] = output, statistics, state
+        return output, statistics
+
+    def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
+        return self.kernel.backward(grad_output, saved)

@@ -68,9 +68,9 @@ class KernelChoice:
 
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
         reason = self._why_unfused(rule, is_cuda, dtype, max(size, value_size))
+        if reason:
+            self._warn_once(f"{reason} has no fused kernel: plain matrix products take its place, more slowly")
         if reason is not None:
-            if reason:
-                self._warn_once(f"{reason} has no fused kernel: plain matrix products take its place, more slowly")
             return Unfused(rule)
         kernel: Kernel = self._fused(rule) if is_cuda else CpuFlash(rule)
         multiple = _HEAD_MULTIPLE if is_cuda else 1

@@ -18,7 +18,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # Of the prefix, in the backward: their gradients exist twice until they are with the others.
-_KEYS_AT_ONCE = 4096
+_KEYS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,11 @@ _flash = torch.ops.aten._flash_attention_forward
 # lacks it.
 _flash_without_dropout = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
 _flash_backward = torch.ops.aten._flash_attention_backward
-_MODULES = {3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+# The module of a version, the GPUs that it is made for with their compute capabilities, and what to install.
+_VERSIONS = {
+    3: ("flash_attn_interface", "Hopper", (9,), "FlashAttention-3 (the folder hopper of flash-attention)"),
+    4: ("flash_attn.cute.interface", "Hopper and Blackwell", (9, 10), "the package flash-attn-4"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class FlashAttention4:
     def __init__(self, rule: AttentionRule) -> None:
         assert rule.dropout == 0 and rule.window is None, "the kernel has no dropout, and our call no window"
         self._options = {"softmax_scale": rule.scale, "causal": True}
-        self._package = import_module(_MODULES[4])
+        self._package = import_module(_VERSIONS[4][0])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         call = map(_turned, (query, key, value))
@@ -86,22 +90,19 @@ class FlashAttention4:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """[n, b, h, d] to [b, n, h, d] and back; documents one after the other, [t, h, d], stay as they are."""
+    """[n, b, h, d] to [b, n, h, d] and back; those of one sequence, [n, h, d], stay as they are."""
     return x.transpose(0, 1) if x.dim() == 4 else x
 
 
 def why_not(number: int) -> str | None:
     """Why FlashAttention 3 or 4 cannot be used here, in words; None if it can."""
-    major, _ = torch.cuda.get_device_capability()
-    if number == 3 and major != 9:
-        return "it is made for Hopper GPUs"
-    if number == 4 and major not in (9, 10):
-        return "it is made for Hopper and Blackwell GPUs"
+    module, gpus, capabilities, package = _VERSIONS[number]
+    if torch.cuda.get_device_capability()[0] not in capabilities:
+        return f"it is made for {gpus} GPUs"
     if number == 3 and not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         return "install a PyTorch that can switch to it, such as 2.13"
-    package = "FlashAttention-3 (the folder hopper of flash-attention)" if number == 3 else "the package flash-attn-4"
     try:
-        import_module(_MODULES[number])
+        import_module(module)
     except Exception as error:  # whatever its compiler or its loader raises
-        return f"install {package}; {_MODULES[number]} cannot be imported ({error})"
+        return f"install {package}; {module} cannot be imported ({error})"
     return None

@@ -66,9 +66,9 @@ class Kernel(Protocol):
 
 
 class DocumentKernel(Kernel):
-    """A kernel that can also do documents that lie one after the other, in one call.
+    """A kernel that can also do the documents of one sequence, which lie one after the other, in one call.
 
-    Then query is [t, h, d], key [u, g, d], value [u, g, e] and output [t, h, e].
+    Then query is [n, h, d], key [m, g, d], value [m, g, e] and output [n, h, e].
     """
 
     @abstractmethod

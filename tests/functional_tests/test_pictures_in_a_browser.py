@@ -1,4 +1,4 @@
-"""Traces as people open them: in Chromium, in Perfetto's own pages."""
+"""Figures and traces as people open them: in Chromium, and in Perfetto's own pages."""
 
 import json
 from collections import Counter
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.report import to_trace
+from megatron.seq1f1b.report import plot_timelines, to_trace
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, Timeline, build, simulate
 from support.browser import PATIENCE, browser, served
 
@@ -22,6 +22,26 @@ QUERY = """app.trace.engine.query(`{}`).then((result) => {{
 def timeline() -> Timeline:
     shape = Shape(Placement(2), 2, 2)
     return Timeline(shape, simulate(build("zb-h1", shape)).ranks, meta={"schedule": "zb-h1"})
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+def test_figures(timeline, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "files").mkdir()
+    for name in ("step.svg", "step.png"):
+        plot_timelines([timeline], tmp_path / "files" / name)
+    plot_timelines([timeline], tmp_path / "files" / "narrow.svg", width=3.3)
+    images = "".join(f"<img src={name}>" for name in ("step.svg", "step.png", "narrow.svg"))
+    (tmp_path / "files" / "index.html").write_text(f"<!doctype html>{images}")
+    with browser(tmp_path) as page, served(tmp_path / "files") as address:
+        page.open(address)
+        widths = page.evaluate("[...document.images].map((image) => image.naturalWidth)")
+        assert min(widths) > 200 and widths[2] < widths[0]
+        page.open(f"{address}/step.svg")
+        assert page.evaluate("document.documentElement.localName") == "svg"
+        # A box for each action, drawn with a path; more are axes and the legend.
+        assert page.evaluate("document.querySelectorAll('path').length") >= 2 * 12
+        assert page.evaluate("document.querySelectorAll('parsererror').length") == 0
 
 
 @pytest.mark.timeout(3 * PATIENCE)

@@ -1,0 +1,95 @@
+"""Attention on parts of a segment: within documents, against attention with an explicit mask, and of ranks that have
+some of the queries each, which together compute what one with all queries does."""
+
+import pytest
+import torch
+
+from megatron.seq1f1b.model.kernels import AttentionRule, Saved, WithSink, on_parts
+from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.packed_documents import Piece, pieces
+from megatron.seq1f1b.model.segment import Segment
+from support.segments import attention, expected, inputs, run, segments_of, worst_error
+
+LENGTH = 48
+PACKED = {
+    "one": ((0,), (0,)),
+    "two": ((0, 20), (0, 31)),
+    "of one token": ((0, 1, 2, 23, 24, 25, 47), (0, 46, 47)),
+    "at a segment start": ((0, 12, 24, 36), (0, 24)),
+    "every token": (tuple(range(LENGTH)), (0,)),
+}
+CUTS = {1: (), 2: (24,), 3: (12, 36), 4: (12, 24, 36), 7: (3, 11, 12, 25, 40, 47)}
+
+
+@pytest.mark.parametrize(
+    "start, end, expected",
+    [
+        (0, 4, [Piece(0, 0, 4)]),
+        (4, 8, [Piece(0, 4, 5), Piece(5, 5, 8)]),
+        (5, 6, [Piece(5, 5, 6)]),
+        (6, 12, [Piece(5, 6, 9), Piece(9, 9, 10), Piece(10, 10, 12)]),
+        (11, 12, [Piece(10, 11, 12)]),
+    ],
+)
+def test_pieces_of_a_segment(start, end, expected):
+    assert pieces((0, 5, 9, 10), start, end) == expected
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("documents", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize("k", CUTS)
+def test_attention_and_gradients_stay_within_documents(k, documents, dtype, tolerance):
+    torch.manual_seed(k)
+    *tensors, grad = inputs(LENGTH, (2, 4, 2, 8, 8), dtype)
+    results = run(attention(8), tensors, grad, segments_of([0, *CUTS[k], LENGTH], documents))
+    assert all(result.dtype == dtype for result in results)
+    assert worst_error(results, expected(*tensors, grad, documents=documents)) <= tolerance
+
+
+def test_a_flattened_batch_is_an_error():
+    query = torch.randn(8, 1, 2, 8)
+    layer = attention(8)
+    running = layer.context.running(*segments_of([0, 8], ((0,), (0, 3))), keeps_for_backward=True)
+    with running, pytest.raises(AssertionError, match="1 sequences for a micro-batch of 2.*--micro-batch-size 1"):
+        layer(query, query, query)
+
+
+QUERIES, HEADS, SIZE = 24, 2, 8
+RUNS = [((0, 6), (18, 24)), ((6, 12), (12, 18))]
+SINK = torch.randn(HEADS, dtype=torch.float64)
+DOCUMENTS = ((0, 9, 30), (0, 4, 11))
+KERNELS = {
+    "plain": (Unfused(AttentionRule(0.3)), None),
+    "window": (Unfused(AttentionRule(0.3, window=5)), None),
+    "sink": (WithSink(Unfused(AttentionRule(0.3)), SINK), None),
+    "documents": (Unfused(AttentionRule(0.3)), DOCUMENTS),
+}
+
+
+def tokens(rows):
+    return torch.cat([torch.arange(start, end) for start, end in rows])
+
+
+@pytest.mark.parametrize("prefix", [0, 13])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_parts_of_queries_give_parts_of_output_and_gradients(kind, prefix):
+    own, documents = KERNELS[kind]
+    segment = Segment(0, 0, prefix, prefix + QUERIES, prefix + QUERIES, documents)
+    query = torch.randn(QUERIES, 2, HEADS, SIZE, dtype=torch.float64)
+    kernel = on_parts(own, segment, None, [(0, QUERIES)], query)
+    key, value = torch.randn(2, prefix + QUERIES, 2, 1, SIZE, dtype=torch.float64)
+    grad = torch.randn(QUERIES, 2, HEADS, SIZE, dtype=torch.float64)
+    output, statistics = kernel.forward(query, key, value)
+    whole = kernel.backward(grad, Saved(query, key, value, output, statistics))
+
+    summed = []
+    for runs in RUNS:
+        mine, part = tokens(runs), on_parts(own, segment, None, runs, query)
+        got, statistics = part.forward(query[mine], key, value)
+        torch.testing.assert_close(got, output[mine])
+        grads = part.backward(grad[mine], Saved(query[mine], key, value, got, statistics))
+        torch.testing.assert_close(grads.query, whole.query[mine])
+        summed.append(grads[1:])
+    for parts, wanted in zip(zip(*summed, strict=True), whole[1:], strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(sum(parts), wanted)
