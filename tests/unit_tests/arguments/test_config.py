@@ -9,7 +9,6 @@ from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
-    FAMILIES,
     FAMILY_NAMES,
     PLACEMENTS,
     Given,
@@ -21,7 +20,6 @@ from megatron.seq1f1b.schedule import (
     Timeline,
     build,
     simulate,
-    splitting_families,
     write_csv,
     write_timeline,
 )
@@ -84,13 +82,6 @@ def test_segments_are_multiples_of_what_shares_them(sizes, multiple):
     assert run_of_arguments(parsed(**sizes)).segment_multiple == multiple
 
 
-def test_the_authors_flags_mean_the_same():
-    ours = parsed("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp")
-    theirs = parsed("--pipe-sp-splits", "4", "--pipe-sp-strategy", "uniform_comp")
-    assert pipeline_config(ours).lengths == pipeline_config(theirs).lengths
-    assert pipeline_config(theirs).cut(16384) == (4922, 4238, 3780, 3444)
-
-
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
 def test_the_authors_flag_keeps_equal_lengths_and_warns_once(caplog, monkeypatch, rank, lines):
     monkeypatch.setenv("RANK", rank)
@@ -105,24 +96,19 @@ def test_the_authors_flag_keeps_equal_lengths_and_warns_once(caplog, monkeypatch
     assert caplog.text == ""
 
 
-def test_flags_that_megatron_has_removed_are_taken_with_a_note(caplog):
+def test_flags_of_older_code_mean_the_same_or_are_taken_with_a_note(caplog):
+    """The flags of Seq1F1B's authors, with those that Megatron has removed, and of pull request 3116."""
     removed = ("--no-async-tensor-model-parallel-allreduce", "--DDP-impl", "local", "--data-impl", "mmap")
     args = parsed("--pipe-sp-splits", "4", *removed, "--pipe-sp-strategy", "uniform_comp")
     assert caplog.text.count("has no effect and can be dropped") == 3
     assert pipeline_config(args).lengths == (4922, 4238, 3780, 3444)
     assert not hasattr(args, "data_impl")
-
-
-def test_flags_of_pull_request_3116_mean_the_same_or_name_ours(caplog):
-    theirs = parsed(
-        *("--chunked-pipeline-model-parallel-splits", "4"),
-        *("--moe-load-balancing-loss-mode-for-chunked-sequence", "all_gather"),
-    )
-    assert pipeline_config(theirs).lengths == (4096,) * 4
-    assert caplog.text.count("has no effect and can be dropped") == 1
-    with pytest.raises(ValueError) as error:
-        parsed("--chunked-pipeline-model-parallel-split-lengths", "8192", "4096", "4096")
-    assert "--sequence-split-file" in str(error.value)
+    chunked = "--chunked-pipeline-model-parallel"
+    args = parsed(f"{chunked}-splits", "4", "--moe-load-balancing-loss-mode-for-chunked-sequence", "all_gather")
+    assert pipeline_config(args).lengths == (4096,) * 4
+    assert caplog.text.count("has no effect and can be dropped") == 4
+    with pytest.raises(ValueError, match="--sequence-split-file"):
+        parsed(f"{chunked}-split-lengths", "8192", "4096", "4096")
 
 
 AUTO = ("--sequence-splits", "auto", "--device", "cuda", "--dry-run")
@@ -159,20 +145,6 @@ def test_auto_is_the_best_of_all_numbers():
     assert min(seconds, key=seconds.get) == config.num_segments
 
 
-def test_a_file_gives_the_number_that_auto_asks_for(file):
-    assert pipeline_config(parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})).num_segments == 2
-
-
-def test_sequence_parallel_segments_are_multiples_of_tp():
-    args = parsed(
-        *("--sequence-splits", "4", "--sequence-split-strategy", "uniform_comp"),
-        tensor_model_parallel_size=8,
-        sequence_parallel=True,
-        seq_length=32768,
-    )
-    assert pipeline_config(args).cut(32768) == (11040, 8416, 7080, 6232)
-
-
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -195,16 +167,6 @@ def test_what_cannot_be_honoured_ends_with_one_sentence(flags, sentence):
 
 
 GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "add_bias_linear": True}
-
-
-def test_te_grouped_linear_splits_its_backward_without_biases():
-    for family in FAMILIES:
-        validate(parsed("--pipeline-schedule", family, **GROUPED | {"add_bias_linear": False}))
-    for family in {*FAMILIES} - {*splitting_families()}:
-        validate(parsed("--pipeline-schedule", family, **GROUPED))
-    for family in {*FAMILIES} & {*splitting_families()}:
-        with pytest.raises(ValueError):
-            validate(parsed("--pipeline-schedule", family, **GROUPED))
 
 
 @pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
@@ -248,6 +210,8 @@ def test_a_file_takes_the_place_of_a_family(file):
     args = parsed("--pipeline-schedule-file", str(file), "--pipeline-schedule", "gpipe", "--sequence-splits", "2")
     validate(args)
     assert pipeline_config(args).schedule == Given(build("zb-h1", Shape(Placement(2), 3, 2)))
+    auto = parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})
+    assert pipeline_config(auto).num_segments == 2
 
 
 @pytest.mark.parametrize(
@@ -296,13 +260,6 @@ def test_balanced_looks_at_the_slowest_stage():
     assert whole[0] > pipeline[0] > 8192 > pipeline[-1] > whole[-1]
 
 
-def test_auto_is_given_the_costs_of_the_stages():
-    partition = pipeline_config(parsed("--sequence-splits", "4", "--pipeline-schedule", "auto")).partition
-    costs = partition.costs.of_actions((4096,) * 4)
-    forwards = [costs.duration(Kind.F, 1, segment) for segment in range(4)]
-    assert forwards == sorted(forwards) and forwards[0] < forwards[-1]
-
-
 def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     validate(args)
@@ -315,12 +272,10 @@ def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
     args = parsed("--sequence-split-file", str(path))
     validate(args)
     assert (pipeline_config(args).schedule, pipeline_config(args).cut(16384)) == (Named("1f1b"), (8192, 4096, 4096))
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="holds 3 segments, not --sequence-splits 4"):
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
-    assert "holds 3 segments, not --sequence-splits 4" in str(error.value)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="--qk-clip"):  # a file means segments, so what segments refuse is refused
         validate(parsed("--sequence-split-file", str(path), qk_clip=True))
-    assert "--qk-clip" in str(error.value), "a file means segments, so what segments refuse is refused"
 
 
 def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path):
@@ -336,12 +291,10 @@ def test_a_trace_serves_as_a_profile_of_any_number_of_segments(tmp_path):
     first, second, third = pipeline_config(args).cut(16384)
     assert first > second > third
 
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="it has 2 stages, the model 4"):
         validate(parsed("--sequence-splits", "3", *flags, pipeline_model_parallel_size=4))
-    assert "it has 2 stages, the model 4" in str(error.value)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="give --sequence-splits"):
         validate(parsed("--sequence-split-strategy", "terapipe", *flags[2:]))
-    assert "give --sequence-splits" in str(error.value)
 
 
 @pytest.mark.parametrize("device, rank, warned", [("cpu", "0", True), ("cpu", "1", False), ("cuda", "0", False)])

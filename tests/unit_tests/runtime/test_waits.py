@@ -75,27 +75,23 @@ def nccl(alone, monkeypatch):
     monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
     monkeypatch.setattr(communication, "groups_per_communicator", lambda *_: {BACKWARD.communicator: None})
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: make.chosen.append((threading.current_thread().name, device))
+    )
     monkeypatch.setattr(Communicator, "_connect", lambda *_: None)
-    return partial(Communicator, dist.group.WORLD, [BACKWARD], torch.float32, torch.device("cpu"), 3 * SECOND)
+    make = partial(Communicator, dist.group.WORLD, [BACKWARD], torch.float32, torch.device("cpu"), 3 * SECOND)
+    make.chosen = []
+    return make
 
 
 def test_on_nccl_a_late_message_names_its_stage_and_action(nccl, caplog):
+    """Without a device of its own CUDA would give the thread the first GPU, and take half a gigabyte there."""
     communicator = nccl()
+    wait_for(lambda: nccl.chosen)
+    assert nccl.chosen == [("receives", communicator._device)]
     communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
     communicator.receive(BACKWARD, (2, 5, 1))
     assert not caplog.messages
     wait_for(lambda: caplog.messages)
     named = "the gradient of micro-batch 5, segment 1 from stage 3 to 2 (pipeline rank 1 to 0; 2RECV_B5.1) has not come"
     assert caplog.messages[0].startswith(named)
-
-
-def test_the_thread_stays_on_the_gpu_of_its_rank(nccl, monkeypatch):
-    """CUDA would give a thread the first GPU, and take half a gigabyte there."""
-    chosen = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
-    )
-    communicator = nccl()
-    wait_for(lambda: chosen)
-    assert chosen == [("receives", communicator._device)]
