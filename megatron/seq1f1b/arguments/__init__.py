@@ -8,18 +8,3 @@ from .flags import add_arguments, has_our_flags, parse_options
 from .megatron_run import MegatronRun, run_of_arguments, run_of_program
 from .naming import keywords_in_errors
 from .predictions import Forecast, Predictions
-
-__all__ = [
-    "Forecast",
-    "MegatronRun",
-    "PipelineConfig",
-    "Predictions",
-    "add_arguments",
-    "has_our_flags",
-    "keywords_in_errors",
-    "parse_options",
-    "pipeline_config",
-    "refuse_unsupported",
-    "run_of_arguments",
-    "run_of_program",
-]

@@ -4,5 +4,3 @@ from .executor import PipelineExecutor
 from .recorder import Reading
 from .segmentation import Packing, Segmentation
 from .tracer import Tracer, run_traced
-
-__all__ = ["Packing", "PipelineExecutor", "Reading", "Segmentation", "Tracer", "run_traced"]
