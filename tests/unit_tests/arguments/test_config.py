@@ -96,7 +96,7 @@ def test_the_authors_flag_keeps_equal_lengths_and_warns_once(caplog, monkeypatch
     assert caplog.text == ""
 
 
-def test_flags_of_older_code_mean_the_same_or_are_taken_with_a_note(caplog):
+def test_flags_of_older_code_keep_their_meaning_or_have_a_note(caplog):
     """The flags of Seq1F1B's authors, with those that Megatron has removed, and of pull request 3116."""
     removed = ("--no-async-tensor-model-parallel-allreduce", "--DDP-impl", "local", "--data-impl", "mmap")
     args = parsed("--pipe-sp-splits", "4", *removed, "--pipe-sp-strategy", "uniform_comp")
