@@ -8,7 +8,31 @@ import torch
 from megatron.seq1f1b import cpu
 from support.launchers import run
 
-# In a process of its own: redirects last as long as the process.
+# A process that has imported Megatron, and a fork of it for each program: what they bind lasts as long as a process.
+FORKS = """
+import os, sys
+import megatron.core, megatron.training
+for program in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(program)
+        sys.exit()
+    os.wait()
+"""
+
+# A GPU seems to be there, so nothing is redirected.
+WITH_A_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+sys.argv = ["script"]
+import megatron.seq1f1b
+from megatron.seq1f1b import cpu, without_te
+from megatron.seq1f1b.patches import owner_of
+megatron.seq1f1b.install(sequence_splits=2)
+assert not cpu.is_active()
+repairs = without_te.LOCAL_LAYERS + without_te.TORCH_ADAM
+assert all(hasattr(getattr(*owner_of(patch.target)), "__wrapped__") for patch in repairs)
+print("repaired")
+"""
 BEFORE_AND_AFTER = """
 from megatron.seq1f1b import cpu
 from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active
@@ -22,7 +46,6 @@ def ours(thing):
     code = getattr(thing, "__code__", None)
     return "seq1f1b" in (code.co_filename if code else getattr(thing, "__module__", None) or "")
 
-import megatron.core, megatron.training
 before = bound()
 assert not is_active()
 assert not [thing for thing in before if ours(thing)]
@@ -44,9 +67,10 @@ print("as promised")
 """
 
 
-def test_only_when_activated():
-    result = run([sys.executable, "-W", "ignore", "-c", BEFORE_AND_AFTER], timeout=120)
-    assert "as promised" in result.stdout, result.stderr[-3000:]
+def test_redirects_are_for_cpus_and_repairs_for_gpus_too():
+    """The former only once they are activated; the latter are of what needs Transformer Engine or apex."""
+    result = run([sys.executable, "-W", "ignore", "-c", FORKS, WITH_A_GPU, BEFORE_AND_AFTER], timeout=120)
+    assert result.stdout.splitlines()[-2:] == ["repaired", "as promised"], result.stderr[-3000:]
 
 
 def test_schedules_do_without_torch():
