@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import memory_by_use
 from megatron.seq1f1b.planning.costs import step_memory as memory
 from paper import allocator, headlines, megatron_tables, terapipe_tables
 from paper_tables import GOALS, all_rows, as_csv, markdown
@@ -34,6 +35,12 @@ def test_the_summary_is_of_the_rows_beside_it():
         counts = Counter(row["table"] for row in csv.DictReader(file) if row["error"])
     assert set(counts) == set(GOALS)
     assert all(f"| {table} | {count} |" in PUBLISHED.read_text() for table, count in counts.items())
+
+
+def test_what_fills_a_gpu(monkeypatch):
+    monkeypatch.setattr(memory_by_use, "LENGTHS", {32768: 16})
+    page = (DOCS / "long-context.md").read_text(encoding="utf-8")
+    assert all(f"| {' | '.join(row)} |\n" in page for row in memory_by_use.rows())
 
 
 def test_what_pytorchs_allocator_holds_back():
