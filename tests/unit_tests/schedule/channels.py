@@ -15,7 +15,7 @@ operation.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, Action, Kind
@@ -105,7 +105,6 @@ class _Queue:
 def execute(
     lowered: Schedule,
     costs: Costs | None = None,
-    communicator_of: Callable[[Channel], Hashable] = lambda channel: channel.communicator,
     one_queue: bool = False,
     buffered: int = 0,
     loads_kernels: bool = False,
@@ -113,19 +112,17 @@ def execute(
 ) -> Timeline:
     """The timeline of the compute actions of a lowered schedule.
 
-    Channels for which `communicator_of` gives the same value share a communicator of all ranks.
     Raises HangError, with what every rank and queue waits for.
     """
-    machine = _Machine(lowered, costs or Costs.uniform(lowered.shape), communicator_of, one_queue, buffered)
+    machine = _Machine(lowered, costs or Costs.uniform(lowered.shape), one_queue, buffered)
     machine.loads_kernels, machine.in_turn = loads_kernels, in_turn
     return machine.run()
 
 
 class _Machine:
-    def __init__(self, lowered, costs, communicator_of, one_queue, buffered):
+    def __init__(self, lowered, costs, one_queue, buffered):
         costs.check(lowered.shape)
         self.lowered, self.shape, self.costs = lowered, lowered.shape, costs
-        self.communicator_of = communicator_of
         self.one_queue, self.room = one_queue, buffered
         self.loads_kernels = self.in_turn = False
         self.loaded: list[set] = [set() for _ in lowered.ranks]
@@ -177,7 +174,7 @@ class _Machine:
                 self.spans[rank].append(Span(action, start, self.now[rank]))
             elif action.kind in _SENDS or action.kind in _RECEIVES:
                 channel = self.channels[action[:2]]
-                key = rank, self.communicator_of(channel)
+                key = rank, channel.communicator
                 queue = self.queues.setdefault(key, _Queue())
                 if self.one_queue:
                     if queue.posted:
@@ -199,7 +196,7 @@ class _Machine:
             if not self.queues[key].posted:
                 continue
             channel = self.queues[key].posted[0][0]
-            shared = self.communicator_of(channel)
+            shared = channel.communicator
             source = self.queues.get((channel.source, shared))
             destination = self.queues.get((channel.destination, shared))
             buffer = self.buffers.setdefault(channel, deque())

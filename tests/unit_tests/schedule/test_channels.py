@@ -20,7 +20,6 @@ from megatron.seq1f1b.schedule import (
     lower,
     lower_rank,
     lowering,
-    parse_action,
     simulate,
     validate,
 )
@@ -172,21 +171,6 @@ def test_loading_kernels_behind_posted_messages_hangs(family, one_queue):
     execute(in_turn, loads_kernels=True, in_turn=True)
     forwards = tuple(tuple(a for a in rank if a.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)) for rank in in_turn.ranks)
     execute(Schedule(schedule.shape, forwards), loads_kernels=True, in_turn=True)
-
-
-def test_one_serial_communicator_for_a_direction_would_hang():
-    """Rank 0 runs chunk 1 of micro-batch 0 before chunk 0 of micro-batch 1; ranks 1 and 2 do not."""
-    text = """0F0.0 3F0.0 0F1.0 3F1.0 3B0.0 0B0.0 3B1.0 0B1.0
-              1F0.0 1F1.0 4F0.0 4F1.0 4B0.0 1B0.0 4B1.0 1B1.0
-              2F0.0 2F1.0 5F0.0 5F1.0 5B0.0 2B0.0 5B1.0 2B1.0"""
-    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.splitlines())
-    schedule = Schedule(Shape(Placement(3, 2), 2), ranks)
-    validate(schedule)
-    execute(lower(schedule))
-    with pytest.raises(HangError, match="rank 1 waits at 1F1.0"):
-        execute(
-            lower(schedule), communicator_of=lambda channel: (channel.payload, channel.destination > channel.source)
-        )
 
 
 def test_receives_that_are_missing_or_exchanged_are_seen():

@@ -1,17 +1,12 @@
-"""Our orders against those of Megatron, and under the rules of torch."""
+"""Our orders against those of Megatron."""
 
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron.seq1f1b.schedule import FAMILIES, Action, Kind, Placement, Shape, build
-
-from .strategies import fixed, shapes
+from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
 
 megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
 def megatron_order(ranks, rank, chunks, microbatches):
@@ -35,28 +30,3 @@ def test_interleaved_is_megatrons(ranks, chunks, groups):
     schedule = build("1f1b", Shape(Placement(ranks, chunks), ranks * groups))
     for rank in range(ranks):
         assert list(schedule.ranks[rank]) == megatron_order(ranks, rank, chunks, ranks * groups)
-
-
-KINDS = {
-    pipelining._ComputationType.FORWARD: Kind.F,
-    pipelining._ComputationType.FULL_BACKWARD: Kind.B,
-    pipelining._ComputationType.BACKWARD_INPUT: Kind.I,
-    pipelining._ComputationType.BACKWARD_WEIGHT: Kind.W,
-}
-
-
-@fixed
-@given(st.sampled_from(list(FAMILIES)), shapes())
-def test_torch_finds_every_schedule_valid(family, shape):
-    """Torch has no segments: each unit is a micro-batch there."""
-    schedule = build(family, shape)
-    kinds = {kind: theirs for theirs, kind in KINDS.items()}
-    theirs = {
-        rank: [
-            pipelining._Action(stage, kinds[kind], microbatch * shape.num_segments + segment)
-            for kind, stage, microbatch, segment in actions
-        ]
-        for rank, actions in enumerate(schedule.ranks)
-    }
-    mapping = pipelining._validate_schedule(theirs, shape.num_ranks, shape.num_stages, shape.num_units)
-    assert mapping == {stage: shape.placement.rank_of(stage) for stage in range(shape.num_stages)}
