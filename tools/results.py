@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 
-from megatron.seq1f1b.report.training_time import plot_training_time
 from paper import headlines, layered
+from paper.training_time import plot_training_time
 
 WITHDRAWN = (
     "**Withdrawn.** This page compared the planner's best configuration with the best of Megatron's 1F1B and "

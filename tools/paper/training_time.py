@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 
-from ..schedule import written_whole
+from megatron.seq1f1b.schedule import written_whole
 
 
 def plot_training_time(lines: Mapping[str, Sequence[tuple[int, float, float]]], title: str, path: Path) -> None:
