@@ -1,5 +1,7 @@
 """Both ends of a channel agree on the messages, or a sentence names those that differ."""
 
+import pytest
+
 from megatron.seq1f1b.rehearsal.recorder import Message, Traffic, mismatches
 
 
@@ -24,14 +26,17 @@ def test_another_type_is_found():
     assert "float32" in sentence
 
 
-def test_a_message_that_nobody_receives_is_found():
-    (sentence,) = mismatches([Traffic([message(), message(moment="0F1.0")], []), Traffic([], [message()])])
+@pytest.mark.parametrize(
+    "sent, received, numbers, first",
+    [
+        ([message(), message(moment="0F1.0")], [message()], "2 messages are sent", "micro-batch 1"),
+        ([], [message()], "0 messages are sent", "micro-batch 0"),
+    ],
+    ids=["nobody receives", "nobody serves"],
+)
+def test_a_message_without_a_partner_is_found(sent, received, numbers, first):
+    (sentence,) = mismatches([Traffic(sent, []), Traffic([], received)])
     assert sentence == (
-        "2 messages are sent from rank 0 to rank 1 (forward), but 1 received; the first without a partner is bfloat16 "
-        "[4, 1, 8] in the forward of stage 0 for segment 0 of micro-batch 1"
+        f"{numbers} from rank 0 to rank 1 (forward), but 1 received; the first without a partner is bfloat16 "
+        f"[4, 1, 8] in the forward of stage 0 for segment 0 of {first}"
     )
-
-
-def test_a_receive_that_nobody_serves_is_found():
-    (sentence,) = mismatches([Traffic([], [message()])])
-    assert sentence.startswith("0 messages are sent from rank 0 to rank 1 (forward), but 1 received; ")

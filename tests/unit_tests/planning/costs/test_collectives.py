@@ -8,16 +8,17 @@ from megatron.seq1f1b.planning.costs.operations import Group, all_reduce_time, b
 MACHINE = read_machine("a100-vtrain")
 
 
-def test_inside_a_node_the_bus_of_the_node_counts():
-    assert bus_bandwidth(MACHINE, Group(8, 1)) == MACHINE.node.bandwidth
-
-
-def test_a_group_that_fills_its_nodes_has_their_whole_way_out():
-    assert bus_bandwidth(MACHINE, Group(16, 1)) == MACHINE.network.bandwidth
-
-
-def test_groups_of_one_rank_a_node_share_it():
-    assert bus_bandwidth(MACHINE, Group(4, 8)) == MACHINE.network.bandwidth / 8
+@pytest.mark.parametrize(
+    "group, bandwidth",
+    [
+        (Group(8, 1), MACHINE.node.bandwidth),
+        (Group(16, 1), MACHINE.network.bandwidth),
+        (Group(4, 8), MACHINE.network.bandwidth / 8),
+    ],
+    ids=["in a node", "full nodes", "one rank a node"],
+)
+def test_groups_have_the_bus_of_the_node_or_a_share_of_the_way_out(group, bandwidth):
+    assert bus_bandwidth(MACHINE, group) == bandwidth
 
 
 def test_a_ring_moves_twice_the_bytes_but_for_one_part():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs import DeltaNet, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.planning.costs.blocks import layer_parameters
 from megatron.seq1f1b.planning.costs.layer_bytes import (
@@ -27,14 +28,7 @@ def hybrid(pattern: str, **changes) -> TrainingSetup:
     return replace(PLAIN, model=model, layers_per_stage=(), **changes)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"recompute": "core_attn"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [{}, {"recompute": "core_attn"}], ids=str)
 def test_attention_and_mlp_apart_keep_the_bytes_of_one_layer(changes):
     whole, apart = replace(PLAIN, **changes), hybrid("*-", **changes)
     span = LENGTH // 2, LENGTH
@@ -116,6 +110,17 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
     assert sizes[1] - sizes[0] == 32768 * (2 * 4096 + 4 * 32) / 8
     in_flight, layers = 4 + 8 - 1, 2
     assert in_flight * layers * (sizes[1] - sizes[0]) == pytest.approx(0.69 * 2**30, rel=0.02)
+
+
+def test_context_parallelism_divides_keys_and_values_by_heads():
+    alone = TrainingSetup(preset("mixtral-8x7b"), sequence_length=8192, num_microbatches=1, tensor_parallel=2)
+    heads = alone.model.num_kv_heads // 2
+    kept = {
+        size: layer_keys_values(replace(alone, context_parallel=size), 0, 0, 8192) for size in (1, 2, heads, 4 * heads)
+    }
+    assert kept[1] == 4 * 8192 * heads * alone.model.head_dim
+    assert kept[2] == kept[1] / 2
+    assert kept[heads] == kept[4 * heads] == kept[1] / heads
 
 
 def test_latent_attention_keeps_expanded_keys_and_values():
