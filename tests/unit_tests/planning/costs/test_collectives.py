@@ -17,7 +17,7 @@ MACHINE = read_machine("a100-vtrain")
     ],
     ids=["in a node", "full nodes", "one rank a node"],
 )
-def test_groups_have_the_bus_of_the_node_or_a_share_of_the_way_out(group, bandwidth):
+def test_groups_have_the_bus_of_the_node_or_a_share_of_the_exit(group, bandwidth):
     assert bus_bandwidth(MACHINE, group) == bandwidth
 
 
