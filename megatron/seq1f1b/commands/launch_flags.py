@@ -10,6 +10,7 @@ from itertools import accumulate
 from ..arguments.megatron_run import layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup, even_layers
+from ..planning.model_sizes import recompute_of
 from ..planning.planner import Candidate, Question
 from ..planning.planner.space import cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement
@@ -108,11 +109,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
 
 def _recompute(launch: argparse.Namespace) -> str:
     """Raises ValueError for modules whose recomputation has no costs."""
-    if launch.recompute_keeps_attention:
-        return ALL_BUT_ATTENTION
-    if launch.recompute_granularity != "selective":
-        return launch.recompute_granularity or "none"
-    modules = " ".join(sorted(launch.recompute_modules or ["core_attn"]))
+    modules = recompute_of(vars(launch), launch.recompute_keeps_attention)
     if modules not in RECOMPUTES:
         raise ValueError(f"--recompute-modules {modules} has no costs; drop it, or rehearse the launch (--dry-run)")
     return modules

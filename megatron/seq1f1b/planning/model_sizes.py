@@ -5,6 +5,7 @@ from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
 from .costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from .costs.training_setup import ALL_BUT_ATTENTION
 
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:
@@ -44,6 +45,14 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         **_window(settings),
         **_hybrid(settings),
     )
+
+
+def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
+    """What the backward computes again, by the names of TrainingSetup; modules whose costs are not known by theirs."""
+    granularity = settings.get("recompute_granularity")
+    if granularity == "selective":
+        return " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
+    return ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
 
 
 def _window(settings: Mapping[str, Any]) -> dict[str, Any]:

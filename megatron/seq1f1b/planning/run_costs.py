@@ -40,8 +40,8 @@ from .costs.layer_bytes import keeps_logits
 from .costs.machine import Device, Machine, read_machine
 from .costs.stage_times import step_costs
 from .costs.step_memory import activation_tables, rank_memory
-from .costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup
-from .model_sizes import model_shape
+from .costs.training_setup import RECOMPUTES, TrainingSetup
+from .model_sizes import model_shape, recompute_of
 from .simulator import extended
 
 # Numbers of segments to try; one between two of these makes a step at most a few percent shorter.
@@ -192,14 +192,8 @@ class RunCosts:
 
     @property
     def _recompute(self) -> str:
-        """What of TrainingSetup's is nearest."""
-        settings = self.run.settings
-        if self.flags.recompute_keeps_attention:
-            return ALL_BUT_ATTENTION
-        if settings.get("recompute_granularity") != "selective":
-            return settings.get("recompute_granularity") or "none"
-        modules = " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
-        return modules if modules in RECOMPUTES else "none"
+        found = recompute_of(self.run.settings, self.flags.recompute_keeps_attention)
+        return found if found in RECOMPUTES else "none"
 
     def _placement(self, schedule: ScheduleChoice) -> Placement:
         return Placement(self.run.pipeline_parallel_size, self.run.num_chunks, schedule.placement)

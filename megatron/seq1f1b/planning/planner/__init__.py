@@ -1,6 +1,5 @@
 """Which configuration for a model, a cluster and a batch. Start with question and search."""
 
-from .explain import breakdown
 from .search import Plan, Search, plan, predict_candidate
 from .space import Candidate, Question, candidates
 from .time_to_train import LAWS, BatchLaw, Training, soonest
@@ -14,7 +13,6 @@ __all__ = [
     "Question",
     "Search",
     "Training",
-    "breakdown",
     "by_use",
     "candidates",
     "plan",

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.planner import Search, breakdown, candidates, plan, predict_candidate, way_out
+from megatron.seq1f1b.commands.plan_text import breakdown
+from megatron.seq1f1b.planning.planner import Search, candidates, plan, predict_candidate, way_out
 from megatron.seq1f1b.planning.planner.search import least_bytes, least_seconds, least_seconds_cut, least_seconds_of
 from megatron.seq1f1b.planning.planner.space import cuts, schedules, setups
 from megatron.seq1f1b.report.frontier import Point, frontier
@@ -34,11 +35,7 @@ def test_the_best_of_everything_that_fits(everything, limit):
     found = plan(small(memory_gib=limit))
     assert [each.prediction.seconds for each in found] == pytest.approx(expected, rel=1e-12)
     assert all(each.memory_gib <= limit for each in found)
-
-
-def test_the_limits_differ_in_what_fits(everything):
-    fitting = [sum(each.memory_gib <= limit for each in everything) for limit in LIMITS]
-    assert fitting == sorted(fitting, reverse=True) and len(set(fitting)) == len(LIMITS) and fitting[-1] > 0
+    assert 0 < len(fitting) < len(everything)
 
 
 def test_bounds_are_bounds(everything):

@@ -47,11 +47,6 @@ def test_the_sharded_optimizer_takes_its_part_only():
     assert sharded.ends[0].update < alone.ends[0].update
 
 
-def test_tokens_per_second_are_those_of_the_whole_cluster():
-    prediction = predict(SETUP, MACHINE)
-    assert prediction.tokens_per_second == pytest.approx(8 * 32768 / prediction.seconds)
-
-
 @pytest.mark.parametrize("family, chunks, segments", [("1f1b", 1, 1), ("1f1b", 2, 4), ("breadth-first", 2, 1)])
 def test_a_long_step_extends_short_ones(family, chunks, segments, monkeypatch):
     setup = replace(SETUP, num_microbatches=37, placement=Placement(4, chunks), family=family, layers_per_stage=())
