@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise way_out(asked)
     best = found[0]
     print(title(asked))
-    print(overview(found, None if given is None else predict_candidate(given, asked)))
+    print(overview(found, None if given is None else predict_candidate(given, asked), asked))
     print(memory_by_stage(best, asked))
     flags = all_flags(args, words, best)
     print("Flags of the best:\n  " + " \\\n  ".join(flags))

@@ -44,14 +44,14 @@ def tflops(plan: Plan) -> float:
     return total / seconds / setup.num_devices / 1e12
 
 
-def overview(plans: Sequence[Plan], given: Plan | None) -> str:
+def overview(plans: Sequence[Plan], given: Plan | None, question: Question) -> str:
     """One line a configuration; that of the launch, if it has one, comes last."""
     head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB"]
     rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
     if given is not None:
         rows.append(["as given", *_row(given)])
     lines = aligned([head, *rows])
-    if given is not None and not given.prediction.fits:
+    if given is not None and given.memory_gib > question.memory_limit:
         fullest = max(given.prediction.memory, key=lambda rank: rank.total)
         lines.append(f"As given it does not fit: the fullest rank takes {by_use(fullest)}.")
     elif given is not None:

@@ -8,7 +8,7 @@ from itertools import islice
 from math import ceil, inf
 from typing import Any, NamedTuple
 
-from ...schedule import FAMILIES, Action, Schedule, Shape, build
+from ...schedule import FAMILIES, Action, Shape, build
 from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
@@ -245,13 +245,9 @@ def plan(question: Question, best: int = 5, progress: Progress = _silent) -> lis
 
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:
-    """Predict a candidate, whether or not it fits."""
-    return Plan(candidate, predict(candidate.setup, question.machine, schedule_of(candidate)))
-
-
-def schedule_of(candidate: Candidate) -> Schedule | None:
-    """What `auto` plans by the costs that training has; None for a named family."""
-    setup = candidate.setup
-    if setup.family != "auto":
-        return None
-    return build("auto", setup.shape, action_costs(stage_costs(setup), setup.layers_per_stage, setup.segments))
+    """Predict a candidate, whether or not it fits; `auto` plans by the costs that training has."""
+    setup, schedule = candidate.setup, None
+    if setup.family == "auto":
+        costs = action_costs(stage_costs(setup), setup.layers_per_stage, setup.segments)
+        schedule = build("auto", setup.shape, costs)
+    return Plan(candidate, predict(setup, question.machine, schedule))

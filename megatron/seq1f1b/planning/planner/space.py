@@ -148,8 +148,8 @@ def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, i
         # Splitting undoes recomputation: W keeps nearly as much.
         if replace(setup, family=family).splits_backward and setup.recompute != "none":
             continue
-        # With one chunk a rank it is GPipe.
-        if family == "breadth-first" and setup.placement.num_chunks == 1:
+        # With one chunk a rank it is GPipe, with one micro-batch 1F1B.
+        if family == "breadth-first" and min(setup.placement.num_chunks, setup.num_microbatches) == 1:
             continue
         for segments in question.segments:
             if segments <= max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel)):

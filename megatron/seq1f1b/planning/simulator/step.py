@@ -37,6 +37,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
+        """Whether it fits a device of the machine as a whole."""
         return max(memory.total for memory in self.memory) <= self.machine.device.memory_gib * GIB
 
 
