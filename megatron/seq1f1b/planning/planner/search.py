@@ -112,13 +112,14 @@ def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
     """The memory of the ranks that hold most, for few micro-batches: as many as a full pipeline holds.
 
-    The first holds the most units, the last the loss, and the second, where the first has fewer layers, no fewer.
+    The first holds the most units, the last the loss, and of those with the most layers the first the most units.
     """
     if setup.family != "breadth-first":
         few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
         setup = replace(setup, num_microbatches=min(setup.num_microbatches, few))
-    last = setup.pipeline_parallel - 1
-    for rank in dict.fromkeys((0, last, min(1, last))):
+    ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
+    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
+    for rank in dict.fromkeys((0, ranks[-1], deepest)):
         yield rank_memory(setup, _order(setup.family, setup.shape, rank), rank)
 
 
