@@ -195,17 +195,17 @@ class _FusedNorm(torch.autograd.Function):
     row; away from a GPU PyTorch computes it step by step and keeps the input twice in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
         return torch.empty_like(rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         rows, weight, _ = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weight)
+        return torch.empty_like(rows), None if weight is None else torch.empty_like(weight)
 
 
-def _fused_norm(rows: Tensor, shape: Any, weight: Tensor, *_: Any) -> Tensor:
+def _fused_norm(rows: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return _FusedNorm.apply(rows, weight)
 
 
