@@ -38,22 +38,23 @@ def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, 
         )  # fmt: skip
     best = frontier([point for points in groups.values() for point in points])
     axes.step([each.memory for each in best], [each.throughput for each in best], where="post", color="black", lw=1)
-    # Above and to the left of a point of the frontier there is neither a line nor a point.
+    axes.set_xlim(left=0)
+    # Above and to the left of a point of the frontier there is neither a line nor a point, but near the axis no room.
     for point in _apart(best, 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0])):
+        is_at_left = point.memory < 0.25 * axes.get_xlim()[1]
         axes.annotate(
             point.name,
             (point.memory, point.throughput),
-            xytext=(-3, 3),
+            xytext=(4, -9) if is_at_left else (-3, 3),
             textcoords="offset points",
             fontsize=7,
-            ha="right",
+            ha="left" if is_at_left else "right",
         )
     axes.axvline(limit, color="#b03030", lw=1, ls="--")
     axes.annotate(
         "a device holds ", (limit, 0.02), xycoords=axes.get_xaxis_transform(), rotation=90, fontsize=7, ha="right",
         va="bottom", color="#b03030",
     )  # fmt: skip
-    axes.set_xlim(left=0)
     axes.set_xlabel("memory of the fullest device, GiB")
     axes.set_ylabel("tokens/s of all devices")
     axes.set_title(title, fontsize=9)
