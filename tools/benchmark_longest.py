@@ -261,7 +261,7 @@ def plot(found: Mapping[str, Step], args: argparse.Namespace) -> None:
     axes.bar_label(bars, [f"{length:,}" for length in lengths], padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(lengths))
-    axes.set_xlabel(f"tokens of the longest sequence that trains a step in {args.memory:g} GiB on each of two ranks")
+    axes.set_xlabel(f"longest sequence in {args.memory:g} GiB on each of two ranks, tokens", fontsize=8)
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(args.output, dpi=160)
