@@ -12,6 +12,7 @@ from megatron.seq1f1b.planning.costs import ModelShape
 from megatron.seq1f1b.planning.costs.machine import GIB, OUTSIDE_GIB, Machine, read_machine
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.planner.search import fits
 from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
@@ -72,18 +73,11 @@ def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
             )
 
         longest = 1
-        while all(memory <= room for memory in _memory_of_ends(setup_of(longest + 1))):
+        while fits(setup_of(longest + 1), room):
             longest += 1
         label = f"{row['model']}, {row['system']}"
         published = float(row["longest_sequence"].removesuffix("K"))
         yield Row("SlimPipe, longest sequences", label, "K tokens", published, longest, setup=setup_of(longest))
-
-
-def _memory_of_ends(setup: TrainingSetup) -> Iterator[float]:
-    """Of the first and the last rank. Bytes."""
-    schedule = build(setup.family, setup.shape)
-    for rank in (0, setup.pipeline_parallel - 1):
-        yield rank_memory(setup, schedule.ranks[rank], rank).total
 
 
 def h800() -> Machine:

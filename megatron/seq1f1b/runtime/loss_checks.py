@@ -8,7 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
@@ -18,12 +18,18 @@ from ..model import Segment
 _log = logging.getLogger(__name__)
 
 
+class _Check(NamedTuple):
+    segment: Segment
+    result: Tensor
+    rejection_func: Callable[[Tensor], Any]
+    options: dict[str, Any]
+
+
 class LossChecks:
     """The checks of one step."""
 
     def __init__(self) -> None:
-        # By micro-batch and message: the segment, its result, what rejects it and Megatron's further arguments.
-        self._put_off: dict[tuple[int, str], list[tuple[Segment, Tensor, Callable, dict]]] = defaultdict(list)
+        self._put_off: dict[tuple[int, str], list[_Check]] = defaultdict(list)  # by micro-batch and message
 
     @contextmanager
     def of(self, segment: Segment) -> Iterator[None]:
@@ -33,7 +39,7 @@ class LossChecks:
         def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
             if isinstance(result, Tensor):
                 # A copy: Megatron divides the loss in place.
-                check = segment, result.detach().clone(), rejection_func, options
+                check = _Check(segment, result.detach().clone(), rejection_func, options)
                 self._put_off[segment.microbatch, message].append(check)
             else:
                 type(machine).validate_result(machine, result, rejection_func, message, **options)
@@ -53,21 +59,20 @@ class LossChecks:
             _make_up(f"{message} in micro-batch {microbatch}", message, checks)
 
 
-def _make_up(place: str, message: str, checks: list[tuple[Segment, Tensor, Callable, dict]]) -> None:
-    _, _, rejection_func, options = checks[-1]
-    notes = [message]
+def _make_up(place: str, message: str, checks: list[_Check]) -> None:
+    last, notes = checks[-1], [message]
 
     def rejects(total: Tensor) -> Any:
-        is_rejected = rejection_func(total)
+        is_rejected = last.rejection_func(total)
         if is_rejected:
-            found = [segment.index for segment, result, rejects_it, _ in checks if rejects_it(result)]
+            found = [check.segment.index for check in checks if check.rejection_func(check.result)]
             notes[:] = [f"{place}, of its segments in {found or 'the sum'}"]
             _log.error("%s", notes[0])
         return is_rejected
 
     try:
-        total = sum(result for _, result, _, _ in checks)
-        get_rerun_state_machine().validate_result(result=total, rejection_func=rejects, message=message, **options)
+        total = sum(check.result for check in checks)
+        get_rerun_state_machine().validate_result(result=total, rejection_func=rejects, message=message, **last.options)
     except Exception as error:
         error.add_note(notes[0])
         raise

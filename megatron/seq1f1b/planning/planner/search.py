@@ -216,9 +216,10 @@ class Search:
                     if segments == 1 or least_bytes(named, segments) <= limit:
                         yield least_seconds_cut(named, machine, segments), _Scheduled(item, family, segments)
             case _Scheduled():
-                even = next(rest := cuts(*item), None)
+                by_cut = cuts(*item)
+                even = next(by_cut, None)
                 if even is not None and fits(even.setup, limit):
-                    for each in (*rest, even):
+                    for each in (*by_cut, even):
                         yield least_seconds(each.setup, machine), each
             case Candidate():
                 yield shortest(item.setup, machine), _Simulated(item)
