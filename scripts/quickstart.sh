@@ -75,8 +75,9 @@ mkdir -p "$OUTPUT/data"
 
 echo "== Text: the Python files of the standard library"
 stdlib=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
-.venv/bin/seq1f1b preprocess --input "$stdlib" --glob '*.py' \
-    --exclude site-packages test tests idle_test --on-error skip \
+mapfile -t files < <(find "$stdlib" \( -name site-packages -o -name 'test*' -o -name idle_test \) -prune \
+    -o -name '*.py' -print | LC_ALL=C sort)
+.venv/bin/seq1f1b preprocess --input "${files[@]}" --on-error skip \
     --train-tokenizer "$VOCAB_SIZE" --tokenizer-model "$OUTPUT/data/tokenizer" \
     --output-prefix "$OUTPUT/data/stdlib" --append-eod --workers 2 --overwrite
 
