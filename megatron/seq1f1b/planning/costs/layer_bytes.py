@@ -37,16 +37,20 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
     """What stays from the input gradients of a segment on for its weight gradients: inputs of products and gradients of
     their outputs (arXiv 2401.10241, table 1: 32 bytes per token and hidden unit).
 
-    With sequence parallelism the gradient of what a block returns is that of all tokens, on every rank.
+    With sequence parallelism the gradient of what a block returns is that of all tokens, on every rank. The tokens of
+    routed experts are kept as each expert has them.
     """
-    hidden = setup.model.hidden_size
-    if any(symbol not in "*-" for symbol in setup.model.blocks(layer)):
-        return layer_activation(setup, layer, start, end)
-    ends = hidden / setup.token_shares + hidden
-    inside = (
-        first.outputs + last.inputs for first, last in (block.products for block in blocks_of(setup.model, layer))
-    )
-    return sum(BYTES * setup.rows(end - start) * (ends + columns / setup.tensor_parallel) for columns in inside)
+    hidden, kept = setup.model.hidden_size, 0.0
+    for block in blocks_of(setup.model, layer):
+        if block.products:
+            kept += hidden / setup.token_shares + hidden
+        inside = sum(each.outputs for each in block.products[:-1])
+        inside += sum(each.inputs for each in block.products if each.inputs != hidden or each.shared == "inputs")
+        if block.experts and setup.model.experts is not None:
+            first, last = block.experts
+            inside += setup.model.experts.active * (2 * hidden + first.outputs + last.inputs)
+        kept += inside / setup.tensor_parallel
+    return BYTES * setup.rows(end - start) * kept
 
 
 @singledispatch

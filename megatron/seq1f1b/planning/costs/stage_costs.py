@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
-from .blocks import BYTES
+from .blocks import BYTES, blocks_of
 from .flops import head_flops, layer_flops, pairs
 from .machine import Device, read_machine
 from .model_shape import ModelShape
@@ -168,8 +168,9 @@ def _layer(
 
     forward = time(per_token, flops.per_pair / (rate * device.flash_forward))
     backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * flops.per_pair / (rate * device.flash_backward))
-    # The gradient of a matrix product by its weight takes as much as that by its input.
-    return forward, backward, AnalyticTime(per_token=per_token)
+    # The gradient of a matrix product by its weight takes as much as that by its input; a recurrence has no weight.
+    scans = sum(block.scan for block in blocks_of(model, layer)) / (rate * device.matmul_efficiency)
+    return forward, backward, AnalyticTime(per_token=per_token - scans)
 
 
 def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:

@@ -233,7 +233,7 @@ class Search:
         candidate = replace(candidate, setup=setup)
         if candidate not in self.plans:
             actions = 3 * setup.shape.num_units * setup.placement.num_stages
-            splits = setup.pipeline_parallel > 1 and setup.recompute == "none" and setup.model.experts is None
+            splits = setup.pipeline_parallel > 1 and setup.recompute == "none"
             if not splits or actions > _MOST_ACTIONS_OF_AUTO:
                 return None
             self.plans[candidate] = predict_candidate(candidate, self.question)

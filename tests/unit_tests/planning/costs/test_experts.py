@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs import Experts
+from megatron.seq1f1b.planning.costs import Experts, analytic_costs
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
+from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights
 from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.planner import Search
 from megatron.seq1f1b.schedule import Placement, build
+from unit_tests.planning.planner.question import MODEL, small
 
 MACHINE = read_machine("h100-80gb")
 SETUP = TrainingSetup(
@@ -39,12 +42,24 @@ def test_the_presets_have_the_published_sizes(name, billions):
 
 
 def test_one_expert_for_all_tokens_is_a_feed_forward_block():
-    """A single expert that every token goes through computes what a dense layer does."""
+    """A single expert that every token goes through computes what a dense layer does, and leaves as much to W."""
     dense = replace(SETUP.model, experts=None, expert_layers=())
     alone = replace(SETUP.model, experts=Experts(1, 1, SETUP.model.ffn_hidden_size))
-    times = [layer_time(replace(SETUP, model=model, expert_parallel=1), MACHINE, 0, 8192) for model in (dense, alone)]
+    setups = [replace(SETUP, model=model, expert_parallel=1) for model in (dense, alone)]
+    times = [layer_time(setup, MACHINE, 0, 8192) for setup in setups]
     assert times[1].forward.matmul == pytest.approx(times[0].forward.matmul, rel=0.01)
     assert times[1].weight == pytest.approx(times[0].weight, rel=0.01)
+    kept = [layer_kept_for_weights(setup, 0, 0, 8192) for setup in setups]
+    assert kept[1] == kept[0] < layer_activation(setups[1], 0, 0, 8192)
+    planned = [analytic_costs(model, (32,), MACHINE.device)[0].weight(0, 8192) for model in (dense, alone)]
+    assert planned[1] == pytest.approx(planned[0], rel=0.01)
+
+
+def test_auto_plans_with_weight_gradients_of_experts_apart():
+    model = replace(MODEL, experts=Experts(8, 2, 512), expert_layers=tuple(range(6)))
+    question = small(model=model, families=("1f1b", "zb-h1", "auto"), chunks=(1,), micro_batches=(1,))
+    deep = Search(question).best(4, accept=lambda each: each.setup.pipeline_parallel == 4)
+    assert "auto" in {each.candidate.setup.family for each in deep}
 
 
 def test_expert_parallelism_divides_the_experts_and_their_state():
