@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..planning.planner import Plan, Question, Search, predict_candidate, way_out
+from ..planning.planner.search import MOST_ACTIONS_OF_AUTO
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
 from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
 from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to, with_values
@@ -126,6 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name} is not modelled: times and memory are those of 16 bit.")
     if ignored := unread(words):
         print(f"These flags come back as given and change no prediction: {', '.join(ignored)}.")
+    if search.too_long_for_auto:
+        print(
+            f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "
+            f"{MOST_ACTIONS_OF_AUTO:,} actions."
+        )
     if args.explain:
         print(explained(found))
     if args.output is not None:

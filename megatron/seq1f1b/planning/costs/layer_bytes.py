@@ -8,7 +8,7 @@ products the whole input and its gradient, of which tensor-parallel ranks otherw
 and the gradient of the residual stream. The loss holds logits in several precisions.
 """
 
-from functools import singledispatch
+from functools import lru_cache, singledispatch
 
 from .blocks import BYTES, Block, blocks_of
 from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
@@ -149,9 +149,10 @@ def whole_input(setup: TrainingSetup, length: int) -> float:
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end)."""
-    return max((_layer(setup, layer, start, end) for layer in setup.stage_layers(stage)), default=0.0)
+    return max((_layer(setup.alone, layer, start, end) for layer in setup.stage_layers(stage)), default=0.0)
 
 
+@lru_cache(maxsize=1 << 16)
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """Blocks go backward in reverse, each with what the forward kept, or computed again, of it and those before it."""
     whole, rows = whole_input(setup, end - start), setup.rows(end - start)

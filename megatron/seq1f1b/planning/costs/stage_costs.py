@@ -53,8 +53,9 @@ class AnalyticTime:
         attention = self.per_pair * length * (start + end + 1) / 2
         if self.per_pair_in_window:
             attention += self.per_pair_in_window * pairs(start, end, self.window)
-        slower = next((factor for rows, factor in self.slow_attention if length < rows), 1.0)
-        return self.fixed + self.per_token * length + slower * attention
+        if self.slow_attention:  # this is called very often
+            attention *= next((factor for rows, factor in self.slow_attention if length < rows), 1.0)
+        return self.fixed + self.per_token * length + attention
 
     def __add__(self, other: "AnalyticTime") -> "AnalyticTime":
         return replace(

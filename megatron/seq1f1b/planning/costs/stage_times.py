@@ -1,9 +1,9 @@
 """How long the actions of a training step take on a machine, and what follows the last of them. Seconds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, singledispatch
 
-from ...schedule import Costs, Placement
+from ...schedule import Costs
 from .blocks import BYTES
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
@@ -53,22 +53,9 @@ def _rows(
     return tuple(row_f), tuple(row_i), tuple(row_w)
 
 
-def _alone(setup: TrainingSetup) -> TrainingSetup:
-    """What does not matter on a single stage is set alike, so that few set-ups are computed."""
-    return replace(
-        setup,
-        num_microbatches=1,
-        data_parallel=1,
-        placement=Placement(1),
-        layers_per_stage=(setup.model.num_layers,),
-        family=setup.family if setup.splits_backward else "1f1b",
-        overlaps_data_parallel=False,
-    )
-
-
 def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
     """For every stage, durations of F, I and W by segment. Seconds."""
-    alone, last = _alone(setup), setup.placement.num_stages - 1
+    alone, last = setup.alone, setup.placement.num_stages - 1
     rows = {
         stage: _rows(alone, machine, tuple(setup.stage_layers(stage).items()), stage == 0, stage == last)
         for stage in set(setup.alike)
@@ -80,7 +67,7 @@ def balanced_layers(setup: TrainingSetup, machine: Machine) -> tuple[int, ...]:
     """Layers for each stage, so that the rank, and then the stage, that takes longest takes as little as can be, the
     embedding and the loss included. Every stage has a layer; of equal ones the later takes more, since fewer units are
     in flight there."""
-    alone, placement = _alone(setup), setup.placement
+    alone, placement = setup.alone, setup.placement
     layers = tuple(alone.stage_layers(0).items())
     layer, first, last = (
         sum(map(sum, _rows(alone, machine, *kind)))

@@ -59,11 +59,19 @@ class Memory:
 def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, float, float]:
     """Activations, keys and values, and states that the forward of segment `index` leaves on a stage for its
     backward."""
-    span = setup.spans[index]
+    kept, span = (0.0, 0.0, 0.0), setup.spans[index]
+    for layer, count in setup.stage_layers(stage).items():
+        sizes = _layer_kept(setup.alone, layer, *span)
+        kept = (kept[0] + count * sizes[0], kept[1] + count * sizes[1], kept[2] + count * sizes[2])
+    return kept
+
+
+@lru_cache(maxsize=1 << 16)
+def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float, float]:
     return (
-        _of_layers(setup, stage, lambda layer: layer_activation(setup, layer, *span)),
-        _of_layers(setup, stage, lambda layer: layer_keys_values(setup, layer, *span)),
-        _of_layers(setup, stage, lambda layer: layer_state(setup, layer) if span[1] < setup.sequence_length else 0.0),
+        layer_activation(setup, layer, start, end),
+        layer_keys_values(setup, layer, start, end),
+        layer_state(setup, layer) if end < setup.sequence_length else 0.0,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import ClassVar
@@ -140,6 +140,19 @@ class TrainingSetup:
     def spans(self) -> list[tuple[int, int]]:
         """Where each segment starts and ends."""
         return list(pairwise(accumulate(self.segments, initial=0)))
+
+    @cached_property
+    def alone(self) -> "TrainingSetup":
+        """What does not matter to the layers of a single stage is set alike, so that few set-ups are computed."""
+        return replace(
+            self,
+            num_microbatches=1,
+            data_parallel=1,
+            placement=Placement(1),
+            layers_per_stage=(self.model.num_layers,),
+            family=self.family if self.splits_backward else "1f1b",
+            overlaps_data_parallel=False,
+        )
 
     def rows(self, tokens: int) -> float:
         """Rows that so many tokens of every sequence have in the products of a rank."""

@@ -23,7 +23,7 @@ _MANY = 256
 # Tiles may make as much of a difference between cuts.
 _ROUNDING = 0.96
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
-_MOST_ACTIONS_OF_AUTO = 30_000
+MOST_ACTIONS_OF_AUTO = 30_000
 
 Progress = Callable[[int, int], None]  # takes the number of set-ups done, and of all
 
@@ -140,7 +140,8 @@ def _silent(done: int, total: int) -> None:
 
 
 class Search:
-    """The candidates of a question by their lower bounds, and the predictions that have been made.
+    """The candidates of a question by their lower bounds, the predictions that have been made, and the winners whose
+    schedule has too many actions for `auto`.
 
     What is to be tried waits in the order of a lower bound of its step: first set-ups, from these schedules and numbers
     of segments, from these their cuts, from these the simulation of the best cut that fits, each with a closer bound
@@ -150,6 +151,7 @@ class Search:
     def __init__(self, question: Question, progress: Progress = _silent) -> None:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
+        self.too_long_for_auto: set[Candidate] = set()
         limit, machine = question.memory_limit * GIB, question.machine
         self._bytes = {setup: least for setup in setups(question) if (least := least_bytes(setup)) <= limit}
         self._setups = [(least_seconds_of(setup, machine), setup) for setup in self._bytes]
@@ -234,7 +236,10 @@ class Search:
         if candidate not in self.plans:
             actions = 3 * setup.shape.num_units * setup.placement.num_stages
             splits = setup.pipeline_parallel > 1 and setup.recompute == "none"
-            if not splits or actions > _MOST_ACTIONS_OF_AUTO:
+            if not splits:
+                return None
+            if actions > MOST_ACTIONS_OF_AUTO:
+                self.too_long_for_auto.add(candidate)
                 return None
             self.plans[candidate] = predict_candidate(candidate, self.question)
         found = self.plans[candidate]

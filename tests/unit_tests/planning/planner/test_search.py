@@ -74,6 +74,16 @@ def test_auto_takes_part_where_it_is_fast():
     assert with_auto[0].prediction.seconds <= plan(small(), best=1)[0].prediction.seconds
 
 
+def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
+    monkeypatch.setattr("megatron.seq1f1b.planning.planner.search.MOST_ACTIONS_OF_AUTO", 0)
+    search = Search(small(families=("zb-h1", "auto")))
+    found = search.best(3, accept=lambda each: each.setup.pipeline_parallel == 4)
+    assert {each.candidate.setup.family for each in found} == {"zb-h1"}
+    assert search.too_long_for_auto == {
+        replace(each.candidate, setup=replace(each.candidate.setup, family="auto")) for each in found
+    }
+
+
 def test_progress_ends_where_it_is_to_end():
     steps = []
     plan(small(), progress=lambda done, total: steps.append((done, total)))
