@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 
 from ..arguments.megatron_run import layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
@@ -94,6 +95,14 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
     )
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
+    if context > 1 and segments == 1 and len(kinds := set(launch.cp_comm_type)) == 1:
+        sizes = launch.hierarchical_context_parallel_sizes if kinds == {"a2a+p2p"} else []
+        if kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
+            raise ValueError(
+                "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B, with A times B "
+                f"--context-parallel-size {context}"
+            )
+        setup = replace(setup, cp_comm_type=" ".join(map(str, (*kinds, *sizes))))
     if (actions := 2 * placement.num_stages * setup.num_microbatches * segments) > _MOST_ACTIONS:
         raise ValueError(
             f"these sizes make {actions:,} actions, the most are {_MOST_ACTIONS:,} here; take a smaller "
@@ -169,8 +178,11 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence-split-strategy", choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     parser.add_argument("--recompute-modules", nargs="+")
-    for name in ("recompute-method", "cp-comm-type", "pipeline-model-parallel-layout"):
+    for name in ("recompute-method", "pipeline-model-parallel-layout"):
         parser.add_argument(f"--{name}")
+    ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
+    parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
+    parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
     for name in ("recompute-keeps-attention", "keep-logits"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"):
@@ -194,8 +206,10 @@ def decided_flags(candidate: Candidate) -> list[str]:
         words.append("--sequence-parallel")
     if setup.context_parallel > 1:
         shares_heads = setup.model.num_heads % (setup.tensor_parallel * setup.context_parallel) == 0
-        kind = "a2a" if shares_heads else "all_gather"
+        kind, *sizes = (setup.cp_comm_type or ("a2a" if shares_heads else "all_gather")).split()
         words.append(f"--context-parallel-size {setup.context_parallel} --cp-comm-type {kind}")
+        if sizes:
+            words.append(f"--hierarchical-context-parallel-sizes {' '.join(sizes)}")
     if setup.model.experts is not None:
         words.append(f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1")
     if setup.recomputes_layers:

@@ -96,8 +96,10 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
     total = 0.0
     for block in blocks_of(setup.model, layer):
         if block.attention is not None:
-            # Context-parallel ranks share heads; more ranks than KV heads have one each.
-            shares = min(setup.context_parallel, max(1, block.attention.kv_heads / setup.tensor_parallel))
+            # Context-parallel ranks share whole sequences, but of segments the heads; more ranks have one each.
+            shares: float = setup.context_parallel
+            if len(setup.segments) > 1:
+                shares = min(shares, max(1, block.attention.kv_heads / setup.tensor_parallel))
             total += block.attention.keys_values / setup.tensor_parallel / shares
     return total * setup.micro_batch_size * tokens
 

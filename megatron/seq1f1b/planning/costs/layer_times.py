@@ -5,11 +5,12 @@ parallelism exchange follows arXiv 2205.05198, section 4.2.
 """
 
 from collections.abc import Sequence
-from functools import singledispatch
-from math import gcd, lcm
+from dataclasses import replace
+from functools import lru_cache, singledispatch
 from typing import NamedTuple
 
 from .blocks import BYTES, Block, blocks_of
+from .context_exchange import comm_types, context_exchange
 from .flops import pairs
 from .layer_bytes import keeps_logits
 from .machine import Machine
@@ -54,16 +55,38 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
     forward_attention, input_attention = _attention(setup, machine, layer, start, end)
     forward_other, input_other = _moving(setup, machine, blocks, rows)
     forward_exchange, input_exchange = _tensor_exchange(setup, machine, blocks, rows, weight)
-    exchanged = BYTES * rows * sum(_exchanged(setup, block) for block in blocks)
+    attention = forward_attention, input_attention
+    forward_exchanged, input_exchanged = context_exchange(setup, machine, layer, end - start, attention)
     routed = expert_time(setup, machine, rows, layer)
-    all_to_all = all_to_all_time(machine, setup.context_group, exchanged) + routed.all_to_all
     forward_matmul, input_matmul = forward_matmul + routed.matmul, input_matmul + routed.matmul
     forward_other, input_other = forward_other + routed.other, input_other + 2 * routed.other
+    sent = routed.all_to_all, routed.all_to_all
+    if setup.hides_experts:
+        # A forward runs beside the backward of another micro-batch.
+        sent = (
+            max(0.0, routed.all_to_all - input_matmul - input_attention - weight - routed.weight),
+            max(0.0, routed.all_to_all - forward_matmul - forward_attention),
+        )
     return LayerTime(
-        Parts(forward_matmul, forward_attention, forward_other, forward_exchange, all_to_all),
-        Parts(input_matmul, input_attention, input_other, input_exchange, all_to_all),
+        Parts(forward_matmul, forward_attention, forward_other, forward_exchange, forward_exchanged + sent[0]),
+        Parts(input_matmul, input_attention, input_other, input_exchange, input_exchanged + sent[1]),
         weight + routed.weight,
     )
+
+
+@lru_cache(maxsize=4096)
+def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
+    """How context-parallel ranks exchange whole sequences in the least time, over the layers of the first stage."""
+
+    def seconds(way: str) -> float:
+        each = replace(setup, cp_comm_type=way)
+        times = (
+            (count, layer_time(each, machine, 0, setup.sequence_length, layer))
+            for layer, count in setup.stage_layers(0).items()
+        )
+        return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
+
+    return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)
 
 
 def _products(setup: TrainingSetup, machine: Machine, layer: int, rows: float) -> tuple[float, float, float]:
@@ -96,23 +119,6 @@ def _attention(setup: TrainingSetup, machine: Machine, layer: int, start: int, e
         cached = batch * keys / setup.context_parallel * _keys_values(setup, layer)
         back += moving_time(device, (BYTES + 8) * cached, 2)
     return forward, back
-
-
-def _exchanged(setup: TrainingSetup, block: Block) -> float:
-    """Numbers of a token that context-parallel ranks exchange around a block, the part included that a rank keeps.
-
-    Ranks share the heads, and of those with the same heads each has a part of the queries: see model/head_exchange.
-    """
-    size, attention = setup.context_parallel, block.attention
-    if size == 1 or attention is None:
-        return block.exchanged / setup.tensor_parallel
-    heads = max(1, attention.heads // setup.tensor_parallel)
-    kv_heads = max(1, attention.kv_heads // setup.tensor_parallel)
-    row = gcd(size, heads)
-    queries = 2 * heads * (row - 1)
-    keys_values = 2 * lcm(kv_heads, row) * (size - 1)
-    sent = (attention.score_dim + attention.value_dim) / 2 * (queries + keys_values) / row
-    return sent * size / (size - 1)
 
 
 def _keys_values(setup: TrainingSetup, layer: int) -> float:

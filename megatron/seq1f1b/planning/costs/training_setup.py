@@ -26,8 +26,10 @@ class TrainingSetup:
     `layers_per_stage` has one entry a stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel
     fastest, then context, data, pipeline. Experts are spread over `expert_parallel` of the ranks of a pipeline rank and
     are not cut (--expert-tensor-parallel-size 1). With `overlaps_data_parallel` gradients of a model chunk are summed,
-    and its parameters gathered, beside the compute of others (--overlap-grad-reduce, --overlap-param-gather). Raises
-    ValueError for sizes that do not fit.
+    and its parameters gathered, beside the compute of others (--overlap-grad-reduce, --overlap-param-gather).
+    `cp_comm_type` is how context-parallel ranks exchange whole sequences, as in context_exchange; None: by the fastest
+    way. With `hides_experts` tokens travel to experts beside the compute of another micro-batch
+    (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). Raises ValueError for sizes that do not fit.
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
     for it. tools/paper has those of the papers.
@@ -51,6 +53,8 @@ class TrainingSetup:
     tied_embeddings: bool = False
     overlaps_data_parallel: bool = False
     keeps_logits: bool = False
+    cp_comm_type: str | None = None
+    hides_experts: bool = False
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
     def __post_init__(self) -> None:

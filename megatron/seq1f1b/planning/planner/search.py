@@ -72,7 +72,9 @@ def least_seconds_of(setup: TrainingSetup, machine: Machine) -> float:
     The busiest rank never idles, and its kernels lose nothing to launches, nor to tiles and waves that are not full, as
     it would be for ever larger micro-batches.
     """
-    endless = replace(setup, micro_batch_size=_MANY * setup.micro_batch_size, keeps_logits=keeps_logits(setup))
+    endless = replace(
+        setup, micro_batch_size=_MANY * setup.micro_batch_size, keeps_logits=keeps_logits(setup), cp_comm_type=None
+    )
     work = [(sum(f) + sum(i) + sum(w)) / _MANY for f, i, w in stage_rows(endless, machine)]
     return _least(setup, machine, work, [0.0] * len(work))
 

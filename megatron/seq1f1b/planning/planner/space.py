@@ -9,6 +9,7 @@ from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.layer_bytes import keeps_logits
+from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import OUTSIDE_GIB, Machine
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
@@ -27,6 +28,7 @@ class Question:
 
     `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
     tuples are the choices that the search has, `chunks` at most; `auto` is tried on the winners of the named families.
+    With `by_megatron` Megatron's own schedules run, not those of this package.
     """
 
     model: ModelShape
@@ -40,6 +42,13 @@ class Question:
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     recomputes: tuple[str, ...] = ("none", "layernorm mlp", ALL_BUT_ATTENTION, FULL)
+    by_megatron: bool = False
+
+    def of_megatron(self) -> "Question":
+        """The same to Megatron's own schedules: 1F1B and its interleaved form on whole sequences, with logits kept,
+        and with experts that exchange tokens beside the compute of another micro-batch."""
+        recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
+        return replace(self, families=("1f1b",), segments=(1,), recomputes=recomputes, by_megatron=True)
 
     @property
     def memory_limit(self) -> float:
@@ -102,9 +111,13 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                     distributed_optimizer=True,
                     overlaps_data_parallel=data * context > 1,
                 )
+                setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
                 for recompute in question.recomputes:
                     for expert in expert_sizes(question.model, tensor * context * data):
                         each = replace(setup, expert_parallel=expert, recompute=recompute)
+                        if question.by_megatron:
+                            hides = expert > 1 and recompute != FULL and min(pipeline, 2) <= chunks
+                            each = replace(each, keeps_logits=True, hides_experts=hides)
                         yield replace(each, layers_per_stage=balanced_layers(each, question.machine))
 
 
@@ -163,7 +176,8 @@ def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate
         lengths = cut(setup, strategy, segments)
         if lengths is not None and lengths not in seen:
             seen.add(lengths)
-            yield Candidate(replace(setup, family=family, segments=lengths), strategy)
+            way = setup.cp_comm_type if segments == 1 else None
+            yield Candidate(replace(setup, family=family, segments=lengths, cp_comm_type=way), strategy)
 
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:

@@ -112,8 +112,9 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
     assert in_flight * layers * (sizes[1] - sizes[0]) == pytest.approx(0.69 * 2**30, rel=0.02)
 
 
-def test_context_parallelism_divides_keys_and_values_by_heads():
-    alone = TrainingSetup(preset("mixtral-8x7b"), sequence_length=8192, num_microbatches=1, tensor_parallel=2)
+def test_context_parallelism_divides_keys_and_values_of_segments_by_heads():
+    halves = (4096, 4096)
+    alone = TrainingSetup(preset("mixtral-8x7b"), 8192, num_microbatches=1, tensor_parallel=2, segments=halves)
     heads = alone.model.num_kv_heads // 2
     kept = {
         size: layer_keys_values(replace(alone, context_parallel=size), 0, 0, 8192) for size in (1, 2, heads, 4 * heads)
@@ -121,6 +122,8 @@ def test_context_parallelism_divides_keys_and_values_by_heads():
     assert kept[1] == 4 * 8192 * heads * alone.model.head_dim
     assert kept[2] == kept[1] / 2
     assert kept[heads] == kept[4 * heads] == kept[1] / heads
+    whole = replace(alone, segments=(8192,), context_parallel=4 * heads)
+    assert layer_keys_values(whole, 0, 0, 8192) == kept[1] / (4 * heads)
 
 
 def test_latent_attention_keeps_expanded_keys_and_values():

@@ -1,0 +1,111 @@
+"""What context parallelism exchanges around a layer, and what of that attention hides. Seconds.
+
+Whole sequences are exchanged as Transformer Engine does it (pytorch/attention/dot_product_attention/
+context_parallel.py), by the values of --cp-comm-type:
+
+- `a2a`: tokens for heads before attention, heads for tokens after it; nothing hides it.
+- `all_gather`: keys and values are gathered, in the backward once more, and their gradients reduced; nothing hides it.
+- `p2p`: keys and values travel around a ring, and in the backward their gradients with them, one hop beside each step
+  of attention. Each step adds what it computed to what is there.
+- `a2a+p2p a r`: heads among a neighbours, a ring of r of their groups.
+
+Segments share the heads of all earlier keys, so that these never travel again (model/head_exchange).
+"""
+
+from functools import lru_cache
+from math import gcd, lcm
+
+from .blocks import BYTES, Attention, blocks_of
+from .machine import Machine
+from .operations import Group, all_gather_time, all_to_all_time, message_time, moving_time
+from .training_setup import TrainingSetup
+
+
+def context_exchange(
+    setup: TrainingSetup, machine: Machine, layer: int, length: int, attention: tuple[float, float]
+) -> tuple[float, float]:
+    """Forward and backward, beside `attention` of a layer for segments of `length` tokens; of whole sequences the
+    fastest way, unless the set-up has one."""
+    if setup.context_parallel == 1:
+        return 0.0, 0.0
+    forward = back = 0.0
+    for block in blocks_of(setup.model, layer):
+        if block.exchanged:  # around a recurrence, by heads
+            size = BYTES * setup.rows(length) * block.exchanged / setup.tensor_parallel
+            both = (all_to_all_time(machine, setup.context_group, size),) * 2
+        elif block.attention is None:
+            continue
+        elif len(setup.segments) > 1:
+            size = BYTES * setup.rows(length) * _of_segments(setup, block.attention)
+            both = (all_to_all_time(machine, setup.context_group, size),) * 2
+        else:
+            ways = (setup.cp_comm_type,) if setup.cp_comm_type else comm_types(setup, machine)
+            both = min((_whole(setup, machine, block.attention, way, attention) for way in ways), key=sum)
+        forward, back = forward + both[0], back + both[1]
+    return forward, back
+
+
+@lru_cache(maxsize=4096)
+def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
+    """The ways for whole sequences that Transformer Engine has; around a window no ring."""
+    size, model = setup.context_parallel, setup.model
+    kv_heads = model.num_heads if model.latent else model.num_kv_heads or model.num_heads
+    shared = gcd(model.num_heads // setup.tensor_parallel, kv_heads // setup.tensor_parallel)
+    ways = ["all_gather"] + ["a2a"] * (shared % size == 0)
+    if not model.window_layers:
+        inner = gcd(size, shared, setup.context_group.in_node(machine))
+        ways += ["p2p"] + [f"a2a+p2p {inner} {size // inner}"] * (1 < inner < size)
+    return tuple(ways)
+
+
+def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
+    """Numbers of a token that context-parallel ranks exchange around attention, the part included that a rank keeps.
+
+    Ranks share the heads, and of those with the same heads each has a part of the queries.
+    """
+    size = setup.context_parallel
+    heads = max(1, attention.heads // setup.tensor_parallel)
+    kv_heads = max(1, attention.kv_heads // setup.tensor_parallel)
+    row = gcd(size, heads)
+    queries = 2 * heads * (row - 1)
+    keys_values = 2 * lcm(kv_heads, row) * (size - 1)
+    sent = (attention.score_dim + attention.value_dim) / 2 * (queries + keys_values) / row
+    return sent * size / (size - 1)
+
+
+def _whole(
+    setup: TrainingSetup, machine: Machine, attention: Attention, way: str, seconds: tuple[float, float]
+) -> tuple[float, float]:
+    """`seconds` are those of attention itself, forward and backward."""
+    kind, *sizes = way.split()
+    size = setup.context_parallel
+    shared, steps = map(int, sizes) if sizes else (size, 1) if kind == "a2a" else (1, size)
+    rows = setup.rows(setup.sequence_length) / setup.tensor_parallel
+    keys_values, queries = BYTES * rows * attention.keys_values, BYTES * rows * attention.heads * attention.score_dim
+    output = BYTES * rows * attention.heads * attention.value_dim
+    if kind == "all_gather":
+        gathered = all_gather_time(machine, setup.context_group, size * keys_values)
+        return gathered, 2 * gathered
+    heads = Group(shared, setup.tensor_parallel)
+    exchanged = all_to_all_time(machine, heads, queries + keys_values + output)
+    if steps == 1:
+        return exchanged, exchanged
+    # All ring neighbours send at once, across nodes one rank of each ring that has ranks there.
+    ring = Group(steps, shared * setup.tensor_parallel)
+    here = ring.in_node(machine)
+    there = ring.stride if here == steps else machine.devices_per_node
+    hop, both = (
+        message_time(machine, 0, there, num_bytes, machine.devices_per_node // here)
+        for num_bytes in (keys_values, 2 * keys_values)
+    )
+    forward, back = (each / steps for each in seconds)
+    added = 3 * steps
+    # The first hop of the backward has no gradients yet; the last has nothing else, and nothing beside it.
+    return (
+        exchanged + (steps - 1) * max(0.0, hop - forward) + moving_time(machine.device, added * output, 2 * steps),
+        exchanged
+        + max(0.0, hop - back)
+        + (steps - 2) * max(0.0, both - back)
+        + hop
+        + moving_time(machine.device, added * (queries + keys_values), 2 * steps),
+    )
