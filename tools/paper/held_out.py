@@ -15,7 +15,7 @@ import numpy as np
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.simulator import predict
 
-from . import megatron_tables, seq1f1b_tables, vtrain
+from . import hopper, megatron_tables, seq1f1b_tables, vtrain
 from .row import Row
 
 _STEP = log(1.05)  # of a constant, for its slope
@@ -29,6 +29,7 @@ class Fit:
     constants: tuple[str, ...]
     rows: Callable[[], Iterable[Row]]
     group: Callable[[Row], str]
+    on: Callable[[Row, Machine], Machine] = lambda row, machine: machine  # that of a row, made of the one fitted
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ def _megatron() -> Iterable[Row]:
     yield from megatron_tables.recomputation()
 
 
+def _hopper() -> Iterable[Row]:
+    yield from (row for row in hopper.kwai() if row.table == hopper.WITHOUT_OFFLOAD)
+    yield from (row for row in hopper.long() if any(f" {length}K" in row.label for length in (64, 256, 1024)))
+
+
 FITS = (
     Fit(
         "a100-seq1f1b",
@@ -67,6 +73,13 @@ FITS = (
         lambda row: "hidden size " + row.label.split(",")[0].split(" x ")[1],
     ),
     Fit("a100-80gb", ("device.matmul_efficiency", "device.memory_efficiency"), _megatron, lambda row: row.table),
+    Fit(
+        "h100-80gb",
+        ("device.matmul_efficiency", "device.flash_backward"),
+        _hopper,
+        lambda row: f"{row.table}, {row.label}",
+        hopper.on,
+    ),
 )
 
 
@@ -76,9 +89,9 @@ def held_out(fits: Sequence[Fit] = FITS, progress: Callable[[str], None] = lambd
     for fit in fits:
         progress(f"{fit.machine}\n")
         rows, machine = list(fit.rows()), read_machine(fit.machine)
-        errors = np.array([error(row, machine) for row in rows])
+        errors = np.array([error(row, fit.on(row, machine)) for row in rows])
         changed = [_scaled(machine, name, exp(_STEP)) for name in fit.constants]
-        slopes = np.array([[error(row, other) for other in changed] for row in rows])
+        slopes = np.array([[error(row, fit.on(row, other)) for other in changed] for row in rows])
         slopes = (slopes - errors[:, None]) / _STEP
         groups = np.array([fit.group(row) for row in rows])
         for group in dict.fromkeys(groups.tolist()):

@@ -1,32 +1,25 @@
-"""Long sequences: SlimPipe's memory model (arXiv 2504.14519) and runs of Kwai on H800 (USENIX ATC '24).
+"""Long sequences: SlimPipe's memory model (arXiv 2504.14519).
 
-Of both, the rows whose methods this package has: SlimPipe's slices are segments, and Kwai's runs without offload are
-Megatron's interleaved schedule. What SlimPipe spreads over the pipeline, the projection to the vocabulary, is left out.
+Its slices are segments. What it spreads over the pipeline, the projection to the vocabulary, is left out.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from megatron.seq1f1b.planning.costs import ModelShape
-from megatron.seq1f1b.planning.costs.machine import GIB, OUTSIDE_GIB, Machine, read_machine
+from megatron.seq1f1b.planning.costs.machine import GIB, OUTSIDE_GIB, read_machine
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import fits
-from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 from .row import REFERENCE, Row, read
 
 _LLAMA_7B = ModelShape(32, 4096, 11008, 32, 128, 32000, is_gated=True)
-# SlimPipe counts a vocabulary of 128,000; Kwai's models have that of LLaMA.
+# It counts a vocabulary of 128,000.
 _SLIMPIPE = {
     "LLaMA-13B": ModelShape(40, 5120, 13824, 40, 128, 128000, is_gated=True),
     "LLaMA-70B-GQA": ModelShape(80, 8192, 28672, 64, 128, 128000, 8, is_gated=True),
-}
-_KWAI = {
-    "Llama-65B": ModelShape(80, 8192, 22016, 64, 128, 32000, is_gated=True),
-    "Llama2-70B": ModelShape(80, 8192, 28672, 64, 128, 32000, 8, is_gated=True),
 }
 
 
@@ -78,43 +71,3 @@ def longest_sequence(folder: Path = REFERENCE) -> Iterator[Row]:
         label = f"{row['model']}, {row['system']}"
         published = float(row["longest_sequence"].removesuffix("K"))
         yield Row("SlimPipe, longest sequences", label, "K tokens", published, longest, setup=setup_of(longest))
-
-
-def h800() -> Machine:
-    """An H100 with the links that the table names: NVLink of 400 GB/s for 900, eight adapters of 100 Gbit/s a node."""
-    machine = read_machine("h100-80gb")
-    slower, adapter = 400 / 900, 100e9 / 8
-    return replace(
-        machine,
-        name="h800-80gb",
-        node=replace(machine.node, bandwidth=slower * machine.node.bandwidth),
-        # Of the data sheet, collectives and messages reach as much as on the adapters of the H100 file.
-        network=replace(
-            machine.network,
-            bandwidth=machine.network.bandwidth * 8 * adapter / 400e9,
-            message_bandwidth=machine.network.message_bandwidth * 8 * adapter / 400e9,
-        ),
-    )
-
-
-def without_offload(folder: Path = REFERENCE) -> Iterator[Row]:
-    machine = h800()
-    for row in read("kwai_offload_h800", folder):
-        model, devices, stages = _KWAI[row["model"]], int(row["gpus"]), int(row["p"])
-        tensor, context = int(row["t"]), int(row["c"])
-        data = devices // (tensor * context * stages)
-        setup = TrainingSetup(
-            model,
-            int(row["seq_length"]),
-            int(row["global_batch"]) // data,
-            tensor_parallel=tensor,
-            context_parallel=context,
-            data_parallel=data,
-            placement=Placement(stages, model.num_layers // stages // int(row["layers_per_virtual_stage"])),
-            sequence_parallel=True,
-            distributed_optimizer=True,
-        )
-        label = f"{row['model']}, {devices} GPUs"
-        rate = predict(setup, machine).tokens_per_second
-        published = float(row["tokens_per_second_all_gpus"])
-        yield Row("Kwai without offload", label, "tokens/s", published, rate, setup=setup, machine=machine)

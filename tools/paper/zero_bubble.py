@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.costs.stage_times import step_costs
+from megatron.seq1f1b.planning.costs.stage_times import balanced_layers, step_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
+from megatron.seq1f1b.planning.simulator import predict
 from megatron.seq1f1b.schedule import Costs, Placement, Schedule, auto, build, peak_memory, simulate
 from megatron.seq1f1b.schedule.cost_tables import Table
 
@@ -98,3 +99,23 @@ def memory(folder: Path = REFERENCE) -> Iterator[Row]:
             ranks = [rank_memory(setup, schedule.ranks[rank], rank) for rank in range(setup.pipeline_parallel)]
             most = max(each.total - each.reserved for each in ranks) / 1e9
             yield Row("Zero Bubble memory", label, "GB", float(row["memory_GB"]), most, setup=setup, machine=machine)
+
+
+def large_vocabularies(folder: Path = REFERENCE) -> Iterator[Row]:
+    """Of the same authors (arXiv 2411.05288): 1F1B on one node, and with layers moved away from the last stage.
+
+    Their utilisation is by Megatron's formula, in which attention is not causal.
+    """
+    machine = read_machine("a100-80gb")
+    for row in read("vocabulary_parallelism_a100", folder):
+        layers, hidden, length = int(row["layers"]), int(row["hidden"]), int(row["seq_length"])
+        vocabulary, ranks, batch = int(row["vocab"]), int(row["pp"]), int(row["num_microbatches"])
+        model = gpt(layers, hidden, int(row["heads"]), vocabulary)
+        setup = PaperSetup(model, length, batch, placement=Placement(ranks))
+        if row["method"] == "redis":
+            setup = replace(setup, layers_per_stage=balanced_layers(setup, machine))
+        flops = 72 * batch * length * layers * hidden**2 * (1 + length / 6 / hidden + vocabulary / 12 / layers / hidden)
+        published = flops / (float(row["mfu_pct"]) / 100 * ranks * machine.device.peak_flops)
+        label = f"{row['method']}, vocabulary {vocabulary}, {length} tokens"
+        seconds = predict(setup, machine).seconds
+        yield Row("Large vocabularies", label, "s", published, seconds, setup=setup, machine=machine)
