@@ -112,7 +112,7 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
     assert in_flight * layers * (sizes[1] - sizes[0]) == pytest.approx(0.69 * 2**30, rel=0.02)
 
 
-def test_context_parallelism_divides_keys_and_values_of_segments_by_heads():
+def test_context_parallel_ranks_share_heads_of_segments():
     halves = (4096, 4096)
     alone = TrainingSetup(preset("mixtral-8x7b"), 8192, num_microbatches=1, tensor_parallel=2, segments=halves)
     heads = alone.model.num_kv_heads // 2
