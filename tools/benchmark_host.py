@@ -41,7 +41,7 @@ cpu.activate()
 from megatron.core import ModelParallelConfig  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step  # noqa: E402
 
-from megatron.seq1f1b.model import Segment, SegmentContext, WeightGradientStore  # noqa: E402
+from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, WeightGradientStore  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.runtime.call import Call  # noqa: E402
@@ -133,6 +133,7 @@ def scheduled(step: Step, actions: Program) -> None:
         around_forward=lambda stage, length: nullcontext(),
         recorder=Recorder(torch.device("cpu")),
         around=str,
+        host_memory=HostMemory(),
     )
     Interpreter(step, services).run(actions)
 

@@ -103,6 +103,8 @@ def _executor(
         **options,
     )
     executor.trace_with(_tracer(config, iteration_now))
+    if config.offloads:
+        executor.offload(config.offloads)
     if config.keeps_attention:
         executor.keep_attention()
     return executor

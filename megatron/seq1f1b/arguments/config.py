@@ -22,7 +22,8 @@ class PipelineConfig:
 
     `schedule` is None if Megatron's own is to run untouched.
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens. `keeps_attention`:
-    layers are recomputed all but their attention. `keeps_logits`: the loss is not computed in pieces.
+    layers are recomputed all but their attention. `keeps_logits`: the loss is not computed in pieces. `offloads`: the
+    share of the activations that a rank would hold which waits in the memory of its host.
     """
 
     run: MegatronRun
@@ -31,6 +32,7 @@ class PipelineConfig:
     lengths: tuple[int, ...]
     keeps_attention: bool
     keeps_logits: bool
+    offloads: float
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
     is_on_cpu: bool
@@ -117,6 +119,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         _refuse(run.settings, schedule, len(lengths) > 1)
     if flags.recompute_keeps_attention:
         _check_recomputation(schedule, run.settings)
+    if flags.offload_activations or (isinstance(schedule, Given) and schedule.has_moves):
+        _check_offload(flags.offload_activations, schedule, run.settings)
     if isinstance(schedule, Given):
         _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(
@@ -126,6 +130,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         lengths=lengths,
         keeps_attention=flags.recompute_keeps_attention,
         keeps_logits=flags.keep_logits,
+        offloads=flags.offload_activations,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
         is_on_cpu=is_on_cpu(flags),
@@ -175,12 +180,25 @@ def _check_recomputation(schedule: ScheduleChoice | None, settings: Mapping[str,
             "--recompute-keeps-attention is for --recompute-granularity full, which alone repeats whole layers; add "
             "that, or drop it"
         )
+    _refuse_megatrons_own(schedule, "--recompute-keeps-attention")
+    _refuse_as_segments(settings, "--recompute-keeps-attention")
+
+
+def _check_offload(share: float, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where activations cannot move, or are told to by two flags."""
+    _refuse_megatrons_own(schedule, "--offload-activations")
+    if share and isinstance(schedule, Given) and schedule.has_moves:
+        raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
+    sentence = first_unsupported(settings, {Use.OFFLOAD})
+    if sentence is not None:
+        raise ValueError(sentence)
+
+
+def _refuse_megatrons_own(schedule: ScheduleChoice | None, flag: str) -> None:
     if schedule is None:
         raise ValueError(
-            "--recompute-keeps-attention is not for Megatron's own schedules; add --sequence-splits or "
-            "--pipeline-schedule 1f1b"
+            f"{flag} is not for Megatron's own schedules; add --sequence-splits or --pipeline-schedule 1f1b"
         )
-    _refuse_as_segments(settings, "--recompute-keeps-attention")
 
 
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:

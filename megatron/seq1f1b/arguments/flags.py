@@ -96,6 +96,15 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "divided by the tensor-parallel size.",
     )
     group.add_argument(
+        "--offload-activations",
+        type=_share,
+        default=0.0,
+        metavar="FRACTION",
+        help="Let this fraction of the activations that a rank would hold wait in the memory of its host, from 0 to 1. "
+        "They leave when their forward has run and are back before their backward, both beside compute; those whose "
+        "backward follows within a few actions stay. See docs/long-context.md. Default: 0.",
+    )
+    group.add_argument(
         "--keep-logits",
         action="store_true",
         help="Keep the logits of the last stage for the backward: 4 S V bytes for each sequence of S tokens and a "
@@ -151,13 +160,25 @@ def _add_rehearsal_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _gibibytes(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
+    size = _number(text)
     if not 0 < size < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0 in GiB")
     return size
+
+
+def _share(text: str) -> float:
+    share = _number(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
+    return share
+
+
+def _number(text: str) -> float:
+    """NaN where it is none, which is neither small nor large."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:

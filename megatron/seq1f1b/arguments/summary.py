@@ -19,6 +19,8 @@ def summary(config: PipelineConfig, attention: str) -> str:
     ]
     if config.keeps_attention:
         rows.append(("recomputation", "all of a layer but its attention"))
+    if config.offloads:
+        rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if config.partition.costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
     rows += _predictions(config)

@@ -32,6 +32,7 @@ class Use(Enum):
     SEGMENTS = "with segments"
     SPLIT_BACKWARDS = f"with {_SPLITTING}, files with W"
     V_CHUNKS = "with --pipeline-placement v"
+    OFFLOAD = "with --offload-activations"
 
 
 class Unsupported(NamedTuple):
@@ -121,7 +122,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported("--overlap-moe-expert-parallel-comm", _ORDER, _OWN_SCHEDULE),
         Unsupported("--delay-wgrad-compute", _ORDER, _OWN_SCHEDULE),
-        Unsupported("--fine-grained-activation-offloading", _ORDER, _OWN_SCHEDULE),
+        Unsupported("--fine-grained-activation-offloading", _ORDER, "use --offload-activations"),
         Unsupported("--moe-paged-stash", _ORDER, _OWN_SCHEDULE),
         Unsupported(
             "variable_seq_lengths of a program's configuration",
@@ -295,6 +296,20 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "keeps chunks by the rank that holds them",
             "use --ckpt-format torch_dist",
             lambda settings: settings.get("ckpt_format") == "torch",
+        ),
+    ),
+    Use.OFFLOAD: (
+        Unsupported(
+            "--cpu-offloading-num-layers",
+            "moves the same activations, by layer",
+            "drop it",
+            lambda settings: bool(settings.get("cpu_offloading") or settings.get("cpu_offloading_num_layers")),
+        ),
+        Unsupported(
+            "--overlap-grad-reduce without --no-gradient-accumulation-fusion",
+            "needs marks of parameters, which autograd does not give back where activations move",
+            "give --no-gradient-accumulation-fusion",
+            lambda settings: bool(settings.get("overlap_grad_reduce") and settings.get("gradient_accumulation_fusion")),
         ),
     ),
 }

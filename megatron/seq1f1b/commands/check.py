@@ -22,6 +22,6 @@ def main(argv: list[str] | None = None) -> None:
         f"{path}: valid; {shape.num_ranks} ranks, {shape.num_chunks} model chunks on each ({style}), "
         f"{shape.num_microbatches} micro-batches, {shape.num_segments} segments"
     )
-    print(f"bubble ratio for equal F, I and W: {simulate(schedule).bubble_ratio:.4f}")
+    print(f"bubble ratio for equal F, I and W: {simulate(schedule.without_moves()).bubble_ratio:.4f}")
     held = (f"{sequences_held(actions, shape):.2f}" for actions in schedule.ranks)
     print("most sequences held by each rank, of all its layers:", *held)

@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             schedule = build(family, shape, costs, args.memory_limit)
         if name.endswith(".csv"):
             return write_csv(schedule, output)
-        simulated = simulate(schedule, costs)
+        simulated = simulate(schedule.without_moves(), costs)
         if not isfinite(simulated.makespan):
             raise ValueError(f"--costs {text}: the step takes longer than a number can be; give smaller costs")
         timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": text})]

@@ -3,6 +3,7 @@ starts, weight gradients apart from input gradients."""
 
 from ..local_hybrid import local_hybrid_spec
 from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
+from .host_memory import HostMemory, MovableResults
 from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
 from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents
@@ -13,6 +14,8 @@ from .weight_gradient import WeightGradientStore
 __all__ = [
     "PIECE",
     "Documents",
+    "HostMemory",
+    "MovableResults",
     "PredictionHeads",
     "Segment",
     "SegmentContext",

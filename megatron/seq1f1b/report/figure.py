@@ -1,15 +1,16 @@
 """Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
 
 The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
-micro-batch, the bar below it for the model chunk; idle time stays white. Lines above a row are collectives beside
-compute: hollow those that gather parameters, filled those that reduce gradients.
+micro-batch, the bar below it for the model chunk; idle time stays white. Lines beside a row run beside compute. Above
+it are collectives, hollow those that gather parameters, filled those that reduce gradients; below it are copies, filled
+those to the memory of the host, hollow those back.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Kind, Span, Timeline, sequences_held, written_whole
+from ..schedule import MOVE_KINDS, Kind, Span, Timeline, sequences_held, written_whole
 from .colours import COLOURS, NAMES, shade
 
 _WHITE_LABELS = (Kind.I,)
@@ -24,7 +25,13 @@ _PAPERS = {
     ("zb-h1", False, False): "ZB-H1",
     ("zb-h1", True, False): "Seq1F1B + ZB-H1",
 }
-_LINES = {Kind.GATHER: ("#5e3c99", "parameter gathering"), Kind.REDUCE: ("#b2182b", "gradient reduction")}
+_LINES = {
+    Kind.GATHER: ("#5e3c99", "parameter gathering"),
+    Kind.REDUCE: ("#b2182b", "gradient reduction"),
+    Kind.OFFLOAD: ("#35978f", "activations to the host"),
+    Kind.RELOAD: ("#01665e", "activations back"),
+}
+_HOLLOW = Kind.GATHER, Kind.RELOAD
 _ROW = 0.28  # inches: height of a rank
 _WIDTH = 8.0  # inches: a page, at 200 dots an inch 1,600 pixels
 _NARROW = 5.0  # inches: a figure of one column of a paper, which has no room for the table at the right
@@ -96,9 +103,10 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: 
         for action, start, end in spans:
             left, right = start - timeline.start, end - timeline.start
             if action.kind in _LINES:
-                lines.append(_rectangle(left, right, rank - 0.5, rank - 0.42))
+                top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
+                lines.append(_rectangle(left, right, top, top + 0.08))
                 line_colours.append(_LINES[action.kind][0])
-                line_faces.append("white" if action.kind is Kind.GATHER else _LINES[action.kind][0])
+                line_faces.append("white" if action.kind in _HOLLOW else _LINES[action.kind][0])
                 continue
             boxes.append(_rectangle(left, right, rank - 0.46, rank + 0.46))
             colours.append(shade(action.kind, action.segment, timeline.shape.num_segments))
@@ -167,7 +175,7 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float, colum
     entries: dict[str, Any] = {NAMES[kind]: box(shade(kind, 1, 3)) for kind in NAMES if kind in used}
     for kind, (colour, name) in _LINES.items():
         if kind in used:
-            entries[name] = Patch(facecolor="white" if kind is Kind.GATHER else colour, edgecolor=colour)
+            entries[name] = Patch(facecolor="white" if kind in _HOLLOW else colour, edgecolor=colour)
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):

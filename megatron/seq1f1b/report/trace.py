@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..schedule import Action, Kind, Span, Timeline, written_whole
+from ..schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Span, Timeline, written_whole
 from ..schedule.dependencies import message_needed
 
 # Perfetto ties an arrow to the slices that its ends lie in, so it leaves just before the sender's slice ends.
@@ -23,16 +23,16 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(timeline.ranks):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
-        chunks = {action.stage for action, _, _ in spans if action.kind in (Kind.GATHER, Kind.REDUCE)}
-        rows = {stage: row for row, stage in enumerate(sorted(chunks), start=1)}
-        events += (_name("thread_name", rank, row, f"collectives of stage {stage}") for stage, row in rows.items())
+        # Beside compute: what overlaps cannot share a row.
+        aside = {_aside(action) for action, _, _ in spans if action.kind not in COMPUTE_KINDS}
+        rows = {name: row for row, name in enumerate(sorted(aside), start=1)}
+        events += (_name("thread_name", rank, row, name) for name, row in rows.items())
         for action, start, end in spans:
             events.append(
                 {
                     "ph": "X",
                     "pid": rank,
-                    # Beside compute, and on a row for each stage: what overlaps cannot share one.
-                    "tid": rows[action.stage] if action.kind in (Kind.GATHER, Kind.REDUCE) else 0,
+                    "tid": 0 if action.kind in COMPUTE_KINDS else rows[_aside(action)],
                     "name": str(action),
                     "cat": action.kind.value,
                     "ts": (start - timeline.start) * scale,
@@ -48,6 +48,12 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
         events += _held(timeline, rank, scale)
     events += _arrows(timeline, scale)
     return {"traceEvents": events, "otherData": dict(timeline.meta)}
+
+
+def _aside(action: Action) -> str:
+    if action.kind in MOVE_KINDS:
+        return "copies to the host" if action.kind is Kind.OFFLOAD else "copies from the host"
+    return f"collectives of stage {action.stage}"
 
 
 def _name(what: str, rank: int, row: int, name: str) -> dict[str, Any]:

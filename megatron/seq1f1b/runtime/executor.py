@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_map
 from ..model import (
     PIECE,
     Documents,
+    HostMemory,
+    MovableResults,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -74,6 +76,7 @@ class PipelineExecutor:
         self._piece = piece
         self._context = SegmentContext()
         self._weight_gradients = WeightGradientStore()
+        self._host_memory = HostMemory()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._agreed: set[str] = set()
         self._ran_before: set[tuple] = set()
@@ -85,7 +88,12 @@ class PipelineExecutor:
 
     def keep_attention(self) -> None:
         """Let the attention of a layer that is recomputed run once: what it left serves the repeated forward."""
-        self._context.kept_attention = {}
+        self._context.kept_attention = MovableResults(self._host_memory)
+
+    def offload(self, share: float) -> None:
+        """Let a `share` of what forwards leave for their backwards wait in the memory of the host, see
+        `units_to_move`."""
+        self._programs.offloaded = share
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
@@ -135,6 +143,7 @@ class PipelineExecutor:
         finally:
             self._context.clear()
             self._weight_gradients.clear()
+            self._host_memory.clear()
         if timers is not None:
             timers("forward-backward").stop()
         return reports
@@ -184,6 +193,7 @@ class PipelineExecutor:
                 around_forward=self._around_forward,
                 recorder=recorder,
                 around=partial(self._programs.around, shape, lengths, step.rank),
+                host_memory=self._host_memory,
             )
             Interpreter(step, services).run(program)
             sync.close()

@@ -5,7 +5,7 @@ It contains nothing of families, phases or neighbours: all that is in the progra
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..model import Segment, SegmentContext, WeightGradientStore
+from ..model import HostMemory, Segment, SegmentContext, WeightGradientStore
 from ..schedule import Action, Kind, Placement
 from .call import Call
 from .communication import Communicator, channels_of
@@ -66,6 +66,7 @@ class Services:
     around_forward: Callable[[int, int], AbstractContextManager]
     recorder: Recorder
     around: Callable[[Action], str]
+    host_memory: HostMemory
 
 
 class Interpreter:
@@ -89,14 +90,16 @@ class Interpreter:
         self._recomputed: frozenset[Action] | None = None
         # The last actions of each chunk that give input gradients, and that give weight gradients.
         self._ends: frozenset[tuple[Kind, Action]] = frozenset()
-        # By (stage, micro-batch, segment): what went into a forward and came out, until its backward.
+        # By (stage, micro-batch, segment), as all below: the units that go to the memory of the host and back.
+        self._moved: frozenset[tuple] = frozenset()
+        # What went into a forward and came out, until its backward.
         self._kept: dict[tuple, tuple[Tensor | None, Tensor]] = {}
         # By the SEND that carries it, or would if the neighbouring stage were on another rank.
         self._outgoing: dict[tuple, Tensor] = {}
 
     def run(self, program: Program) -> None:
         """Run the actions in order. A failure names the action and what stands around it, on all ranks."""
-        self._ends, self._splits_backwards = program.ends, program.splits_backwards
+        self._ends, self._splits_backwards, self._moved = program.ends, program.splits_backwards, program.moved
         self._recomputed = self._all_but_partially_checkpointed(program.actions)
         # A range for each action in the PyTorch profiler, and in Nsight by Megatron's --profile.
         is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
@@ -115,6 +118,7 @@ class Interpreter:
         self._services.communicator.finish()
         self._services.context.assert_empty()
         self._services.weight_gradients.assert_empty()
+        self._services.host_memory.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
     def _all_but_partially_checkpointed(self, program: Sequence[Action]) -> frozenset[Action] | None:
@@ -141,7 +145,9 @@ class Interpreter:
         self._started_chunks.add(chunk)
         is_last = stage == self._last_stage
         running = services.context.running(segment, not call.forward_only)
-        with running, services.recorder.span(action), services.around_forward(stage, segment.length):
+        moves = action[1:] in self._moved
+        keeping = services.host_memory.keeping(action[1:]) if moves else nullcontext()
+        with running, keeping, services.recorder.span(action), services.around_forward(stage, segment.length):
             output, _ = forward_step(
                 services.losses.observe(call.forward_step_func, segment),
                 batches and batches.at(segment),
@@ -158,6 +164,9 @@ class Interpreter:
                 vp_stage=chunk if len(call.chunks) > 1 else None,
                 is_last_stage=is_last,
             )
+        if moves and arrived is not None:
+            # The graph has what it needs of it, and of this tensor the backward sets the gradient only.
+            arrived.data = arrived.new_empty(()).expand(arrived.shape)
         if not call.forward_only:
             self._kept[action[1:]] = arrived, output
         if not is_last:
@@ -167,6 +176,8 @@ class Interpreter:
         kind, stage, microbatch, index = action
         services = self._services
         segment = self._step.segments[microbatch][index]
+        if action[1:] in self._moved:
+            services.host_memory.wait(action[1:])
         arrived, output = self._kept.pop(action[1:])
         if stage == self._last_stage:
             gradient, output = None, services.losses.ready_for_backward(output, segment)
@@ -251,6 +262,12 @@ class Interpreter:
     def _reduce(self, action: Action) -> None:
         self._services.sync.after_last_backward(self._chunk_of[action.stage])
 
+    def _offload(self, action: Action) -> None:
+        self._services.host_memory.offload(action[1:], self._services.recorder.span(action))
+
+    def _reload(self, action: Action) -> None:
+        self._services.host_memory.reload(action[1:], self._services.recorder.span(action))
+
     def _start(self, name: str) -> None:
         """Start a timer of Megatron's log by its name; its `forward_step` and `backward_step` time themselves."""
         if self._timers is not None:
@@ -273,6 +290,8 @@ class Interpreter:
         Kind.SEND_B: _send,
         Kind.GATHER: _gather,
         Kind.REDUCE: _reduce,
+        Kind.OFFLOAD: _offload,
+        Kind.RELOAD: _reload,
     }
 
 

@@ -9,15 +9,20 @@ from functools import lru_cache, partial
 
 from ..ranks import warn_on_rank_0
 from ..schedule import (
+    COMPUTE_KINDS,
     Action,
     Clock,
     CostsOfLengths,
+    Given,
     Kind,
     Named,
     Planned,
     ScheduleChoice,
     Shape,
     lower_rank,
+    merged,
+    units_to_move,
+    with_moves,
 )
 from ..schedule.validate import neighbourhood
 
@@ -48,13 +53,15 @@ def streams_share_queues() -> bool:
 class Program:
     """The lowered actions of one rank, and what follows from them, computed once instead of in every step.
 
-    `splits_backwards`: some backward has an input-gradient and a weight-gradient half. `ends`: for each chunk the
+    `splits_backwards`: some backward has an input-gradient and a weight-gradient half. `moved`: the units, as (stage,
+    micro-batch, segment), that go to the memory of the host and back. `ends`: for each chunk the
     last action that gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action).
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = tuple(actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
+        self.moved = frozenset(action[1:] for action in self.actions if action.kind is Kind.OFFLOAD)
         self.ends = frozenset(_ends(self.actions))
 
 
@@ -63,11 +70,13 @@ class Programs:
 
     A planned schedule is planned for `costs(lengths)` of segments of certain lengths, equal ones if `costs` is None.
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
+    `offloaded`: the share of what a rank holds that waits in the memory of the host, see `units_to_move`.
     """
 
     def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:
         self.name = choice.name
         self.placement = choice.placement
+        self.offloaded = 0.0
         self._choice = choice
         self._one_queue = one_queue
         self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
@@ -93,7 +102,11 @@ class Programs:
             return Program([action for action in actions if action.kind in _FORWARD_KINDS])
         if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
             warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
-        return Program(lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn))
+        actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
+        order = [action for action in actions if action.kind in COMPUTE_KINDS]
+        if isinstance(self._choice, Given) and self._choice.has_moves:
+            return Program(merged(actions, self._choice.schedule.ranks[rank]))
+        return Program(merged(actions, with_moves(order, units_to_move(order, self.offloaded))))
 
     def around(self, shape: Shape, lengths: Sequence[int], rank: int, action: Action) -> str:
         """What all ranks do around an action of this one in a training step, for the message of a failure."""

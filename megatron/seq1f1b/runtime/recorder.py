@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ..schedule import Action, Kind, Span
+from ..schedule import COMPUTE_KINDS, Action, Kind, Span
 
 
 class PeakMemory:
@@ -87,8 +87,9 @@ class Recorder:
 
     def reading(self) -> Reading:
         """The step in three numbers. On a GPU its work has to be done."""
-        busy = sum(_seconds(start, end) for _, start, end in self._marks)
-        return Reading(busy, _seconds(self._start, self._marks[-1][-1]) if self._marks else 0.0, self._peak)
+        marks = [(start, end) for action, start, end in self._marks if action.kind in COMPUTE_KINDS]
+        busy = sum(_seconds(start, end) for start, end in marks)
+        return Reading(busy, _seconds(self._start, marks[-1][-1]) if marks else 0.0, self._peak)
 
     def spans(self) -> list[Span]:
         """What was recorded, in the order of the starts; times in seconds of this machine's monotonic clock.

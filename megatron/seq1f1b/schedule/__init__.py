@@ -3,7 +3,7 @@
 Pure Python: nothing of torch, Megatron or the rest of this package is imported here.
 """
 
-from .action import Action, Kind, parse_action
+from .action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, parse_action
 from .automatic import auto
 from .choice import (
     FAMILY_NAMES,
@@ -23,6 +23,7 @@ from .dependencies import dependencies
 from .families import FAMILIES
 from .files import UNUSABLE, read_json, reason, written_whole
 from .lowering import Channel, channel_of, lower, lower_rank
+from .moves import merged, units_to_move, with_moves
 from .schedule import PLACEMENTS, Placement, Schedule, Shape
 from .timeline import Span, Timeline, read_timeline, write_timeline
 from .timing import simulate

@@ -20,6 +20,8 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # send the input gradient of B/I(stage) to stage - 1
     GATHER = "GATHER"  # start gathering the parameters of a model chunk
     REDUCE = "REDUCE"  # start reducing the gradients of a model chunk
+    OFFLOAD = "OFFLOAD"  # start moving what F(stage) has left to the memory of the host
+    RELOAD = "RELOAD"  # start bringing it back for B/I(stage)
 
     # A member equals its value, so it may hash like it; Enum's own hash is slow Python code.
     __hash__ = str.__hash__
@@ -27,6 +29,7 @@ class Kind(StrEnum):
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 CHUNK_KINDS = (Kind.GATHER, Kind.REDUCE)
+MOVE_KINDS = (Kind.OFFLOAD, Kind.RELOAD)
 
 
 class Action(NamedTuple):

@@ -100,7 +100,16 @@ class Given:
         """As of a `Named`; raises ValueError if the schedule has another shape."""
         if self.schedule.shape != shape:
             raise ValueError(f"the given schedule is for {self.schedule.shape}, not for {shape}")
-        return self.schedule
+        return self._compute
+
+    @cached_property
+    def has_moves(self) -> bool:
+        """Whether it has OFFLOAD."""
+        return self.schedule.has_moves
+
+    @cached_property
+    def _compute(self) -> Schedule:
+        return self.schedule.without_moves()
 
 
 ScheduleChoice = Named | Planned | Given

@@ -4,7 +4,7 @@ import csv
 from io import StringIO
 from pathlib import Path
 
-from .action import COMPUTE_KINDS, Action, parse_action
+from .action import COMPUTE_KINDS, MOVE_KINDS, Action, parse_action
 from .files import read_text, written_whole
 from .schedule import Placement, Schedule, Shape
 from .validate import ScheduleError, validate
@@ -16,7 +16,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """A valid schedule of compute actions, its sizes taken from the file.
+    """A valid schedule of compute actions, and of moves if it has any, its sizes taken from the file.
 
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The
     placement is looped or V-shaped, whichever puts the stages on the ranks that run them. Raises
@@ -47,8 +47,10 @@ def _parse(path: str | Path, row: int, cell: int, text: str) -> Action:
         action = parse_action(text)
     except ValueError as error:
         raise ValueError(f"{path}, row {row}, cell {cell}: {error}") from None
-    if action.kind not in COMPUTE_KINDS:
-        raise ValueError(f"{path}, row {row}, cell {cell}: {text!r} is not F, B, I or W; lowering adds the others")
+    if action.kind not in COMPUTE_KINDS + MOVE_KINDS:
+        raise ValueError(
+            f"{path}, row {row}, cell {cell}: {text!r} is not F, B, I, W, OFFLOAD or RELOAD; lowering adds the others"
+        )
     return action
 
 

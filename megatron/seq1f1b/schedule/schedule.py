@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .action import Action
+from .action import COMPUTE_KINDS, MOVE_KINDS, Action
 
 PLACEMENTS = ("looped", "v")
 
@@ -105,10 +105,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank, the actions that it runs, in order."""
+    """For each rank, the actions that it runs, in order: compute actions, and moves to the host where it has any."""
 
     shape: Shape
     ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether activations go to the memory of the host and back."""
+        return any(action.kind in MOVE_KINDS for actions in self.ranks for action in actions)
+
+    def without_moves(self) -> "Schedule":
+        """The compute actions alone."""
+        ranks = (tuple(action for action in actions if action.kind in COMPUTE_KINDS) for actions in self.ranks)
+        return Schedule(self.shape, tuple(ranks))
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: " + " ".join(map(str, actions)) for rank, actions in enumerate(self.ranks))

@@ -20,8 +20,13 @@ def validate(schedule: Schedule) -> None:
     """Raises ScheduleError unless every rank runs exactly what it must in an order that can run.
 
     Each stage needs, for each unit, one F and either one B or one I and one W, all on the stage's
-    rank. The orders of the ranks and the dependencies together must have no cycle.
+    rank. The orders of the ranks and the dependencies together must have no cycle. Where a unit moves to the memory of
+    the host and back, that is between its forward and its backward, and once.
     """
+    if schedule.has_moves:
+        for rank in range(len(schedule.ranks)):
+            _check_moves(schedule, rank)
+        schedule = schedule.without_moves()
     shape = schedule.shape
     if len(schedule.ranks) != shape.num_ranks:
         raise ScheduleError(f"{len(schedule.ranks)} ranks given, {shape.num_ranks} expected")
@@ -45,6 +50,19 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
         problem = _problem({*kinds})
         if problem is not None:
             raise _missing(schedule, rank, Action(Kind.F, *unit), problem)
+
+
+def _check_moves(schedule: Schedule, rank: int) -> None:
+    last: dict[tuple[int, ...], Kind] = {}
+    for index, action in enumerate(schedule.ranks[rank]):
+        kind, before = action.kind, last.get(action[1:])
+        if kind is Kind.OFFLOAD and before is not Kind.F:
+            raise _error(schedule, rank, index, "does not follow the forward of its unit")
+        if kind is Kind.RELOAD and before is not Kind.OFFLOAD:
+            raise _error(schedule, rank, index, "brings back what is not in the memory of the host")
+        if kind in (Kind.B, Kind.I) and before is Kind.OFFLOAD:
+            raise _error(schedule, rank, index, "needs what is in the memory of the host; RELOAD it before")
+        last[action[1:]] = kind
 
 
 def _problem(kinds: set[str]) -> str | None:

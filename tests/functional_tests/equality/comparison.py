@@ -22,14 +22,14 @@ from functional_tests.equality.experts import logged
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
 from functional_tests.equality.models import VOCABULARY, Model
 from functional_tests.equality.step import run
-from megatron.seq1f1b.model import latents
+from megatron.seq1f1b.model import host_memory, latents
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Segmentation
-from megatron.seq1f1b.schedule import choose
+from megatron.seq1f1b.schedule import Kind, choose
 
 # Logits of one or a few tokens on a rank, where a step has several micro-batches; where it has one, all are kept.
 _PIECE = BATCH * VOCABULARY
@@ -56,7 +56,7 @@ class References:
         cases = [replace(case, packed=case.packed and _form(model, case.packed)) for case in cases]
         if model.transformer_engine:  # local layers cannot recompute as much
             model = replace(model, transformer_engine=None, recompute=None)
-        model = replace(model, keeps_latents=False, keeps_attention=False)
+        model = replace(model, keeps_latents=False, keeps_attention=False, offloads=0.0)
         chunks = None
         found = []
         for case in cases:
@@ -94,13 +94,14 @@ class Verdict:
 def patches_of(model: Model) -> list[Patch]:
     """What Megatron's recurrent layers compute in fp32 stays in fp64 where the model is in fp64: such rounding would
     hide what an exact model is to show. Multi-latent attention keeps latents if the model requires it, whatever it
-    takes."""
+    takes, and storages move however small they are."""
 
     def unless_fp64(to_fp32):
         return lambda tensor: tensor if tensor.dtype == torch.float64 else to_fp32(tensor)
 
     patches = [Patch("torch.Tensor.float", unless_fp64, "rounds", wraps=True)] * model.has_recurrent_layers
-    return patches + [Patch(f"{latents.__name__}.LARGEST_SHARE", inf, "chooses by size")] * model.keeps_latents
+    patches += [Patch(f"{latents.__name__}.LARGEST_SHARE", inf, "chooses by size")] * model.keeps_latents
+    return patches + [Patch(f"{host_memory.__name__}.SMALLEST", 1, "chooses by size")] * (model.offloads > 0)
 
 
 @contextmanager
@@ -146,8 +147,11 @@ def compare(
         packing = Packing(0, cut_by_documents(case)) if case.packed else None
         cut = Segmentation(case.k, lambda length, case=case: case.lengths, packing)
         piece = None if case.m == 1 else _PIECE
-        executor = PipelineExecutor(choose(case.family, layout.style), cut, piece=piece)
+        schedule = choose(case.family, layout.style)
+        executor = PipelineExecutor(schedule, cut, piece=piece)
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
+        if model.offloads:
+            executor.offload(model.offloads)
         if model.keeps_attention:
             executor.keep_attention()
         evaluations = [step(forward_only=True)[0]]
@@ -172,6 +176,17 @@ def compare(
                 (inf, f"{each}, not bitwise") for each, grad in grads.items() if not grad.equal(plain_grads[each])
             ]
             wrong += [(inf, f"{kept.calls} calls of kernels, not {plain.calls}")] * (kept.calls != plain.calls)
+        if model.offloads:
+            has_moved = Kind.OFFLOAD in {span.action.kind for span in executor.recorder.spans()}
+            wrong += [(inf, "nothing moved")] * (has_moved != bool(executor._host_memory.most_bytes))
+            executor = PipelineExecutor(schedule, cut, piece=piece)
+            if model.keeps_attention:
+                executor.keep_attention()
+            _, plain_grads = run(executor, chunks, case, first, replicas, groups=groups_of(layout))
+            logged(case.m, model.layers, model.auxiliary)  # and forgotten
+            wrong += [
+                (inf, f"{each}, not bitwise") for each, grad in grads.items() if not grad.equal(plain_grads[each])
+            ]
         # Megatron keeps what it logs in fp32.
         wrong += [
             (logs[name] / value - 1, name)

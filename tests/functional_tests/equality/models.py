@@ -33,7 +33,7 @@ class Model:
     With a `pattern` of layers it is a HybridModel. `transformer_engine` makes it of Transformer Engine's layers, which
     add weight gradients to `main_grad` themselves where it is "fused", or leave that to autograd where it is "unfused".
     `keeps_latents`: multi-latent attention keeps latents, however short its segments are. `keeps_attention`: full
-    recomputation leaves attention out.
+    recomputation leaves attention out. `offloads`: that share of what a rank holds waits in the memory of the host.
     """
 
     dtype: torch.dtype = torch.float64
@@ -50,6 +50,7 @@ class Model:
     transformer_engine: str | None = None
     keeps_latents: bool = False
     keeps_attention: bool = False
+    offloads: float = 0.0
 
     @property
     def label(self) -> str:
@@ -61,6 +62,7 @@ class Model:
         words += ["latents"] * self.keeps_latents
         words += [self.recompute or "", "but-attention" if self.keeps_attention else ""]
         words += ["per-token"] * self.per_token_loss
+        words += [f"offloads-{self.offloads:g}"] * (self.offloads > 0)
         return "-".join(filter(None, words))
 
     @property

@@ -79,6 +79,7 @@ DOCUMENTS = [
         (7, 2, "uneven", "cu_seqlens"),
     )
 ]
+OFFLOADED = [Case(each, 4, 3, "uneven", "random") for each in ("gpipe", "zb-h1")]
 PREDICTED = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (FEW[0], *FEW[2:4])]
 
 EXACT, LEARNED = Model(), {"tied": True, "positions": "learned_absolute"}
@@ -187,6 +188,20 @@ SUITES = {
         (replace(EXACT, **KEPT), TENSOR, SPLIT[1:3]),
         (replace(SLIDING, kv_heads=1, **KEPT), CONTEXT, SHARED[:3]),
         (replace(SLIDING, heads=3, kv_heads=3, **KEPT), GATHERED, SHARED[:3]),
+    ],
+    # What forwards leave waits in the memory of the host; gradients are bitwise those without that.
+    "offload": [
+        (replace(EXACT, offloads=1.0), PIPELINE, [Case(each, 4, 3, "uneven", "random") for each in FAMILY_NAMES]),
+        (replace(EXACT, offloads=0.4), PIPELINE, [Case("gpipe", 7, 2, "uneven", "random")]),
+        (replace(EXACT, **KEPT, offloads=1.0), PIPELINE, OFFLOADED),
+        *((replace(model, offloads=1.0), PIPELINE, OFFLOADED) for model in (SECOND_DENSE, LATENTS, PREDICTION)),
+        (replace(selective(EXACT, "layernorm", "mlp"), offloads=1.0), PIPELINE, OFFLOADED),
+        (replace(SLIDING, **KEPT, per_token_loss=True, offloads=1.0), PIPELINE, packed(OFFLOADED[:1], "tokens")),
+        (replace(hybrid("GM*-"), recompute="selective", offloads=1.0), PIPELINE, OFFLOADED),
+        (replace(EXACT, recompute="full", offloads=1.0), CHUNKS, OFFLOADED),
+        (replace(EXACT, offloads=1.0), V, [Case(each, 4, 3, "uneven", "random") for each in ("1f1b", "auto")]),
+        (replace(EXACT, offloads=1.0), TENSOR, OFFLOADED),
+        (replace(EXACT, offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
     ],
     # Megatron's --recompute-modules; some discard an output and make it again when its gradient comes.
     "recompute-modules": [

@@ -16,10 +16,13 @@ from megatron.seq1f1b.schedule import (
     Named,
     Placement,
     Planned,
+    Schedule,
     Shape,
     Timeline,
     build,
     simulate,
+    units_to_move,
+    with_moves,
     write_csv,
     write_timeline,
 )
@@ -370,6 +373,41 @@ def test_attention_is_kept_where_layers_are_recomputed(flags, settings, sentence
         assert pipeline_config(parsed(*one, "--recompute-keeps-attention", **full)).keeps_attention
         assert not pipeline_config(parsed(*one, **full)).keeps_attention
     assert parse_options({"recompute_keeps_attention": True}).recompute_keeps_attention
+
+
+@pytest.mark.parametrize(
+    "flags, settings, sentence",
+    [
+        ([], {}, "--offload-activations is not for Megatron's own schedules; add --sequence-splits or"),
+        (["--sequence-splits", "4"], {"fine_grained_activation_offloading": True}, "--fine-.*; use --offload-"),
+        (["--sequence-splits", "4"], {"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers moves the same"),
+        (
+            ["--sequence-splits", "4"],
+            {"overlap_grad_reduce": True, "gradient_accumulation_fusion": True},
+            "--overlap-grad-reduce without .* marks of parameters, .*; give --no-gradient-accumulation-fusion",
+        ),
+    ],
+)
+def test_activations_move_to_the_host_where_they_can(flags, settings, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        pipeline_config(parsed(*flags, "--offload-activations", "0.5", **settings))
+    assert pipeline_config(parsed("--pipeline-schedule", "gpipe", "--offload-activations", "0.5")).offloads == 0.5
+    assert parse_options({"offload_activations": 1}).offload_activations == 1
+    for wrong in ("1.5", "-1", "nan", "half"):
+        with pytest.raises(ValueError, match=f"offload_activations='{wrong}'.* is not a fraction from 0 to 1"):
+            parse_options({"offload_activations": wrong})
+
+
+def test_a_schedule_with_moves_leaves_none_to_the_flag(tmp_path):
+    order = build("gpipe", Shape(Placement(1), 8)).ranks[0]
+    write_csv(Schedule(Shape(Placement(1), 8), (with_moves(order, units_to_move(order, 1)),)), tmp_path / "moves.csv")
+    flags = ("--pipeline-schedule-file", str(tmp_path / "moves.csv"))
+    sizes = {"pipeline_model_parallel_size": 1, "global_batch_size": 8, "data_parallel_size": 1}
+    assert pipeline_config(parsed(*flags, **sizes)).schedule.has_moves
+    with pytest.raises(ValueError, match="^--pipeline-schedule-file has OFFLOAD and RELOAD .* --offload-activations$"):
+        pipeline_config(parsed(*flags, "--offload-activations", "0.5", **sizes))
+    with pytest.raises(ValueError, match="^--cpu-offloading-num-layers"):
+        pipeline_config(parsed(*flags, cpu_offloading_num_layers=2, **sizes))
 
 
 def test_lengths_follow_documents_where_the_strategy_can():

@@ -33,6 +33,7 @@ def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, ran
     "flags, settings, row",
     [
         (["--recompute-keeps-attention"], {"recompute_granularity": "full"}, "all of a layer but its attention"),
+        (["--offload-activations", "0.5"], {}, "host memory            50 % of the activations that a rank would hold"),
         ([], {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "the gains of --fp8-format: predictions are for 16 bits"),
     ],
 )

@@ -59,6 +59,15 @@ def test_collectives_have_rows_of_their_own_in_a_trace():
     assert events["thread_name"]["args"] == {"name": "collectives of stage 2"}
 
 
+def test_copies_have_a_row_for_each_direction_in_a_trace():
+    actions = (Action(kind, 0, unit, 0) for kind in (Kind.OFFLOAD, Kind.RELOAD) for unit in (0, 1))
+    spans = tuple(Span(action, 0.0, 1.0) for action in (Action(Kind.F, 0, 0, 0), *actions))
+    events = to_trace(Timeline(Shape(Placement(1), 2), (spans,), "s"))["traceEvents"]
+    assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 2, 2, 1, 1]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {1: "copies from the host", 2: "copies to the host"}
+
+
 @pytest.mark.parametrize("family, chunks", [("1f1b", 1), ("zb-h1", 2)])
 def test_arrows_lead_from_every_send_to_its_receive(family, chunks):
     timeline = simulate(build(family, Shape(Placement(3, chunks), 4, 2)))

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, Action, Kind
+from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
 from megatron.seq1f1b.schedule.cost_tables import Costs
 from megatron.seq1f1b.schedule.dependencies import message_needed, outcome
 from megatron.seq1f1b.schedule.lowering import Channel, channel_of
@@ -109,13 +109,14 @@ def execute(
     buffered: int = 0,
     loads_kernels: bool = False,
     in_turn: bool = False,
+    copy: float = 0.0,
 ) -> Timeline:
-    """The timeline of the compute actions of a lowered schedule.
+    """The timeline of the compute actions of a lowered schedule, whose ranks wait `copy` for each move to the host.
 
     Raises HangError, with what every rank and queue waits for.
     """
     machine = _Machine(lowered, costs or Costs.uniform(lowered.shape), one_queue, buffered)
-    machine.loads_kernels, machine.in_turn = loads_kernels, in_turn
+    machine.loads_kernels, machine.in_turn, machine.copy = loads_kernels, in_turn, copy
     return machine.run()
 
 
@@ -125,6 +126,7 @@ class _Machine:
         self.lowered, self.shape, self.costs = lowered, lowered.shape, costs
         self.one_queue, self.room = one_queue, buffered
         self.loads_kernels = self.in_turn = False
+        self.copy = 0.0
         self.loaded: list[set] = [set() for _ in lowered.ranks]
         self.buffers: dict[Channel, deque[tuple[Action, float]]] = {}
         self.queues: dict[tuple[int, Hashable], _Queue] = {}
@@ -182,6 +184,8 @@ class _Machine:
                     self.now[rank] = max(self.now[rank], queue.free)
                 queue.posted.append((channel, action, self.now[rank]))
                 self.touched.append(key)
+            elif action.kind in MOVE_KINDS:
+                self.now[rank] += self.copy
             self.index[rank] += 1
 
     def _is_waited_for(self, rank: int) -> bool:

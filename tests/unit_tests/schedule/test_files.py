@@ -50,7 +50,7 @@ def test_csv_of_other_programs(tmp_path):
     [
         ("", ValueError, "holds no actions"),
         ("0F0.0,0Q0.0", ValueError, "row 1, cell 2: not an action: '0Q0.0'"),
-        ("0F0.0,0B0.0,0REDUCE", ValueError, "row 1, cell 3: '0REDUCE' is not F, B, I or W"),
+        ("0F0.0,0B0.0,0REDUCE", ValueError, "row 1, cell 3: '0REDUCE' is not F, B, I, W, OFFLOAD or RELOAD"),
         ("0F0.0,0B0.0\n1F0.0,1B0.0,2F0.0,2B0.0", ValueError, "3 stages do not divide evenly over 2 rows"),
         ("0F0.0,0F0.1,0B0.0,0B0.1", ScheduleError, "segments go backward in descending order"),
         ("0F0.0,0F1.0,0B0.0", ScheduleError, "stage 0, micro-batch 1, segment 0 has no backward"),

@@ -1,0 +1,194 @@
+"""Activations in the memory of the host: what a forward leaves for its backward moves there, and back in time.
+
+Within the forward of a unit every tensor that autograd saves becomes a handle (`saved_tensors_hooks`), and so do the
+results that recomputation keeps of attention. `offload` moves the storages that nothing but handles refers to: to move
+parameters, caches, rotary tables or masks would free nothing. Views of one storage move once. The schedule determines
+when (schedule/moves.py).
+
+What weight gradients are computed from stays on the device from the input-gradient half of the backward on.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_map
+
+from .host_copies import Lane, StreamLane, ThreadLane, Wait, mapped_buffer, pinned_buffer
+
+SMALLEST = 1 << 12  # bytes; a smaller storage stays, since every copy costs a launch
+_ALIGNMENT = 1 << 9  # bytes
+_GRAIN = 1 << 20  # bytes; what units leave may differ a little from step to step, and reuse the same buffers
+
+
+class _Storage:
+    """A storage of the device, None while its bytes are on the host."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.here: UntypedStorage | None = storage
+        self.device = storage.device
+
+    def may_leave(self) -> bool:
+        """Whether nothing but handles refers to it."""
+        return self.here.nbytes() >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == 1
+
+    def bytes(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)
+
+
+class _Handle(NamedTuple):
+    """A view of a storage."""
+
+    of: _Storage
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        if self.of.here is None:
+            raise RuntimeError("a saved tensor was read while it is in the memory of the host")
+        empty = torch.empty(0, dtype=self.dtype, device=self.of.device)
+        return empty.set_(self.of.here, self.offset, self.size, self.stride)
+
+
+class _Away(NamedTuple):
+    """What a unit has on the host."""
+
+    buffer: Tensor
+    parts: list[tuple[_Storage, Tensor]]
+    departure: Wait
+
+
+class HostMemory:
+    """What forwards have left for their backwards, here or on the host, by unit; each unit goes once."""
+
+    def __init__(self) -> None:
+        # Of the unit whose forward is running, by address.
+        self._running: WeakValueDictionary[int, _Storage] | None = None
+        self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
+        # Storages whose copies may not have ended.
+        self._leaving: tuple[list[UntypedStorage], Wait] = [], lambda: None
+        self._away: dict[Hashable, _Away] = {}
+        self._arriving: dict[Hashable, Wait] = {}
+        # Each with the end of its last copy. Steps are alike, so the first makes all.
+        self._unused: list[tuple[Tensor, Wait]] = []
+        self.num_bytes = self.most_bytes = 0
+
+    @contextmanager
+    def keeping(self, unit: Hashable) -> Iterator[None]:
+        """Inside, the forward of `unit` runs; what autograd saves there may move."""
+        self._running = self._here[unit] = WeakValueDictionary()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.keep, taken):
+                yield
+        finally:
+            self._running = None
+
+    def keep(self, tensor: Any) -> Any:
+        """What stands for `tensor` until `taken` gives it back: a handle, if it may move with the running unit."""
+        # Those of other types have attributes, or parts, that a view of their storage lacks.
+        if self._running is None or type(tensor) is not Tensor:
+            return tensor
+        storage = tensor.untyped_storage()
+        kept = self._running.setdefault(storage._cdata, _Storage(storage))
+        return _Handle(kept, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    @cached_property
+    def _is_on_gpu(self) -> bool:
+        return torch.device(torch.cuda.current_device()).type == "cuda"
+
+    @cached_property
+    def _lanes(self) -> tuple[Lane, Lane]:
+        """Out, and back."""
+        return (StreamLane(), StreamLane()) if self._is_on_gpu else (ThreadLane(), ThreadLane())
+
+    def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
+        """Start moving what `unit` has left; the copies run inside `span`. Raises MemoryError if the host is full."""
+        self._settle()
+        going = [each for each in self._here.pop(unit).values() if each.may_leave()]
+        sizes = [each.here.nbytes() for each in going]
+        places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        buffer, after = self._buffer(sum(places))
+        rooms = buffer[: sum(places)].split(places)
+        targets = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
+        departure = self._lanes[0].copy(
+            [(each.bytes(), to) for each, to in zip(going, targets, strict=True)], after, span
+        )
+        self._leaving = [each.here for each in going], departure
+        for each in going:
+            each.here = None
+        self._away[unit] = _Away(buffer, list(zip(going, targets, strict=True)), departure)
+        self.num_bytes += sum(sizes)
+        self.most_bytes = max(self.most_bytes, self.num_bytes)
+
+    def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
+        """Start bringing back what `unit` has on the host."""
+        self._settle()
+        buffer, parts, departure = self._away.pop(unit)
+        for storage, part in parts:
+            storage.here = UntypedStorage(part.nbytes, device=storage.device)
+        arrival = self._lanes[1].copy([(part, storage.bytes()) for storage, part in parts], departure, span)
+        self._arriving[unit] = arrival
+        self._unused.append((buffer, arrival))
+        self.num_bytes -= sum(part.nbytes for _, part in parts)
+
+    def wait(self, unit: Hashable) -> None:
+        """Wait until all of `unit` is back: its backward is next."""
+        self._arriving.pop(unit)()
+
+    def clear(self) -> None:
+        """Forget everything, after a step that failed."""
+        for units in (self._here, self._away, self._arriving):
+            units.clear()
+        self._leaving, self.num_bytes = ([], lambda: None), 0
+
+    def assert_empty(self) -> None:
+        """Whatever has left is back."""
+        units = [*self._here, *self._away, *self._arriving]
+        assert not units and not self._leaving[0], f"activations outlived the step: {units}"
+
+    def _settle(self) -> None:
+        """Free on the device what the last move took out."""
+        storages, departure = self._leaving
+        departure()
+        storages.clear()
+
+    def _buffer(self, num_bytes: int) -> tuple[Tensor, Wait | None]:
+        """The smallest unused buffer that is large enough, or a new one."""
+        fits = [each for each in self._unused if each[0].nbytes >= num_bytes]
+        if fits:
+            best = min(fits, key=lambda each: each[0].nbytes)
+            self._unused = [each for each in self._unused if each is not best]
+            return best
+        size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
+        try:
+            return (pinned_buffer if self._is_on_gpu else mapped_buffer)(size), None
+        except (MemoryError, OSError, RuntimeError) as error:
+            raise MemoryError(
+                f"the host has no room for {size / 2**30:.2f} GiB more of activations ({error}); lower "
+                "--offload-activations"
+            ) from error
+
+
+def taken(kept: Any) -> Any:
+    """The tensor that `HostMemory.keep` was given."""
+    return kept.tensor() if isinstance(kept, _Handle) else kept
+
+
+class MovableResults(dict[Hashable, Any]):
+    """Results by unit, whose tensors move with it."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __setitem__(self, unit: Hashable, results: Any) -> None:
+        super().__setitem__(unit, tree_map(self._memory.keep, results))
+
+    def pop(self, unit: Hashable, *default: Any) -> Any:
+        return tree_map(taken, super().pop(unit, *default), is_leaf=lambda kept: isinstance(kept, _Handle))

@@ -1,0 +1,80 @@
+"""Moves of activations to the memory of the host and back, as actions of a rank.
+
+A unit sets out when its forward has run and its message is sent (OFFLOAD), and starts back AHEAD compute actions before
+its backward (RELOAD), so that both copies run beside compute. On the device its memory is free from the next move of
+the rank on, by which time the copy has usually ended.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from heapq import heappop, heappush
+
+from .action import MOVE_KINDS, Action, Kind
+
+# Stage, micro-batch and segment.
+Unit = tuple[int, int, int]
+
+# Compute actions that a unit starts back ahead of its backward.
+AHEAD = 2
+# Compute actions from forward to backward from which on a unit may move: a way out, a way back, and some time away.
+SHORTEST = 2 * AHEAD + 2
+
+_BACKWARD = (Kind.B, Kind.I)
+
+
+def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
+    """The fewest units of a rank without which it holds a `share` less of the most units that it holds at once, as far
+    as there are enough whose backward comes late.
+
+    `order` are the compute actions of the rank. Where it would hold too many, the unit moves whose backward is the
+    farthest (Belady, IBM Systems Journal 5(2), 1966). Raises ValueError for a share that is not between 0 and 1.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
+    backwards = {action[1:]: index for index, action in enumerate(order) if action.kind in _BACKWARD}
+    room = round((1 - share) * max(_held(order), default=0))
+    moved: set[Unit] = set()
+    here = 0
+    later: list[tuple[int, Unit]] = []  # of those here that may move, the last backward first
+    for index, action in enumerate(order):
+        unit = action[1:]
+        if action.kind is Kind.F:
+            here += 1
+            if backwards[unit] - index >= SHORTEST:
+                heappush(later, (-backwards[unit], unit))
+            if here > room and later and -later[0][0] > index:
+                moved.add(heappop(later)[1])
+                here -= 1
+        elif action.kind in _BACKWARD and unit not in moved:
+            here -= 1
+    return frozenset(moved)
+
+
+def _held(order: Sequence[Action]) -> Iterator[int]:
+    held = 0
+    for action in order:
+        held += (action.kind is Kind.F) - (action.kind in _BACKWARD)
+        yield held
+
+
+def with_moves(order: Sequence[Action], units: Collection[Unit]) -> list[Action]:
+    """The compute actions of a rank and the moves of `units`, as `units_to_move` has found them."""
+    before: dict[int, list[Action]] = {}
+    for index, (kind, *unit) in enumerate(order):
+        if tuple(unit) in units and kind is Kind.F:
+            before.setdefault(index + 1, []).append(Action(Kind.OFFLOAD, *unit))
+        elif tuple(unit) in units and kind in _BACKWARD:
+            before.setdefault(index - AHEAD, []).append(Action(Kind.RELOAD, *unit))
+    return [each for index, action in enumerate(order) for each in (*before.get(index, ()), action)]
+
+
+def merged(lowered: Sequence[Action], order: Sequence[Action]) -> list[Action]:
+    """The lowered actions of a rank with the moves in `order`, each right before the compute action that it precedes
+    there, so after the messages of the one before."""
+    moves: dict[Action, list[Action]] = {}
+    waiting: list[Action] = []
+    for action in order:
+        if action.kind in MOVE_KINDS:
+            waiting.append(action)
+        else:
+            moves[action], waiting = waiting, []
+    return [each for action in lowered for each in (*moves.get(action, ()), action)]

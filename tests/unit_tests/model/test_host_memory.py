@@ -1,0 +1,133 @@
+"""What a forward leaves goes to the memory of the host and comes back as it was."""
+
+import time
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from megatron.seq1f1b.model import HostMemory, MovableResults, host_copies, host_memory
+
+SIZE = 64  # x 64 x 4 bytes are above the smallest that move
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    return HostMemory()
+
+
+def there_and_back(memory, unit):
+    memory.offload(unit, nullcontext())
+    memory.reload(unit, nullcontext())
+    memory.wait(unit)
+
+
+def storages_alive(tensors):
+    return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+
+def test_only_what_nothing_else_refers_to_moves(memory):
+    """Views of one storage once; neither parameters and their views, nor what others hold, nor what is small."""
+    weight, shared = torch.nn.Parameter(torch.randn(SIZE, SIZE)), torch.randn(SIZE, SIZE)
+    x = torch.randn(SIZE, SIZE)
+    with memory.keeping("unit"):
+        inner = torch.nn.functional.linear(x, weight).exp()  # saves its output, once for two uses
+        output = (inner[: SIZE // 2] * inner[SIZE // 2 :] * shared[: SIZE // 2] * weight.t()[: SIZE // 2]).sum()
+        output = output * output.tanh()
+    saved = weakref.ref(inner.untyped_storage())
+    del inner
+    memory.offload("unit", nullcontext())
+    half = SIZE * SIZE // 2 * 4
+    assert memory.num_bytes == 3 * half  # inner, and what is multiplied with the weight
+    memory.reload("unit", nullcontext())
+    assert memory.num_bytes == 0 and memory.most_bytes == 3 * half
+    assert saved() is None
+    memory.wait("unit")
+    output.backward()
+    expected, plain = weight.grad, torch.nn.Parameter(weight.detach().clone())
+    inner = torch.nn.functional.linear(x, plain).exp()
+    output = (inner[: SIZE // 2] * inner[SIZE // 2 :] * shared[: SIZE // 2] * plain.t()[: SIZE // 2]).sum()
+    (output * output.tanh()).backward()
+    assert torch.equal(expected, plain.grad)
+    memory.assert_empty()
+
+
+def left(memory, unit, x):
+    with memory.keeping(unit):
+        return (x.exp() * x.cos()).sum()
+
+
+def test_buffers_of_the_host_serve_again(memory, monkeypatch):
+    made, make = [], host_memory.mapped_buffer
+    monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: made.append(size) or make(size))
+    x = torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
+    for _ in range(3):
+        outputs = [left(memory, unit, x) for unit in range(2)]
+        for unit in range(2):
+            memory.offload(unit, nullcontext())
+        for unit in range(2):
+            memory.reload(unit, nullcontext())
+            memory.wait(unit)
+        sum(outputs).backward()
+        memory.assert_empty()
+    assert len(made) == 2
+    assert torch.allclose(x.grad, 6 * (x.exp() * (x.cos() - x.sin())).detach())
+
+
+def test_what_is_away_cannot_be_read(memory):
+    output = left(memory, "unit", torch.randn(SIZE, SIZE, requires_grad=True))
+    memory.offload("unit", nullcontext())
+    with pytest.raises(RuntimeError, match="read while it is in the memory of the host"):
+        output.backward()
+    with pytest.raises(AssertionError, match="activations outlived the step: \\['unit'\\]"):
+        memory.assert_empty()
+
+
+def test_results_that_are_kept_move_with_their_unit(memory):
+    kept = MovableResults(memory)
+    results = torch.randn(SIZE, SIZE), (torch.randn(SIZE, SIZE), torch.zeros(1)), None
+    copies = results[0].clone(), (results[1][0].clone(), torch.zeros(1)), None
+    with memory.keeping("unit"):
+        kept["layer"] = results
+    del results
+    memory.offload("unit", nullcontext())
+    assert memory.num_bytes == 2 * SIZE * SIZE * 4
+    memory.reload("unit", nullcontext())
+    memory.wait("unit")
+    first, (second, small), nothing = kept.pop("layer")
+    assert torch.equal(first, copies[0]) and torch.equal(second, copies[1][0])
+    assert small.item() == 0 and nothing is None and not kept
+
+
+def full(num_bytes):
+    raise OSError(28, "No space left on device")
+
+
+def fails(*_):
+    raise RuntimeError("the link is down")
+
+
+@pytest.mark.parametrize(
+    "replaced, by, sentence",
+    [
+        (
+            (host_memory, "mapped_buffer"),
+            full,
+            "the host has no room for 0.00 GiB more of activations .*No space left.*; lower --offload-activations",
+        ),
+        ((host_copies, "_copy"), fails, "the link is down"),
+        ((host_copies, "_copy"), lambda *_: time.sleep(0.5), "has not ended after 0 seconds"),
+    ],
+    ids=["full", "broken", "slow"],
+)
+def test_a_transfer_that_fails_ends_in_a_sentence(memory, monkeypatch, replaced, by, sentence):
+    monkeypatch.setattr(*replaced, by)
+    monkeypatch.setattr(host_copies, "_LONGEST", 0.01)
+    output = left(memory, "unit", torch.randn(SIZE, SIZE, requires_grad=True))
+    with pytest.raises((MemoryError, RuntimeError, TimeoutError), match=sentence):
+        there_and_back(memory, "unit")
+    memory.clear()
+    memory.assert_empty()
+    del output

@@ -1,0 +1,144 @@
+"""Activations that go to the memory of the host and back: which, when, and what is not valid."""
+
+from itertools import accumulate
+from random import Random
+
+import pytest
+
+from megatron.seq1f1b.schedule import (
+    FAMILIES,
+    Kind,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Shape,
+    build,
+    dependencies,
+    lower_rank,
+    merged,
+    parse_action,
+    read_csv,
+    units_to_move,
+    validate,
+    with_moves,
+    write_csv,
+)
+from megatron.seq1f1b.schedule.dependencies import outcome
+from megatron.seq1f1b.schedule.moves import SHORTEST
+
+from .channels import execute
+
+MOVES = (Kind.OFFLOAD, Kind.RELOAD)
+
+
+def moved(schedule: Schedule, share: float) -> Schedule:
+    return Schedule(
+        schedule.shape, tuple(tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
+    )
+
+
+def lowered_with_moves(schedule: Schedule, **options) -> Schedule:
+    plain = schedule.without_moves()
+    ranks = (merged(lower_rank(plain, rank, **options), order) for rank, order in enumerate(schedule.ranks))
+    return Schedule(schedule.shape, tuple(map(tuple, ranks)))
+
+
+def random_schedule(random: Random) -> Schedule:
+    """Any order that can run, far from any family."""
+    placement = Placement(random.randint(1, 3), random.randint(1, 2), random.choice(["looped", "v"]))
+    shape = Shape(placement, random.randint(1, 3), random.randint(1, 3))
+    waiting = {a: dependencies(a, shape) for order in build("1f1b", shape).ranks for a in order}
+    orders, done = [[] for _ in range(shape.num_ranks)], set()
+    while waiting:
+        action = random.choice([a for a, needs in waiting.items() if done.issuperset(needs)])
+        del waiting[action]
+        done.add(outcome(action))
+        orders[placement.rank_of(action.stage)].append(action)
+    return Schedule(shape, tuple(map(tuple, orders)))
+
+
+def test_a_thousand_random_schedules_with_moves_run():
+    """Also where a rank waits for the end of every copy, streams share one queue, and a send waits for its receive."""
+    random, moves = Random(0), 0
+    for _ in range(1000):
+        schedule = moved(random_schedule(random), random.random())
+        validate(schedule)
+        moves += sum(action.kind in MOVES for order in schedule.ranks for action in order)
+        lowered = lowered_with_moves(schedule, one_queue=True)
+        blocked = execute(lowered, one_queue=True, copy=random.random())
+        assert blocked.makespan >= execute(lowered, one_queue=True).makespan
+    assert moves > 2000
+
+
+def most_held(order) -> int:
+    return max(accumulate((a.kind is Kind.F) - (a.kind in (Kind.B, Kind.I)) for a in order))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_holds_that_share_less(family, share):
+    """Or nothing that could move: units whose backward comes soon stay."""
+    for order in build(family, Shape(Placement(4, 2), 4, 6)).ranks:
+        units = units_to_move(order, share)
+        index_of = {outcome(action): index for index, action in enumerate(order)}
+        room = round((1 - share) * most_held(order))
+        here = set()
+        for action in order:
+            if action[1:] in units:
+                continue
+            if action.kind is Kind.F:
+                here.add(action[1:])
+            elif action.kind is not Kind.W:
+                here.remove(action[1:])
+            waits = [index_of[Kind.B, *unit] - index_of[Kind.F, *unit] for unit in here]
+            assert len(here) <= room or max(waits) < SHORTEST
+        assert bool(units) == (share > 0)
+
+
+def test_the_last_backward_moves_first():
+    order = [parse_action(f"0F{number}.0") for number in range(6)]
+    order += [parse_action(f"0B{number}.0") for number in (5, 4, 3, 2, 0, 1)]
+    assert units_to_move(order, 0.2) == {(0, 1, 0)}
+    assert " ".join(map(str, with_moves(order, {(0, 1, 0)}))) == (
+        "0F0.0 0F1.0 0OFFLOAD1.0 0F2.0 0F3.0 0F4.0 0F5.0 0B5.0 0B4.0 0B3.0 0RELOAD1.0 0B2.0 0B0.0 0B1.0"
+    )
+    with pytest.raises(ValueError, match="^--offload-activations 1.5 is not between 0 and 1"):
+        units_to_move(order, 1.5)
+
+
+def test_a_unit_leaves_after_its_message():
+    schedule = moved(build("gpipe", Shape(Placement(2), 8)), 1.0)
+    words = " ".join(map(str, lowered_with_moves(schedule).ranks[0]))
+    assert words.startswith("0GATHER 0F0.0 0SEND_F0.0 0OFFLOAD0.0 0F1.0 0SEND_F1.0 0OFFLOAD1.0 0F2.0")
+
+
+BEGIN = "0F0.0 0F1.0 "
+
+
+@pytest.mark.parametrize(
+    "order, problem",
+    [
+        ("0OFFLOAD0.0 0F0.0 0RELOAD0.0 0B0.0 0F1.0 0B1.0", "does not follow the forward of its unit"),
+        (BEGIN + "0OFFLOAD0.0 0OFFLOAD0.0 0RELOAD0.0 0B0.0 0B1.0", "does not follow the forward of its unit"),
+        (BEGIN + "0OFFLOAD0.0 0B0.0 0B1.0", r"\[0B0.0\]"),
+        (BEGIN + "0OFFLOAD0.0 0B0.0 0B1.0", "needs what is in the memory of the host; RELOAD it before"),
+        (BEGIN + "0OFFLOAD0.0 0I0.0 0RELOAD0.0 0W0.0 0B1.0", "needs what is in the memory of the host"),
+        (BEGIN + "0RELOAD0.0 0B0.0 0B1.0", "brings back what is not in the memory of the host"),
+        (BEGIN + "0OFFLOAD0.0 0RELOAD0.0 0RELOAD0.0 0B0.0 0B1.0", "brings back what is not in the memory of the host"),
+        (BEGIN + "0B0.0 0OFFLOAD0.0 0RELOAD0.0 0B1.0", "does not follow the forward of its unit"),
+    ],
+)
+def test_moves_that_cannot_be_are_rejected(tmp_path, order, problem):
+    schedule = Schedule(Shape(Placement(1), 2), (tuple(map(parse_action, order.split())),))
+    with pytest.raises(ScheduleError, match=problem):
+        validate(schedule)
+    write_csv(schedule, tmp_path / "schedule.csv")
+    with pytest.raises(ScheduleError, match=problem):
+        read_csv(tmp_path / "schedule.csv")
+
+
+def test_a_file_brings_moves(tmp_path):
+    schedule = moved(build("1f1b", Shape(Placement(2), 2, 6)), 0.5)
+    assert schedule.has_moves and not schedule.without_moves().has_moves
+    write_csv(schedule, tmp_path / "schedule.csv")
+    assert read_csv(tmp_path / "schedule.csv") == schedule
