@@ -25,17 +25,20 @@ TWO_STAGES = ("--pipeline-model-parallel-size", 2)
 EVEN = "--sequence-splits 4 --sequence-split-strategy even"
 CHUNKS = "--num-layers-per-virtual-pipeline-stage 1"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+HALF = "--offload-activations 0.5"
 # By name, the number of ranks and the flags.
 LAYOUTS = {
     "seq1f1b": (2, "--sequence-splits 4 --use-distributed-optimizer --bf16"),
     "zb-h1": (2, "--sequence-splits 4 --pipeline-schedule zb-h1"),
     "full recomputation": (2, f"--sequence-splits 4 {RECOMPUTED}"),
     "all but attention": (2, f"--sequence-splits 4 {RECOMPUTED} --recompute-keeps-attention"),
+    "offload": (2, "--sequence-splits 4 --offload-activations 1 --bf16"),
+    "offload all but attention": (2, f"--sequence-splits 4 {RECOMPUTED} --recompute-keeps-attention {HALF}"),
     "selective recomputation": (2, "--sequence-splits 4 --recompute-granularity selective"),
     "distributed optimizer": (4, "--sequence-splits 2 --use-distributed-optimizer --bf16"),
     "megatron-interleaved": (2, CHUNKS),
 }
-FEW = ("seq1f1b", "zb-h1")
+FEW = ("seq1f1b", "zb-h1", "offload")
 TOLERANCE = 0.01
 FUNCTIONAL_TESTS = ROOT / "tests" / "functional_tests"
 
@@ -81,6 +84,7 @@ def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
         moments = json.loads((tmp_path / f"{rehearsed['rank']}.json").read_text())
         assert [moment["name"] for moment in moments] == [moment["name"] for moment in rehearsed["moments"]]
         real, counted = fullest(moments), fullest(rehearsed["moments"])
+        assert (rehearsed["host_bytes"] > 0) == ("--offload-activations" in words)
         assert counted == pytest.approx(real, rel=TOLERANCE), rehearsed["rank"]
         assert real.keys() >= {"weights", "gradients", "optimizer state", "activations", "messages"}
 

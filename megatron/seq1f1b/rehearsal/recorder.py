@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..model.kv_cache import Rows
-from ..schedule import Action, Kind, Shape
+from ..schedule import MOVE_KINDS, Action, Kind, Shape
 from .ledger import Category, StorageCounter, at
 
 _SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
@@ -96,7 +96,10 @@ class StepRecorder:
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """As `Recorder.span`: the body is `action`."""
+        """As `Recorder.span`: the body is `action`. Copies run in threads, and their moments are those around them."""
+        if action.kind in MOVE_KINDS:
+            yield
+            return
         ends_with_logits = action.kind is not Kind.F and action.stage in self._with_logits
         # Until the gradient of the output layer's input is there, a backward makes gradients of logits.
         self._counter.ledger.begin(str(action), Category.LOGITS if ends_with_logits else Category.ACTIVATIONS)

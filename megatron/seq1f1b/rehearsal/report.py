@@ -33,7 +33,7 @@ class StageReport:
     """What the rehearsal of one pipeline rank found out.
 
     `rank` is the global rank that was rehearsed, `stages` those that it holds. `num_communicators` counts the process
-    groups of several ranks that it used.
+    groups of several ranks that it used, `host_bytes` the activations that wait in the memory of the host.
     """
 
     rank: int
@@ -44,6 +44,7 @@ class StageReport:
     traffic: Traffic
     num_communicators: int
     is_on_gpu: bool = True
+    host_bytes: int = 0
 
     @property
     def fullest(self) -> Moment:
@@ -119,7 +120,9 @@ class RehearsalReport:
 
     def as_text(self) -> str:
         """The table, the verdict, and what they do not cover."""
-        sections = [f"Rehearsed: {self.launch}", "", *self._table(), "", self._messages(), self._memory(), ""]
+        sections = [f"Rehearsed: {self.launch}", "", *self._table(), "", self._messages(), self._memory()]
+        most = max(stage.host_bytes for stage in self.stages)
+        sections += [f"Memory of the host: up to {in_words(most)} a rank, for activations."] * (most > 0) + [""]
         for title, lines in (
             ("Stood for by something else here:", self.notes),
             ("Not proved by a rehearsal:", CANNOT_PROVE),

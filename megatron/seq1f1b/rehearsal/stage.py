@@ -43,7 +43,7 @@ class Stage:
         self._is_fake = is_fake
         self.counter = StorageCounter(args.device, _without_values(args) if is_fake else None)
         self._recorder = StepRecorder(self.counter, progress)
-        self._num_parameters = self._num_layers = 0
+        self._num_parameters = self._num_layers = self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
         """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
@@ -65,6 +65,7 @@ class Stage:
         table = (
             *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
             Patch("torch.UntypedStorage.resize_", self.counter.resize, "is counted", wraps=True),
+            Patch("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart", wraps=True),
         )
         with patched(table), patched(spared(self._args)) if self._is_fake else nullcontext():
             yield
@@ -79,7 +80,16 @@ class Stage:
             traffic=self._recorder.traffic,
             num_communicators=len(self._recorder.groups),
             is_on_gpu=self._args.device != "cpu",
+            host_bytes=self._host_bytes,
         )
+
+    def _buffer(self, mapped_buffer: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+        def counted(num_bytes: int) -> torch.Tensor:
+            self._host_bytes += num_bytes
+            with self.counter.paused():
+                return torch.empty(num_bytes, dtype=torch.uint8) if self._is_fake else mapped_buffer(num_bytes)
+
+        return counted
 
     def _set_up(self, set_up: Callable) -> Callable:
         def counted(*args: Any, **kwargs: Any) -> Any:

@@ -402,7 +402,7 @@ def test_a_schedule_with_moves_leaves_none_to_the_flag(tmp_path):
     order = build("gpipe", Shape(Placement(1), 8)).ranks[0]
     write_csv(Schedule(Shape(Placement(1), 8), (with_moves(order, units_to_move(order, 1)),)), tmp_path / "moves.csv")
     flags = ("--pipeline-schedule-file", str(tmp_path / "moves.csv"))
-    sizes = {"pipeline_model_parallel_size": 1, "global_batch_size": 8, "data_parallel_size": 1}
+    sizes = {"pipeline_model_parallel_size": 1, "global_batch_size": 16, "data_parallel_size": 1}
     assert pipeline_config(parsed(*flags, **sizes)).schedule.has_moves
     with pytest.raises(ValueError, match="^--pipeline-schedule-file has OFFLOAD and RELOAD .* --offload-activations$"):
         pipeline_config(parsed(*flags, "--offload-activations", "0.5", **sizes))

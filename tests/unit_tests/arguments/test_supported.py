@@ -84,12 +84,18 @@ SETTINGS = {
         "moe_grouped_gemm": True,
         "add_bias_linear": True,
     },
+    "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
+    "--overlap-grad-reduce without --no-gradient-accumulation-fusion": {
+        "overlap_grad_reduce": True,
+        "gradient_accumulation_fusion": True,
+    },
 }
 FLAGS = {
     Use.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
     Use.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
     Use.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
     Use.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
+    Use.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
 }
 ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
 
