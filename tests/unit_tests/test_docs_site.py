@@ -71,7 +71,9 @@ def test_the_decision_table_has_figures():
     "page, words",
     [
         # Many seconds of a core; test_plan.py and test_train_time.py have the commands on fewer GPUs.
-        pytest.param(page, words, marks=[pytest.mark.exhaustive] if words[1] in ("plan", "train-time") else [])
+        pytest.param(
+            page, words, marks=[pytest.mark.exhaustive] if words[1] in ("plan", "gain-map", "train-time") else []
+        )
         for page, words in COMMANDS
         if words[0] == "seq1f1b"
     ],

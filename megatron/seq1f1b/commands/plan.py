@@ -24,7 +24,7 @@ from ..planning.planner.search import MOST_ACTIONS_OF_AUTO
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
 from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
 from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to, with_values
-from .plan_text import explained, memory_by_stage, overview, short_name, title
+from .plan_text import explained, megatron_alone, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -127,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name} is not modelled: times and memory are those of 16 bit.")
     if ignored := unread(words):
         print(f"These flags come back as given and change no prediction: {', '.join(ignored)}.")
+    print(megatron_alone(best, next(iter(Search(asked.of_megatron(), show).best(1)), None), asked.machine.error))
     if search.too_long_for_auto:
         print(
             f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "

@@ -6,7 +6,7 @@ from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.layer_times import layer_time, repeated_time
 from ..planning.costs.machine import GIB
-from ..planning.planner import Plan, Question, by_use
+from ..planning.planner import Gain, Plan, Question, by_use
 from ..planning.simulator import Prediction
 from ..report.text import aligned
 
@@ -94,6 +94,17 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
             f"optimizer + {moving / GIB:.1f} activations + {memory.reserved / GIB:.1f} held by the allocator"
         )
     return "\n".join(lines) + "\n"
+
+
+def megatron_alone(best: Plan, megatron: Plan | None, error: float) -> str:
+    """Whether Megatron's own schedules do as well, whose best is `megatron`; None where they do not fit."""
+    if megatron is None:
+        return "Megatron's own schedules do not fit."
+    found = Gain(best.prediction.seconds, megatron.prediction.seconds, error)
+    taken = f"{megatron.prediction.seconds:.3f} s ({short_name(megatron) or 'data parallel'})"
+    if found.is_within_error or megatron.prediction.seconds < best.prediction.seconds:
+        return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
+    return f"Megatron's own schedules take {taken}: the gain over them is {found}."
 
 
 _OF_LAYERS = (

@@ -33,6 +33,10 @@ def test_the_best_the_memory_and_the_flags_are_shown(printed):
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
 
 
+def test_where_megatron_alone_does_as_well_it_is_what_to_use(printed):
+    assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
+
+
 def test_the_launch_itself_is_predicted_as_it_is(printed):
     assert "as given" in printed and "As given it fits, and takes " in printed
 

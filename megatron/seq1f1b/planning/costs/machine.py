@@ -57,12 +57,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
+    """`error` is the mean relative error of published times that it predicts, without those it is fitted to where there
+    are others."""
+
     name: str
     device: Device
     host: Host
     devices_per_node: int
     node: Link
     network: Link
+    error: float = 0.1
 
 
 def machine_names() -> list[str]:
@@ -96,6 +100,7 @@ def read_machine(machine: str | Path) -> Machine:
             devices_per_node=devices,
             node=_part(Link, node),
             network=_part(Link, data["network"]),
+            error=float(data.get("error", Machine.error)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--machine {machine}: {path} lacks a constant or has a wrong one: {error}") from error

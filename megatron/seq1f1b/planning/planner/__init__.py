@@ -1,5 +1,6 @@
 """Which configuration for a model, a cluster and a batch. Start with question and search."""
 
+from .gain import Gain, gain
 from .search import Plan, Search, plan, predict_candidate
 from .space import Candidate, Question, candidates
 from .time_to_train import LAWS, BatchLaw, Training, soonest
@@ -9,12 +10,14 @@ __all__ = [
     "LAWS",
     "BatchLaw",
     "Candidate",
+    "Gain",
     "Plan",
     "Question",
     "Search",
     "Training",
     "by_use",
     "candidates",
+    "gain",
     "plan",
     "predict_candidate",
     "soonest",

@@ -137,7 +137,7 @@ def _order(family: str, shape: Shape, rank: int) -> list[Action]:
     return FAMILIES[family](shape).order(rank)
 
 
-def _silent(done: int, total: int) -> None:
+def silent(done: int, total: int) -> None:
     pass
 
 
@@ -150,7 +150,7 @@ class Search:
     than what it came from. What comes up first with its exact time is the fastest that is left.
     """
 
-    def __init__(self, question: Question, progress: Progress = _silent) -> None:
+    def __init__(self, question: Question, progress: Progress = silent) -> None:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
@@ -248,7 +248,7 @@ class Search:
         return found if found.memory_gib * GIB <= limit else None
 
 
-def plan(question: Question, best: int = 5, progress: Progress = _silent) -> list[Plan]:
+def plan(question: Question, best: int = 5, progress: Progress = silent) -> list[Plan]:
     """The `best` fastest configurations that fit, fastest first; empty if none fits."""
     return Search(question, progress).best(best)
 

@@ -1,0 +1,40 @@
+"""What segments gain over the strongest opponent: Megatron's own schedules with all that they have."""
+
+from dataclasses import dataclass
+
+from .search import Plan, Progress, Search, silent
+from .space import Question
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The seconds of the fastest step of this package and of Megatron's own schedules; None where nothing fits.
+
+    `error` is the relative error of such predictions.
+    """
+
+    ours: float | None
+    megatron: float | None
+    error: float
+
+    @property
+    def value(self) -> float | None:
+        """How much more throughput, relative; None unless both fit."""
+        return None if self.ours is None or self.megatron is None else self.megatron / self.ours - 1
+
+    @property
+    def is_within_error(self) -> bool:
+        return self.value is not None and abs(self.value) < self.error
+
+    def __str__(self) -> str:
+        if self.value is None:
+            only = "only segments fit" if self.ours else "only Megatron's own fit"
+            return only if self.ours or self.megatron else "nothing fits"
+        return f"{100 * self.value:+.1f} %{' (within error)' * self.is_within_error}"
+
+
+def gain(question: Question, progress: Progress = silent) -> tuple[Gain, Plan | None, Plan | None]:
+    """The gain, and the fastest configuration of this package and of Megatron's own schedules."""
+    ours, megatron = (next(iter(Search(each, progress).best(1)), None) for each in (question, question.of_megatron()))
+    seconds = [None if each is None else each.prediction.seconds for each in (ours, megatron)]
+    return Gain(seconds[0], seconds[1], question.machine.error), ours, megatron
