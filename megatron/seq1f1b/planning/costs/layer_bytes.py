@@ -8,6 +8,7 @@ products the whole input and its gradient, of which tensor-parallel ranks otherw
 and the gradient of the residual stream. The loss holds logits in several precisions.
 """
 
+from dataclasses import replace
 from functools import lru_cache, singledispatch
 
 from .blocks import BYTES, Block, blocks_of
@@ -22,7 +23,10 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
     whole = rows * setup.model.hidden_size / setup.token_shares
     blocks, again = blocks_of(setup.model, layer), setup.recompute.split()
     if setup.recompute == FULL:
-        return BYTES * whole
+        share, kept = setup.recomputed_share, 0.0
+        if share < 1:
+            kept = layer_activation(replace(setup, recompute="none"), layer, start, end)
+        return share * BYTES * whole + (1 - share) * kept
     if setup.recompute == ALL_BUT_ATTENTION:
         return BYTES * whole + rows * sum(block.attended for block in blocks) / setup.tensor_parallel
     # Of each block the input, and the normalised input of its first product.
@@ -61,7 +65,7 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
     has its own, of which a window stays if they are computed again.
     """
     if len(setup.segments) == 1:
-        tokens = 0 if setup.recomputes_layers else end - start
+        tokens = (end - start) * (1 - setup.recomputed_share if setup.recomputes_layers else 1)
     elif setup.model.window_of(layer) is not None:
         tokens = _seen_later(setup, layer, end - start) if setup.recomputes_layers else end - start
     else:
@@ -91,7 +95,7 @@ def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
     return tokens if window is None else min(tokens, window)
 
 
-def keys_values_of(setup: TrainingSetup, layer: int, tokens: int) -> float:
+def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
     """Numbers in the keys and values of so many tokens of every sequence."""
     total = 0.0
     for block in blocks_of(setup.model, layer):

@@ -162,7 +162,8 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
     forward, rows = layer_time(setup, machine, start, end, layer).forward, setup.rows(end - start)
     whole = rows * setup.model.hidden_size / setup.token_shares
     if setup.recomputes_layers:
-        return forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
+        repeated = forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
+        return setup.recomputed_share * repeated
     again = 0.0
     for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
         if "core_attn" in setup.recompute and block.attention:

@@ -29,7 +29,8 @@ class TrainingSetup:
     and its parameters gathered, beside the compute of others (--overlap-grad-reduce, --overlap-param-gather).
     `cp_comm_type` is how context-parallel ranks exchange whole sequences, as in context_exchange; None: by the fastest
     way. With `hides_experts` tokens travel to experts beside the compute of another micro-batch
-    (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). Raises ValueError for sizes that do not fit.
+    (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). Of layers that are recomputed whole it is this
+    share of each stage (--recompute-method block). Raises ValueError for sizes that do not fit.
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
     for it. tools/paper has those of the papers.
@@ -55,6 +56,7 @@ class TrainingSetup:
     keeps_logits: bool = False
     cp_comm_type: str | None = None
     hides_experts: bool = False
+    recomputed_share: float = 1.0
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
     def __post_init__(self) -> None:

@@ -20,6 +20,8 @@ _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
 _SHORTEST = 512
 # So many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
 _FULL = 32768
+# Of the layers of a stage, where Megatron computes some of them again.
+_SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,11 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                 for recompute in question.recomputes:
                     for expert in expert_sizes(question.model, tensor * context * data):
                         each = replace(setup, expert_parallel=expert, recompute=recompute)
-                        if question.by_megatron:
-                            hides = expert > 1 and recompute != FULL and min(pipeline, 2) <= chunks
-                            each = replace(each, keeps_logits=True, hides_experts=hides)
-                        yield replace(each, layers_per_stage=balanced_layers(each, question.machine))
+                        hides = question.by_megatron and expert > 1 and recompute != FULL and min(pipeline, 2) <= chunks
+                        each = replace(each, keeps_logits=question.by_megatron, hides_experts=hides)
+                        for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
+                            each = replace(each, recomputed_share=share)
+                            yield replace(each, layers_per_stage=balanced_layers(each, question.machine))
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:

@@ -13,6 +13,8 @@ from megatron.seq1f1b.planning.costs.layer_bytes import (
     layer_keys_values_gradients,
     layer_state,
 )
+from megatron.seq1f1b.planning.costs.layer_times import repeated_time
+from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, stage_kept
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
@@ -110,6 +112,15 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
     assert sizes[1] - sizes[0] == 32768 * (2 * 4096 + 4 * 32) / 8
     in_flight, layers = 4 + 8 - 1, 2
     assert in_flight * layers * (sizes[1] - sizes[0]) == pytest.approx(0.69 * 2**30, rel=0.02)
+
+
+def test_of_layers_recomputed_in_part_the_rest_is_kept():
+    none, full = (replace(PLAIN, segments=(LENGTH,), recompute=name) for name in ("none", "full"))
+    setups = none, replace(full, recomputed_share=0.25), full
+    sizes = [layer_activation(each, 0, 0, LENGTH) + layer_keys_values(each, 0, 0, LENGTH) for each in setups]
+    assert sizes[1] == pytest.approx(0.75 * sizes[0] + 0.25 * sizes[2])
+    times = [repeated_time(each, read_machine("a100-80gb"), 0, LENGTH, 0) for each in setups]
+    assert times[1] == pytest.approx(0.25 * times[2]) and times[0] == 0
 
 
 def test_context_parallel_ranks_share_heads_of_segments():
