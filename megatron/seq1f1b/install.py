@@ -69,6 +69,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     """
     is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
+    if options is not None and options.partition_state:
+        raise ValueError("partition_state is for scripts with Megatron's arguments; drop it")
     is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
     if _installed() is not None:
         return
@@ -217,6 +219,10 @@ class Overlay:
             from . import v_chunks
 
             self.patches.enter_context(patched(v_chunks.patches()))
+        if config.partitions_state:
+            from .runtime import partitioned_state
+
+            self.patches.enter_context(patched(partitioned_state.patches()))
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""

@@ -36,11 +36,13 @@ LAYOUTS = {
         pipeline(2, "--pipeline-model-parallel-layout", "E|t|ttt|L", *IN_A_V, "--sequence-splits", "3"),
     ),
     "DP 2": (2, ("--sequence-splits", "2")),
+    "partitioned state": (4, pipeline(2, *CHUNKS, "--pipeline-schedule", "breadth-first", "--partition-state")),
     "TP 2": (2, (*TENSOR, "--sequence-splits", "2")),
     "four stages": (4, pipeline(4, "--sequence-splits", "2")),
     "TP 2, PP 2": (4, pipeline(2, *TENSOR, "--sequence-splits", "2", "--pipeline-schedule", "breadth-first")),
 }
 REPRESENTATIVE = [
+    *(("Seq1F1B", "partitioned state"), ("partitioned state", "chunks")),
     *(("Seq1F1B", "DP 2"), ("Seq1F1B", "TP 2"), ("chunks", "V"), ("DP 2", "Megatron's own 1F1B")),
     *(("chunks", "V of uneven chunks"), ("V of uneven chunks", "chunks")),
 ]

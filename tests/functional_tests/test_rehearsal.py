@@ -36,9 +36,13 @@ LAYOUTS = {
     "offload all but attention": (2, f"--sequence-splits 4 {RECOMPUTED} --recompute-keeps-attention {HALF}"),
     "selective recomputation": (2, "--sequence-splits 4 --recompute-granularity selective"),
     "distributed optimizer": (4, "--sequence-splits 2 --use-distributed-optimizer --bf16"),
+    "partitioned state": (
+        4,
+        f"{CHUNKS} --pipeline-schedule breadth-first --use-distributed-optimizer --bf16 --partition-state",
+    ),
     "megatron-interleaved": (2, CHUNKS),
 }
-FEW = ("seq1f1b", "zb-h1", "offload")
+FEW = ("seq1f1b", "zb-h1", "offload", "partitioned state")
 TOLERANCE = 0.01
 FUNCTIONAL_TESTS = ROOT / "tests" / "functional_tests"
 

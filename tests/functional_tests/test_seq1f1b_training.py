@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, read_timeline, write_csv
+from support.few import few_of
 from support.launch import ROOT, TINY_GPT
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
@@ -14,6 +15,9 @@ EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
 
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 CHUNKS = (*PIPELINE, *OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1")
+IN_CHUNKS = (
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule breadth-first"
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,36 @@ def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
             assert gather.start < gather.end <= by_action[f"{stage}F0.0"].end
             assert align or gather.start < by_action[f"{first}F0.1"].start
     assert len({len(spans) for timeline in traces for spans in timeline.ranks}) == 1
+
+
+PARTITIONED = {
+    "breadth-first": f"{IN_CHUNKS} --sequence-splits 2 --eval-iters 1 --eval-interval 3",
+    "without overlap": f"{IN_CHUNKS} --no-overlap",
+    "bf16": f"{IN_CHUNKS} --bf16",
+    "one chunk, DP 4": "--pipeline-schedule 1f1b --sequence-splits 4",
+    "V": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-placement v "
+    "--pipeline-schedule auto",
+    "zb-h1": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule zb-h1",
+    "TP 2 with SP": "--pipeline-schedule 1f1b --tensor-model-parallel-size 2 --sequence-parallel --sequence-splits 2",
+    "CP 2": "--pipeline-schedule 1f1b --context-parallel-size 2 --cp-comm-type a2a --sequence-splits 2 "
+    "--no-create-attention-mask-in-dataloader",
+    "experts": f"{IN_CHUNKS} --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--swiglu --disable-bias-linear",
+    "recomputation": f"{IN_CHUNKS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "loss per token": f"{IN_CHUNKS} --calculate-per-token-loss",
+}
+
+
+@pytest.mark.parametrize("case", few_of(PARTITIONED, ("breadth-first", "TP 2 with SP", "bf16")))
+def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
+    """The same losses and gradient norms, digit for digit, of twenty steps of Adam."""
+    flags = PARTITIONED[case].split()
+    overlap = OVERLAP[:1] if "--no-overlap" in flags else OVERLAP
+    flags = [*TINY_GPT, "--mock-data", *overlap, "--train-iters", "20", *(f for f in flags if f != "--no-overlap")]
+    whole, partitioned = (launch(4, [*flags, *more]).check() for more in ((), ("--partition-state",)))
+    assert partitioned.losses() == whole.losses()
+    assert partitioned.losses("grad norm") == whole.losses("grad norm") and len(whole.losses("grad norm")) == 20
+    assert partitioned.losses("lm loss value") == whole.losses("lm loss value")
 
 
 def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):

@@ -23,7 +23,8 @@ class PipelineConfig:
     `schedule` is None if Megatron's own is to run untouched.
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens. `keeps_attention`:
     layers are recomputed all but their attention. `keeps_logits`: the loss is not computed in pieces. `offloads`: the
-    share of the activations that a rank would hold which waits in the memory of its host.
+    share of the activations that a rank would hold which waits in the memory of its host. `partitions_state`:
+    data-parallel ranks keep shares of weights and gradients.
     """
 
     run: MegatronRun
@@ -33,6 +34,7 @@ class PipelineConfig:
     keeps_attention: bool
     keeps_logits: bool
     offloads: float
+    partitions_state: bool
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
     is_on_cpu: bool
@@ -121,6 +123,9 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         _check_recomputation(schedule, run.settings)
     if flags.offload_activations or (isinstance(schedule, Given) and schedule.has_moves):
         _check_offload(flags.offload_activations, schedule, run.settings)
+
+    if flags.partition_state and schedule is None:
+        raise ValueError("--partition-state is not for Megatron's own schedules; add --pipeline-schedule breadth-first")
     if isinstance(schedule, Given):
         _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(
@@ -131,6 +136,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         keeps_attention=flags.recompute_keeps_attention,
         keeps_logits=flags.keep_logits,
         offloads=flags.offload_activations,
+        partitions_state=flags.partition_state,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
         is_on_cpu=is_on_cpu(flags),
@@ -227,6 +233,8 @@ def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments:
         uses.add(Use.SPLIT_BACKWARDS)
     if schedule.placement == "v":
         uses.add(Use.V_CHUNKS)
+    if settings.get("partition_state"):
+        uses.add(Use.PARTITIONED_STATE)
     sentence = first_unsupported(settings, uses)
     if sentence is not None:
         raise ValueError(sentence)

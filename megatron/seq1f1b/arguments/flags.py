@@ -112,6 +112,14 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "GiB of them is computed in pieces, and the logits of a piece again in its backward.",
     )
     group.add_argument(
+        "--partition-state",
+        action="store_true",
+        help="With --use-distributed-optimizer, keep of weights and gradients, too, only what a data-parallel rank has "
+        "to update. The weights of a model chunk are gathered for the micro-batches that it works on without a break, "
+        "those of two chunks at most, and its gradients are reduced when it is done. With --pipeline-schedule "
+        "breadth-first that is once forward and once backward in a step (arXiv 2106.02679).",
+    )
+    group.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",

@@ -1,5 +1,6 @@
 """What runs, in one block at the start, beside what Megatron's own schedule would give."""
 
+from ..schedule import Clock, Kind, Placement, Planned, Shape, partition_state
 from .config import PipelineConfig
 
 # Of so many segments all lengths are printed.
@@ -23,6 +24,8 @@ def summary(config: PipelineConfig, attention: str) -> str:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if config.partition.costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
+    if config.partitions_state:
+        rows.append(("state", f"shares of data-parallel ranks{_gathers(config)}"))
     rows += _predictions(config)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
@@ -43,6 +46,18 @@ def _segments(config: PipelineConfig) -> str:
     by_documents = config.follows_documents and config.partition.follows_documents
     documents = "; each micro-batch by its own documents" if by_documents else ""
     return f"{config.num_segments}, {how}: {' '.join(lengths)} tokens{documents}"
+
+
+def _gathers(config: PipelineConfig) -> str:
+    """How often the first rank gathers weights, where the order is not to be searched for first."""
+    run, schedule = config.run, config.schedule
+    if schedule is None or isinstance(schedule, Planned):
+        return ""
+    placement = Placement(run.pipeline_parallel_size, run.num_chunks, schedule.placement)
+    plan = schedule.plan(Shape(placement, run.num_microbatches, config.num_segments), config.lengths, None)
+    order = plan.timed_order(0)[0] if isinstance(plan, Clock) else plan.ranks[0]
+    number = sum(action.kind is Kind.GATHER for action in partition_state(order))
+    return f"; {number} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
 
 
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ class Use(Enum):
     SPLIT_BACKWARDS = f"with {_SPLITTING}, files with W"
     V_CHUNKS = "with --pipeline-placement v"
     OFFLOAD = "with --offload-activations"
+    PARTITIONED_STATE = "with --partition-state"
 
 
 class Unsupported(NamedTuple):
@@ -104,6 +105,8 @@ _ORDER = "follows the order of Megatron's own schedules"
 _UNTESTED = "is not tested with our schedules"
 _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
+_STEPS_ITSELF = "holds weights of its own that the shares do not follow yet"
+_READS_WEIGHTS = "reads weights when none are gathered"
 _NO_LOGITS = "needs the largest logit of each head, which takes another product of all queries and keys"
 
 
@@ -310,6 +313,41 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "needs marks of parameters, which autograd does not give back where activations move",
             "give --no-gradient-accumulation-fusion",
             lambda settings: bool(settings.get("overlap_grad_reduce") and settings.get("gradient_accumulation_fusion")),
+        ),
+    ),
+    Use.PARTITIONED_STATE: (
+        Unsupported(
+            "a run without --use-distributed-optimizer",
+            "keeps the state of the optimizer whole",
+            "add --use-distributed-optimizer",
+            lambda settings: not settings.get("use_distributed_optimizer"),
+        ),
+        Unsupported(
+            "--num-distributed-optimizer-instances above 1",
+            "reduces gradients once more among the instances",
+            "drop it",
+            lambda settings: (settings.get("num_distributed_optimizer_instances") or 1) > 1,
+        ),
+        Unsupported(
+            "--optimizer other than adam and sgd",
+            "keeps parameters in an order of its own",
+            "use --optimizer adam",
+            lambda settings: settings.get("optimizer") not in (None, "adam", "sgd"),
+        ),
+        Unsupported("--use-precision-aware-optimizer", _STEPS_ITSELF, "drop it"),
+        Unsupported("--optimizer-cpu-offload", _STEPS_ITSELF, "drop it"),
+        Unsupported("--overlap-param-gather-with-optimizer-step", "gathers before a chunk is at work", "drop it"),
+        Unsupported("--fp8-param-gather", "keeps weights in 8 bits, of which no shares are made yet", "drop it"),
+        Unsupported("--fp4-param-gather", "keeps weights in 4 bits, of which no shares are made yet", "drop it"),
+        Unsupported("--use-nccl-ub", "registers buffers, which cannot be emptied then", "drop it"),
+        Unsupported("--log-params-norm", _READS_WEIGHTS, "drop it"),
+        Unsupported("--check-weight-hash-across-dp-replicas-interval", _READS_WEIGHTS, "drop it"),
+        Unsupported("--async-save", _READS_WEIGHTS, "drop it"),
+        Unsupported(
+            "--ckpt-format other than torch_dist",
+            "saves weights on some ranks alone, which would wait for the others",
+            "use --ckpt-format torch_dist",
+            lambda settings: settings.get("ckpt_format") not in (None, "torch_dist"),
         ),
     ),
 }

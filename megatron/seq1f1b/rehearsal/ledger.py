@@ -97,6 +97,13 @@ class Ledger:
     def label(self, number: int, category: Category) -> None:
         self._categories[number] = category
 
+    def resize(self, number: int, size: int) -> int:
+        """Storage `number` dies, and is born again for the same purpose; the number that it has then."""
+        self.death(number)
+        born = self.birth(size)
+        self.label(born, self._categories[number])
+        return born
+
     def moments(self) -> Iterator[Moment]:
         """All moments in order. Activations that are born and die within one are temporaries."""
         names = list(Category)
@@ -194,8 +201,7 @@ class StorageCounter(TorchDispatchMode):
             result = resize(storage, size)
             number, reference = self._alive.get(storage._cdata, (None, None))
             if number is not None:
-                self.ledger.death(number)
-                self._alive[storage._cdata] = self.ledger.birth(size), reference
+                self._alive[storage._cdata] = self.ledger.resize(number, size), reference
             return result
 
         return counted

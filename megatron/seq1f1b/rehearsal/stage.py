@@ -120,6 +120,10 @@ class Stage:
                 counter.label([buffer.grad_data], Category.GRADIENTS)
                 if buffer.param_data is not None:
                     counter.label([buffer.param_data], Category.WEIGHTS)
+            if hasattr(chunk, "partitioned_state"):
+                shares = chunk.partitioned_state.shares
+                counter.label((share.weights for share in shares), Category.WEIGHTS)
+                counter.label((share.gradients for share in shares), Category.GRADIENTS)
 
     def _step(self, train_step: Callable) -> Callable:
         signature = inspect.signature(train_step)

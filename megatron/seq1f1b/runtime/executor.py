@@ -30,9 +30,10 @@ from ..schedule import CostsOfLengths, Placement, ScheduleChoice, Shape
 from .call import Call
 from .communication import Communicator, channels_of
 from .data import SegmentIterator
-from .gradient_sync import GradientSync, add_up_tied_embeddings
+from .gradient_sync import add_up_tied_embeddings
 from .interpreter import Interpreter, Services, Step
 from .loss import LossLedger
+from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
 from .recorder import Recorder
@@ -121,6 +122,8 @@ class PipelineExecutor:
         kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
         in_turn = communicator.is_on_device and kernels not in self._ran_before
         program = self._programs.program(shape, lengths, call.pipeline.rank(), call.forward_only, in_turn)
+        if is_partitioned(call.chunks):
+            program = program.with_partitioned_state
         # Else nothing is needed, and the model keeps its own attention.
         if not self._segmentation.is_trivial or self._context.kept_attention is not None:
             self._context.splits_backwards = program.splits_backwards
@@ -168,7 +171,7 @@ class PipelineExecutor:
         call, lengths = step.call, self._segmentation.common_lengths(step.call.seq_length)
         shape = Shape(step.placement, call.num_microbatches, self._segmentation.num_segments)
         losses = LossLedger(call.config.calculate_per_token_loss, call.groups.cp)
-        sync = GradientSync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
+        sync = gradient_sync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             around.callback(sync.close)
             if program.splits_backwards:

@@ -31,6 +31,15 @@ class GradientSync:
         for chunk in range(len(chunks)):
             self._enter_no_sync(chunk)
 
+    def before_forward(self, chunk: int) -> None:
+        """All weights are there."""
+
+    def before_backward(self, chunk: int) -> None:
+        """So are all gradients."""
+
+    def release(self, chunk: int) -> None:
+        """They stay."""
+
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
         """Inside, the DDP hooks may reduce, unless Megatron sets `grad_sync_func`."""

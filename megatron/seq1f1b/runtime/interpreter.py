@@ -143,6 +143,7 @@ class Interpreter:
         arrived = self._input_of(action, is_forward=True)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
+        services.sync.before_forward(chunk)
         is_last = stage == self._last_stage
         running = services.context.running(segment, not call.forward_only)
         moves = action[1:] in self._moved
@@ -178,6 +179,7 @@ class Interpreter:
         segment = self._step.segments[microbatch][index]
         if action[1:] in self._moved:
             services.host_memory.wait(action[1:])
+        services.sync.before_backward(self._chunk_of[stage])
         arrived, output = self._kept.pop(action[1:])
         if stage == self._last_stage:
             gradient, output = None, services.losses.ready_for_backward(output, segment)
@@ -268,6 +270,9 @@ class Interpreter:
     def _reload(self, action: Action) -> None:
         self._services.host_memory.reload(action[1:], self._services.recorder.span(action))
 
+    def _release(self, action: Action) -> None:
+        self._services.sync.release(self._chunk_of[action.stage])
+
     def _start(self, name: str) -> None:
         """Start a timer of Megatron's log by its name; its `forward_step` and `backward_step` time themselves."""
         if self._timers is not None:
@@ -292,6 +297,7 @@ class Interpreter:
         Kind.REDUCE: _reduce,
         Kind.OFFLOAD: _offload,
         Kind.RELOAD: _reload,
+        Kind.RELEASE: _release,
     }
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 from ..ranks import warn_on_rank_0
 from ..schedule import (
@@ -21,6 +21,7 @@ from ..schedule import (
     Shape,
     lower_rank,
     merged,
+    partition_state,
     units_to_move,
     with_moves,
 )
@@ -63,6 +64,11 @@ class Program:
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.moved = frozenset(action[1:] for action in self.actions if action.kind is Kind.OFFLOAD)
         self.ends = frozenset(_ends(self.actions))
+
+    @cached_property
+    def with_partitioned_state(self) -> "Program":
+        """The same, which gathers the parameters of chunks and releases them."""
+        return Program(partition_state(self.actions))
 
 
 class Programs:

@@ -22,13 +22,14 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"  # start reducing the gradients of a model chunk
     OFFLOAD = "OFFLOAD"  # start moving what F(stage) has left to the memory of the host
     RELOAD = "RELOAD"  # start bringing it back for B/I(stage)
+    RELEASE = "RELEASE"  # free the parameters of a model chunk, where the state is partitioned
 
     # A member equals its value, so it may hash like it; Enum's own hash is slow Python code.
     __hash__ = str.__hash__
 
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-CHUNK_KINDS = (Kind.GATHER, Kind.REDUCE)
+CHUNK_KINDS = (Kind.GATHER, Kind.REDUCE, Kind.RELEASE)
 MOVE_KINDS = (Kind.OFFLOAD, Kind.RELOAD)
 
 
@@ -36,7 +37,7 @@ class Action(NamedTuple):
     """One thing that one rank does.
 
     `stage` is the position in the depth of the model, 0 to P*C-1. `microbatch` and `segment`
-    count from 0; they are -1 for the actions of a whole model chunk (GATHER, REDUCE).
+    count from 0; they are -1 for the actions of a whole model chunk (CHUNK_KINDS).
     """
 
     kind: Kind

@@ -33,6 +33,7 @@ that case, which is the usual one, `one_queue.py` determines when messages are i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from .action import Action, Kind
@@ -104,6 +105,30 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
     orders = {near: order for near, (order, _) in timed.items()}
     ticks = {near: ticks for near, (_, ticks) in timed.items()} if needs_times else None
     return _lower_rank(plan.shape, orders, rank, ticks, in_turn)
+
+
+def partition_state(lowered: Sequence[Action]) -> list[Action]:
+    """The actions of a rank that keeps the parameters of two model chunks at most: of the one at work and the next.
+
+    A chunk at work is a run of F, B and I of one stage; W needs no parameters. The next one is gathered while it works.
+    Data-parallel ranks run the same actions, so a gather waits for its peers alone, which come to it by the same steps.
+    """
+    needing = (Kind.F, Kind.B, Kind.I)
+    at_work = [stage for stage, _ in groupby(action.stage for action in lowered if action.kind in needing)]
+    result: list[Action] = []
+    there: list[int] = []
+    turn = -1
+    for action in lowered:
+        if action.kind is Kind.GATHER:
+            continue
+        if action.kind in needing and (turn < 0 or action.stage != at_work[turn]):
+            turn += 1
+            wanted = list(dict.fromkeys(at_work[turn : turn + 2]))
+            result += [Action(Kind.RELEASE, stage) for stage in there if stage not in wanted]
+            result += [Action(Kind.GATHER, stage) for stage in wanted if stage not in there]
+            there = wanted
+        result.append(action)
+    return result + [Action(Kind.RELEASE, stage) for stage in there]
 
 
 def _lower_rank(shape: Shape, orders: Orders, rank: int, times: NominalTimes | None, in_turn: bool) -> list[Action]:

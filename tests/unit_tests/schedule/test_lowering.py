@@ -1,4 +1,4 @@
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import pytest
 from hypothesis import given
@@ -17,6 +17,7 @@ from megatron.seq1f1b.schedule import (
     lower,
     lower_rank,
     parse_action,
+    partition_state,
     simulate,
 )
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS
@@ -90,6 +91,35 @@ def test_a_rank_of_a_large_step_makes_three_orders_only(family, monkeypatch):
     clock = FAMILIES[family](Shape(Placement(64, 2), 64, 16))
     assert len(lower_rank(clock, 31, one_queue=True)) == len(timed(clock, 31)[0]) + 2 * 2 * 2 * 64 * 16 + 4
     assert sorted(made) == [30, 31, 32]
+
+
+@fixed
+@given(st.sampled_from(list(FAMILIES)), shapes())
+def test_a_chunk_at_work_has_its_parameters(family, shape):
+    """Where the state is partitioned; two chunks have them at most, and none at the end."""
+    for actions in lower(build(family, shape)).ranks:
+        partitioned, there = partition_state(actions), set()
+        for action in partitioned:
+            if action.kind is Kind.GATHER:
+                assert action.stage not in there
+                there.add(action.stage)
+                assert len(there) <= 2
+            elif action.kind is Kind.RELEASE:
+                there.remove(action.stage)
+            elif action.kind in (Kind.F, Kind.B, Kind.I):
+                assert action.stage in there
+        assert not there
+        moves = (Kind.GATHER, Kind.RELEASE)
+        assert [a for a in partitioned if a.kind not in moves] == [a for a in actions if a.kind not in moves]
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 64])
+def test_breadth_first_gathers_once_each_way(num_microbatches):
+    """However many micro-batches there are; the two chunks last in the forward still have their parameters."""
+    lowered = lower(build("breadth-first", Shape(Placement(2, 4), num_microbatches, 2)))
+    for actions in map(partition_state, lowered.ranks):
+        gathered = Counter(action.stage // 2 for action in actions if action.kind is Kind.GATHER)
+        assert gathered == {0: 2, 1: 2, 2: 1, 3: 1}
 
 
 @fixed

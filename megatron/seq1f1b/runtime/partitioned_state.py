@@ -1,0 +1,337 @@
+"""Weights and gradients of a model chunk that exist while it works: between, every data-parallel rank keeps its share.
+
+As in layered gradient accumulation with modular pipeline parallelism (arXiv 2106.02679), the state is partitioned over
+the replicas, and moves once for all micro-batches that a chunk works on without a break: its weights are gathered
+before them and freed after them (GATHER and RELEASE of the lowered schedule), its gradients exist from its first
+backward until they are reduced (REDUCE). Two chunks at most have their weights.
+
+Buffers, collectives and optimizer are Megatron's. Storages of its buffers are emptied and filled again, so that
+parameters, and the views that autograd and Megatron hold, stay the same objects.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..patches import PatchTable, wrapping
+from .gradient_sync import GradientSync
+
+_DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBuffer"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+
+
+class Share:
+    """What this rank keeps of a bucket of Megatron's: one of as many equal parts as its group has ranks."""
+
+    def __init__(self, bucket: Any, rank: int, num_ranks: int) -> None:
+        self.bucket = bucket
+        size = bucket.grad_data.numel() // num_ranks
+        self._start, self._end = rank * size, (rank + 1) * size
+        self.weights = self._of(bucket.param_data).clone()
+        self.gradients = self._of(bucket.grad_data).clone()
+        # Whole gradients of some parameters, and the views that these stand in for.
+        self._lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
+
+    def put_weights(self) -> None:
+        """Where a gather expects those of this rank."""
+        self._of(self.bucket.param_data).copy_(self.weights)
+
+    def take_weights(self) -> None:
+        self.weights.copy_(self._of(self.bucket.param_data))
+
+    def take_gradients(self) -> None:
+        self.gradients.copy_(self._of(self.bucket.grad_data))
+
+    def lend_gradients(self) -> None:
+        """Give parameters whose gradients are summed over other ranks, too, whole ones: the share, and zeros."""
+        for parameter in filter(_is_summed_elsewhere, self.bucket.params_list):
+            whole = self.gradients.new_zeros(parameter.shape)
+            inside, mine = self._overlap(parameter)
+            whole.view(-1)[inside] = self.gradients[mine]
+            self._lent[parameter] = whole, parameter.main_grad
+            parameter.main_grad = whole
+
+    def take_back_gradients(self) -> None:
+        """Keep what became of the share."""
+        for parameter, (whole, view) in self._lent.items():
+            inside, mine = self._overlap(parameter)
+            self.gradients[mine] = whole.view(-1)[inside]
+            parameter.main_grad = view
+        self._lent.clear()
+
+    def scale_gradients(self, factor: Any) -> None:
+        for gradients in (self.gradients, *(whole for whole, _ in self._lent.values())):
+            gradients *= factor
+
+    def _of(self, whole: Tensor) -> Tensor:
+        return whole[self._start : self._end]
+
+    def _overlap(self, parameter: Parameter) -> tuple[slice, slice]:
+        """The elements of the parameter that the share has: by their places in the parameter, and in the share."""
+        first, last = self.bucket.param_to_index[parameter]
+        start = max(first, self._start)
+        end = max(start, min(last, self._end))
+        return slice(start - first, end - first), slice(start - self._start, end - self._start)
+
+
+class PartitionedChunk:
+    """The weights and gradients of a model chunk in Megatron's DistributedDataParallel: whole, or shares of them."""
+
+    def __init__(self, ddp: Any) -> None:
+        self._overlaps_reduction = ddp.ddp_config.overlap_grad_reduce
+        self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        self._shared_groups = []
+        self.shares: list[Share] = []
+        for group in self._groups:
+            num_ranks = group.intra_distributed_optimizer_instance_size
+            if num_ranks > 1:
+                self._shared_groups.append(group)
+                for bucket in group.buckets:
+                    bucket.share = Share(bucket, group.intra_distributed_optimizer_instance_rank, num_ranks)
+                    self.shares.append(bucket.share)
+        buffers = [each for each in (*ddp.buffers, *ddp.expert_parallel_buffers) if each.data_parallel_world_size > 1]
+        self._weights = [_Storage(buffer.param_data) for buffer in buffers]
+        self._gradients = [_Storage(buffer.grad_data) for buffer in buffers]
+        self._is_lent = True  # all weights are there, and may be written to
+        self._is_gathering = self._is_reducing = False
+        self._drop(self._gradients)
+
+    def gather(self) -> None:
+        """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
+        if not self._weights or not self._weights[0].is_empty:
+            return
+        for storage in self._weights:
+            storage.fill()
+        for share in self.shares:
+            share.put_weights()
+        for group in self._shared_groups:
+            group.start_param_sync()
+        self._is_gathering = True
+
+    def wait_for_weights(self) -> None:
+        if self._is_gathering:
+            for group in self._shared_groups:
+                if group.param_gather_handle is not None:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
+            self._is_gathering = False
+
+    def release(self) -> None:
+        """Keep the share of the weights."""
+        self.wait_for_weights()
+        if self._is_lent:
+            for share in self.shares:
+                share.take_weights()
+            self._is_lent = False
+        self._drop(self._weights)
+
+    def lend(self) -> None:
+        """Gather the weights for whoever reads or writes them between steps."""
+        self.gather()
+        self.wait_for_weights()
+        self._is_lent = True
+
+    def begin_gradients(self) -> None:
+        """Make room for the gradients, which are zero then."""
+        for storage in self._gradients:
+            if storage.is_empty:
+                storage.fill().zero_()
+
+    def reduce(self) -> None:
+        """Start to reduce the gradients; with --overlap-grad-reduce that runs beside compute."""
+        self._is_reducing = True
+        if not self._overlaps_reduction:
+            self.finish_reduction()
+            return
+        for group in self._groups:
+            group.start_grad_sync()
+
+    def finish_reduction(self) -> None:
+        """Keep the share of the reduced gradients."""
+        if not self._is_reducing:
+            return
+        for group in self._groups:
+            group.finish_grad_sync()
+        for share in self.shares:
+            share.take_gradients()
+        self._drop(self._gradients)
+        self._is_reducing = False
+
+    def lend_gradients(self) -> None:
+        """See `Share.lend_gradients`; the optimizer ends it."""
+        for share in self.shares:
+            share.lend_gradients()
+
+    @staticmethod
+    def _drop(storages: Sequence["_Storage"]) -> None:
+        for storage in storages:
+            storage.drop()
+
+
+class _Storage:
+    """The storage of one of Megatron's buffers, which may be empty while views of it live on."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._size = buffer.untyped_storage().nbytes()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._buffer.untyped_storage().nbytes() == 0
+
+    def fill(self) -> Tensor:
+        self._buffer.untyped_storage().resize_(self._size)
+        return self._buffer
+
+    def drop(self) -> None:
+        self._buffer.untyped_storage().resize_(0)
+
+
+class PartitionedSync(GradientSync):
+    """Gathers, reduces and releases the state of the chunks of one rank in a step, at the actions for that."""
+
+    def __init__(self, config: Any, chunks: list[torch.nn.Module]) -> None:
+        super().__init__(config, chunks)
+        self._states: list[PartitionedChunk] = [chunk.partitioned_state for chunk in chunks]
+        self._reducing: PartitionedChunk | None = None
+        for chunk, no_sync, state in zip(chunks, self._no_sync, self._states, strict=True):
+            no_sync.enter_context(chunk.no_sync())  # Megatron's hooks never reduce
+            state.release()
+
+    def before_forward(self, chunk: int) -> None:
+        self._states[chunk].wait_for_weights()
+
+    def before_backward(self, chunk: int) -> None:
+        self._states[chunk].wait_for_weights()
+        self._states[chunk].begin_gradients()
+
+    def last_backward(self, chunk: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_last_backward(self, chunk: int) -> None:
+        if self._reducing is not None:
+            self._reducing.finish_reduction()
+        self._reducing = self._states[chunk]
+        self._reducing.reduce()
+
+    def before_first_forward(self, chunk: int) -> None:
+        self._states[chunk].gather()
+
+    def release(self, chunk: int) -> None:
+        self._states[chunk].release()
+
+
+def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether Megatron built these model chunks with `patches` in force."""
+    return hasattr(chunks[0], "partitioned_state")
+
+
+def gradient_sync(config: Any, chunks: list[torch.nn.Module], ends_last: bool) -> GradientSync:
+    """What gathers and reduces in a step of these model chunks."""
+    if is_partitioned(chunks):
+        return PartitionedSync(config, chunks)
+    return GradientSync(config, chunks, ends_last)
+
+
+def patches() -> PatchTable:
+    """What makes Megatron build, step and save chunks with a partitioned state."""
+    return (
+        wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
+        wrapping(
+            f"{_DDP}._start_bucket_group_param_sync", _unless_gathered_later, "gathers after the optimizer's step"
+        ),
+        wrapping(f"{_DDP}.finish_grad_sync", _finished, "takes gradients to be whole"),
+        wrapping(f"{_BUFFER}.reset", _unless_empty, "writes zeros to gradients that are not there"),
+        wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
+        wrapping(f"{_OPTIMIZER}._copy_model_grads_to_main_grads", _take_gradients, "reads whole gradients"),
+        wrapping(f"{_OPTIMIZER}._copy_main_params_to_model_params", _keep_weights, "writes to whole weights"),
+        wrapping("megatron.training.checkpointing.generate_state_dict", _lent_to_checkpoint, "reads whole weights"),
+    )
+
+
+def _is_summed_elsewhere(parameter: Parameter) -> bool:
+    """Over tensor-parallel ranks, which vectors may be, or over those of the first and the last stage."""
+    marks = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
+    return parameter.dim() == 1 or any(getattr(parameter, mark, False) for mark in marks)
+
+
+def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
+    init(ddp, *args, **options)
+    # Megatron hands the training loop the wrapper, and checkpoints the model within.
+    ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
+
+
+def _unless_gathered_later(start: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
+    if not _is_empty(group.buckets[0].param_data):
+        start(ddp, group, force_sync)
+
+
+def _finished(finish: Callable, ddp: Any, force_all_reduce: bool = False) -> None:
+    ddp.partitioned_state.finish_reduction()
+    ddp.partitioned_state.lend_gradients()
+
+
+def _unless_empty(reset: Callable, buffer: Any) -> None:
+    if not _is_empty(buffer.grad_data):
+        reset(buffer)
+
+
+def _scaled(scale: Callable, buffer: Any, factor: Any) -> None:
+    if not _is_empty(buffer.grad_data):
+        scale(buffer, factor)
+        return
+    for bucket in buffer.buckets:
+        bucket.share.scale_gradients(factor)
+
+
+def _take_gradients(upstream: Callable, optimizer: Any) -> None:
+    """The parameters that the optimizer steps are parts of the shares."""
+    if not _lacks(optimizer, "grad_data"):
+        upstream(optimizer)
+        return
+    for model, main, share, place in _parameters(optimizer):
+        share.take_back_gradients()
+        main.grad = share.gradients[place].float()
+        if model.dtype is torch.float32 and _is_empty(share.bucket.param_data):
+            main.data = share.weights[place]  # the optimizer has no copy of its own
+
+
+def _keep_weights(upstream: Callable, optimizer: Any) -> None:
+    if not _lacks(optimizer, "param_data"):
+        upstream(optimizer)
+        return
+    for _, main, share, place in _parameters(optimizer):
+        share.weights[place].copy_(main)
+
+
+def _lacks(optimizer: Any, data: str) -> bool:
+    """Whether the weights or gradients that it works with are not there, as they are in groups of one rank."""
+    return not optimizer.is_stub_optimizer and any(_is_empty(getattr(buffer, data)) for buffer in optimizer.buffers)
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Parameter, Tensor, Share, slice]]:
+    """The model's parameters with what the optimizer steps for them, and where that lies in a share."""
+    models = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
+    mains = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
+    for model, main in zip(models, mains, strict=True):
+        buffer, _, bucket = optimizer.model_param_gbuf_map[model]
+        place = optimizer._get_model_param_range_map(model)["gbuf_local"]
+        yield model, main, optimizer.buffers[buffer].buckets[bucket].share, slice(place.start, place.end)
+
+
+def _lent_to_checkpoint(
+    generate: Callable, args: Any, model: Sequence[torch.nn.Module], *rest: Any, **more: Any
+) -> Any:
+    for chunk in model:
+        unwrap_model(chunk).partitioned_state.lend()
+    return generate(args, model, *rest, **more)
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == 0
