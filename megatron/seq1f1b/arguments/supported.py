@@ -320,7 +320,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "a run without --use-distributed-optimizer",
             "keeps the state of the optimizer whole",
             "add --use-distributed-optimizer",
-            lambda settings: not settings.get("use_distributed_optimizer"),
+            lambda settings: bool(settings.get("partition_state") and not settings.get("use_distributed_optimizer")),
         ),
         Unsupported(
             "--num-distributed-optimizer-instances above 1",
@@ -347,7 +347,9 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--ckpt-format other than torch_dist",
             "saves weights on some ranks alone, which would wait for the others",
             "use --ckpt-format torch_dist",
-            lambda settings: settings.get("ckpt_format") not in (None, "torch_dist"),
+            lambda settings: bool(
+                settings.get("partition_state") and settings.get("ckpt_format") not in (None, "torch_dist")
+            ),
         ),
     ),
 }

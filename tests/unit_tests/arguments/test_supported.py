@@ -85,6 +85,10 @@ SETTINGS = {
         "add_bias_linear": True,
     },
     "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
+    "a run without --use-distributed-optimizer": {"use_distributed_optimizer": False},
+    "--num-distributed-optimizer-instances above 1": {"num_distributed_optimizer_instances": 2},
+    "--optimizer other than adam and sgd": {"optimizer": "muon"},
+    "--ckpt-format other than torch_dist": {"ckpt_format": "zarr"},
     "--overlap-grad-reduce without --no-gradient-accumulation-fusion": {
         "overlap_grad_reduce": True,
         "gradient_accumulation_fusion": True,
@@ -96,12 +100,14 @@ FLAGS = {
     Use.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
     Use.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
     Use.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
+    Use.PARTITIONED_STATE: ("--pipeline-schedule", "1f1b", "--partition-state"),
 }
 ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
 
 
 def settings_of(row):
-    return SETTINGS.get(row.feature, {row.feature.removeprefix("--").replace("-", "_"): True})
+    name = row.feature.removeprefix("--").replace("-", "_")
+    return {"use_distributed_optimizer": True} | SETTINGS.get(row.feature, {name: True})
 
 
 @pytest.mark.parametrize("use, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
