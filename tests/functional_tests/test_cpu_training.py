@@ -1,9 +1,9 @@
 """Megatron's own training loop and schedules, on CPU tensors and gloo."""
 
-import numpy as np
 import pytest
 
-from support.few import few_of
+from support.checks import few_of
+from support.files import write_corpus
 from support.launch import PRETRAIN, ROOT, TINY_GPT, torchrun
 
 MOCK = (*TINY_GPT, "--mock-data")
@@ -105,14 +105,8 @@ def test_recompute_repeats_dropout(launch):
 
 
 def test_indexed_data_and_blends(launch, tmp_path):
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    for name, token in ("a", 5), ("b", 9):
-        builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
-        for _ in range(100):
-            builder.add_document(np.full(100, token), [100])
-        builder.finalize(str(tmp_path / f"{name}.idx"))
-    data = ["--data-path", 0.3, tmp_path / "a", 0.7, tmp_path / "b", "--split", "80,10,10"]
+    a, b = (write_corpus(tmp_path / name, [[token] * 100] * 100) for name, token in (("a", 5), ("b", 9)))
+    data = ["--data-path", 0.3, a, 0.7, b, "--split", "80,10,10"]
     cache = ["--data-cache-path", tmp_path / "cache"]
     training = ["--train-iters", 10, "--lr", 1e-2, "--eval-iters", 1, "--eval-interval", 5]
     job = launch(1, [*TINY_GPT, *data, *cache, *training]).check()

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from support.files import write_corpus
 from support.launch import TINY_GPT
 
 END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
@@ -20,13 +19,11 @@ RESET = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 def training(launch, tmp_path_factory):
     """Flags for a data set of documents of 1 to 60 tokens, where sequences have 64, and to start from the same weights:
     random ones depend on the layout of the ranks."""
-    prefix = tmp_path_factory.mktemp("corpus") / "short"
     generator = np.random.default_rng(1)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for length in generator.integers(1, 60, size=400):
-        tokens = (generator.integers(1, 9) * np.arange(length - 1)) % END_OF_DOCUMENT
-        builder.add_document(torch.tensor([*tokens, END_OF_DOCUMENT]), [length])
-    builder.finalize(f"{prefix}.idx")
+    lengths = generator.integers(1, 60, size=400)
+    documents = [generator.integers(1, 9) * np.arange(length - 1) % END_OF_DOCUMENT for length in lengths]
+    corpus = [[*tokens, END_OF_DOCUMENT] for tokens in documents]
+    prefix = write_corpus(tmp_path_factory.mktemp("corpus") / "short", corpus)
     flags, weights = [*TINY_GPT, "--data-path", prefix, "--split", "80,20,0"], tmp_path_factory.mktemp("weights")
     launch(1, [*flags, "--train-iters", 1, "--save", weights, "--save-interval", 1]).check()
     return [*flags, *EVALUATE, "--load", weights, "--finetune"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from functional_tests.equality.suites import groups, representatives
-from support.few import few_of
+from support.checks import few_of
 
 WORKER = Path(__file__).parent / "equality" / "worker.py"
 GROUPS = [group for group in groups() if group.model.transformer_engine is None]

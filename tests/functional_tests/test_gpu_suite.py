@@ -103,28 +103,3 @@ def test_running_out_of_time_is_no_failure(tmp_path, monkeypatch):
     assert not any(check["passed"] is False for check in found)
     suite.until = 0.0
     assert suite.process(["false"]) == (run.OUT_OF_TIME, "")
-
-
-class Starts(Logs):
-    """Stands in for a suite; keeps the commands."""
-
-    def __init__(self, folder, number: int) -> None:
-        super().__init__(*[[(5.0, 2.0), (4.9, 1.5)]] * number)
-        self.folder, self.commands = folder, []
-
-    def process(self, command: list[str]) -> tuple[None, str]:
-        self.commands.append(" ".join(command))
-        return super().process(command)
-
-
-def test_other_layouts_start_from_the_weights_of_one_rank(tmp_path):
-    """Megatron draws weights by the layout of the ranks."""
-    suite = Starts(tmp_path, 3)
-    found = run.trained_alike(suite, ["--own"], {"PP 4": ["--ours"]}, ranks=8)
-    saves, *others = suite.commands
-    assert (
-        "--nproc-per-node=1 " in saves and f"--own --save {tmp_path}/weights --save-interval 1 --train-iters 1" in saves
-    )
-    assert ["--own" in other for other in others] == [True, False] and "--nproc-per-node=8 " in others[1]
-    assert all(f"--load {tmp_path}/weights --finetune" in other for other in others)
-    assert [check["passed"] for check in found["checks"]] == [True, True]

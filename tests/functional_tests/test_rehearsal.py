@@ -9,7 +9,7 @@ from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
-from support.few import few_of
+from support.checks import few_of
 from support.launch import ROOT
 from support.launchers import started
 

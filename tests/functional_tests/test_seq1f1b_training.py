@@ -1,88 +1,122 @@
-"""pretrain_gpt.py with our flags trains and evaluates like Megatron's own schedule without them."""
+"""pretrain_gpt.py with our flags trains and evaluates like Megatron's own schedule without them: every kind of model,
+beside every kind of parallelism; and pretrain_hybrid.py hybrid models."""
 
 import itertools
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, read_timeline, write_csv
-from support.few import few_of
-from support.launch import ROOT, TINY_GPT
+from support.checks import few_of
+from support.launch import PRETRAIN, ROOT, TINY_GPT
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
-PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
-EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
+FOREIGN = Path(__file__).parent / "scripts" / "foreign_script.py"
+MODEL = (*TINY_GPT, "--mock-data", "--eval-iters", "2", "--eval-interval", "2")
+PIPELINE = (*MODEL, "--pipeline-model-parallel-size", "2")
 
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-CHUNKS = (*PIPELINE, *OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1")
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 8 --qk-layernorm --normalization RMSNorm --position-embedding-type none --rope-type yarn"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --disable-bias-linear --moe-z-loss-coeff 1e-2 "
+    "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 32"
+)
+BALANCED = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+BIASED = "--moe-router-load-balancing-type none --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+PREDICTION = "--mtp-num-layers 2 --untie-embeddings-and-output-weights --position-embedding-type rope"
+RECURRENT = (
+    "--hybrid-layer-pattern G-|*M --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 16 --linear-value-head-dim 16 "
+    "--mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16"
+)
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 IN_CHUNKS = (
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule breadth-first"
 )
+CHUNKS = f"{OVERLAP} --num-layers-per-virtual-pipeline-stage 1"
+FOUR = "--sequence-splits 4"
+BALANCED_FOUR = f"{FOUR} --sequence-split-strategy balanced"
+# Ranks in a pipeline of two, flags of both runs, flags of ours.
+RUNS = {
+    "one micro-batch a unit": (2, "", "--pipeline-schedule 1f1b"),
+    "segments": (2, "", FOUR),
+    "the authors' flags": (2, "", "--pipe-sp-splits 3 --pipe-sp-strategy uniform_comp"),
+    "zb-h1": (2, "", f"--pipeline-schedule zb-h1 {FOUR}"),
+    "multi-latent attention": (2, LATENT, BALANCED_FOUR),
+    "experts with a bias": (2, f"{EXPERTS} {BIASED}", BALANCED_FOUR),
+    "expert parallel": (
+        4,
+        f"{EXPERTS} {BALANCED} --expert-model-parallel-size 2 --use-distributed-optimizer",
+        BALANCED_FOUR,
+    ),
+    # The embedding and the loss on stages of their own, and the two chunks between them not alike.
+    "layout": (2, "--pipeline-model-parallel-layout E|t|ttt|L", BALANCED_FOUR),
+    "prediction before the loss": (2, f"{PREDICTION} --pipeline-model-parallel-layout Ettttmm|L", BALANCED_FOUR),
+    "hybrid": (2, RECURRENT, FOUR),
+    # Tensor-parallel ranks without data allocate by segment; data-parallel ranks reduce once.
+    "TP 2 with SP": (4, "--tensor-model-parallel-size 2 --sequence-parallel", "--sequence-splits 3"),
+    "DP 2 with overlap": (4, OVERLAP, "--sequence-splits 3"),
+    **{
+        f"chunks, {name}": (4, CHUNKS, f"--pipeline-schedule {name} --sequence-splits 2")
+        for name in ("1f1b", "zb-h1", "breadth-first")
+    },
+}
+RARE = ("one micro-batch a unit", "the authors' flags", "chunks, 1f1b", "chunks, breadth-first")
+# What is logged besides the loss, where flags have these words.
+LOGGED = {"z_loss": "z-loss", "load_balancing_loss": "aux_loss", "mtp_1 loss": "--mtp", "mtp_2 loss": "--mtp"}
 
 
-@pytest.fixture(scope="module")
-def chunks_of_megatron(launch):
-    return launch(4, [*CHUNKS, "--attention-backend", "local"]).check()
-
-
-@pytest.fixture(scope="module")
-def megatrons_own(launch):
-    return launch(2, [*PIPELINE, *EVALUATE, "--attention-backend", "local"]).check()
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("--pipeline-schedule 1f1b", marks=pytest.mark.exhaustive),
-        "--sequence-splits 4",
-        pytest.param("--pipe-sp-splits 3 --pipe-sp-strategy uniform_comp", marks=pytest.mark.exhaustive),
-        "--pipeline-schedule zb-h1 --sequence-splits 4",
-    ],
-)
-def test_losses_are_those_of_megatrons_own_1f1b(launch, megatrons_own, flags):
-    job = launch(2, [*PIPELINE, *EVALUATE, *flags.split()]).check()
-    assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
+def assert_same_losses(ours, own, flags=""):
+    assert len(own.losses()) == 5 and ours.losses() == pytest.approx(own.losses(), abs=1e-5)
     # Before, between and after training steps.
-    assert len(job.losses("lm loss value")) >= 3
-    assert job.losses("lm loss value") == pytest.approx(megatrons_own.losses("lm loss value"), abs=1e-5)
+    assert len(own.losses("lm loss value")) >= 3
+    assert ours.losses("lm loss value") == pytest.approx(own.losses("lm loss value"), abs=1e-5)
+    for kind, word in LOGGED.items():
+        assert len(own.losses(kind)) == (5 if word in flags else 0)
+        for tolerance in ({"rel": 1e-5}, {"abs": 1e-5}):
+            assert ours.losses(kind) == pytest.approx(own.losses(kind), **tolerance)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
-        OVERLAP,
-    ],
-    ids=["TP 2 with SP", "DP 2 with overlap"],
-)
-def test_beside_other_parallelism(launch, layout):
-    """Four ranks: tensor-parallel ranks without data allocate by segment; data-parallel ranks reduce once."""
-    own = launch(4, [*PIPELINE, *layout, "--attention-backend", "local"]).check()
-    ours = launch(4, [*PIPELINE, *layout, "--sequence-splits", "3"]).check()
-    assert ours.losses() == pytest.approx(own.losses(), abs=1e-5)
+@pytest.fixture(scope="module")
+def trained(launch):
+    """The run on so many ranks in a pipeline of two, with these flags."""
+
+    @cache
+    def trained(ranks, flags):
+        is_hybrid = "hybrid" in flags  # whose pattern has the number of layers
+        script = ROOT / "pretrain_hybrid.py" if is_hybrid else PRETRAIN
+        return launch(ranks, [*PIPELINE[2 * is_hybrid :], *flags.split()], script).check()
+
+    return trained
 
 
-@pytest.mark.parametrize(
-    "schedule", ["zb-h1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1f1b", "breadth-first"))]
-)
-def test_chunks_reduce_and_gather_beside_compute(launch, chunks_of_megatron, schedule):
-    ours = launch(4, [*CHUNKS, "--pipeline-schedule", schedule, "--sequence-splits", "2"]).check()
-    assert ours.losses() == pytest.approx(chunks_of_megatron.losses(), abs=1e-5)
+@pytest.fixture(scope="module")
+def megatrons_own(trained):
+    return trained(2, " --attention-backend local")
+
+
+@pytest.mark.parametrize("name", few_of(RUNS, RUNS.keys() - {*RARE}))
+def test_losses_are_those_of_megatrons_own_1f1b(trained, name):
+    ranks, flags, ours = RUNS[name]
+    assert_same_losses(trained(ranks, f"{flags} {ours}"), trained(ranks, f"{flags} --attention-backend local"), flags)
+
+
+def test_losses_of_context_parallel_ranks_are_those_of_one(launch):
+    """Two tokens more are predicted, whose losses are logged."""
+    own = launch(1, [*MODEL, *PREDICTION.split(), "--attention-backend", "local"]).check()
+    shared = f"{PREDICTION} {BALANCED_FOUR} --context-parallel-size 2 --cp-comm-type a2a"
+    assert_same_losses(launch(2, [*MODEL, *shared.split()]).check(), own, PREDICTION)
 
 
 @pytest.mark.parametrize("align", ["", pytest.param("--no-align-param-gather", marks=pytest.mark.exhaustive)])
 def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
     """Also its parameters are gathered before its first forward ends; all of it is in the trace."""
-    flags = [
-        "--pipeline-schedule",
-        "breadth-first",
-        "--sequence-splits",
-        "2",
-        "--global-batch-size",
-        "16",
-        *align.split(),
-    ]
-    launch(4, [*CHUNKS, *flags, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "4"]).check()
+    flags = f"{CHUNKS} --pipeline-schedule breadth-first --sequence-splits 2 --global-batch-size 16 {align}"
+    trace = ("--eval-iters", 0, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", 4)
+    launch(4, [*PIPELINE, *flags.split(), *trace]).check()
     traces = [read_timeline(tmp_path / f"iteration-4-pipeline-{first}.json") for first in (0, 1)]
     for timeline, rank in itertools.product(traces, range(2)):
         placement, spans = timeline.shape.placement, timeline.ranks[rank]
@@ -122,7 +156,7 @@ PARTITIONED = {
 def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
     """The same losses and gradient norms, digit for digit, of twenty steps of Adam."""
     flags = PARTITIONED[case].split()
-    overlap = OVERLAP[:1] if "--no-overlap" in flags else OVERLAP
+    overlap = OVERLAP.split()[: 1 if "--no-overlap" in flags else 3]
     flags = [*TINY_GPT, "--mock-data", *overlap, "--train-iters", "20", *(f for f in flags if f != "--no-overlap")]
     whole, partitioned = (launch(4, [*flags, *more]).check() for more in ((), ("--partition-state",)))
     assert partitioned.losses() == whole.losses()
@@ -133,11 +167,7 @@ def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
 def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
     write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
     flags = ["--pipeline-schedule-file", tmp_path / "mine.csv", "--sequence-splits", "2"]
-    job = launch(2, [*PIPELINE, *EVALUATE, *flags]).check()
-    assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
-    assert job.losses("lm loss value") == pytest.approx(megatrons_own.losses("lm loss value"), abs=1e-5)
-    refused = launch(2, [*PIPELINE, *flags, "--global-batch-size", "4"])
-    assert refused.code != 0 and "4 micro-batches, 2 segments, but the other flags are for" in refused.log
+    assert_same_losses(launch(2, [*PIPELINE, *flags]).check(), megatrons_own)
 
 
 def test_bf16_falls_like_megatrons_own(launch):
@@ -152,27 +182,18 @@ def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segment
     launch(2, [*PIPELINE, *trace, *flags]).check()
     assert {path.name for path in tmp_path.iterdir()} == {f"iteration-{i}-pipeline-0.json" for i in (2, 4)}
     timeline = read_timeline(tmp_path / "iteration-4-pipeline-0.json")
-    microbatches = 4
-    assert (timeline.shape.num_microbatches, timeline.shape.num_segments) == (microbatches, segments)
+    assert (timeline.shape.num_microbatches, timeline.shape.num_segments) == (4, segments)
     for rank, spans in enumerate(timeline.ranks):
-        assert len(spans) == len(set(span.action for span in spans)) == 2 * microbatches * segments
+        assert len(spans) == len(set(span.action for span in spans)) == 2 * 4 * segments
         assert all(span.action.stage == rank for span in spans)
         assert all(a.start <= a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
     assert len(timeline.meta["peak_memory_bytes"]) == 2
 
 
-def test_a_refusal_is_one_sentence_and_ends_all_ranks(launch):
-    job = launch(2, [*PIPELINE, "--sequence-splits", "4", "--qk-clip"], timeout=60)
-    assert job.code not in (0, None)
-    assert job.log.count("error: ") == 1
-    assert "error: --qk-clip needs the largest logit of each head, which takes another product" in job.log
-
-
-def test_attention_dropout_and_recomputation_that_repeats_it(launch):
+def test_attention_dropout_and_recomputation_that_repeats_it(launch, trained):
     """Megatron's default. Masks differ from Megatron's own, whose random numbers are those of whole sequences."""
-    flags = [*PIPELINE, "--sequence-splits", "4"]
-    dropout = [*flags, "--attention-dropout", "0.1"]
-    without, stored = launch(2, flags).check(), launch(2, dropout).check()
+    dropout = [*PIPELINE, *FOUR.split(), "--attention-dropout", "0.1"]
+    without, stored = trained(2, f" {FOUR}"), launch(2, dropout).check()
     assert stored.losses() == pytest.approx(without.losses(), rel=0.01)
     assert stored.losses() != without.losses()
     assert stored.log.count("attention dropout on a CPU has no fused kernel") == 1
@@ -184,19 +205,17 @@ def test_attention_dropout_and_recomputation_that_repeats_it(launch):
 
 def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     """`python -m megatron.seq1f1b SCRIPT`; without the spec of pretrain_gpt.py, whose layers have our attention."""
-    script = Path(__file__).parent / "scripts" / "foreign_script.py"
-    job = launch(2, [script, *PIPELINE, *EVALUATE, "--sequence-splits", "4"], script=OVERLAY).check()
-    assert job.losses() == pytest.approx(megatrons_own.losses(), abs=1e-5)
-    refused = launch(2, [script, *PIPELINE, "--sequence-splits", "4", "--qk-clip"], script=OVERLAY)
-    assert refused.code != 0 and "error: --qk-clip " in refused.log
-    separately = launch(2, [script, *PIPELINE, "--sequence-splits", "4"], script=OVERLAY, env={"SEPARATELY": "1"})
-    assert separately.check().losses() == job.losses()
+    flags = [FOREIGN, *PIPELINE, *FOUR.split()]
+    job = launch(2, flags, script=OVERLAY).check()
+    assert_same_losses(job, megatrons_own)
+    refused = launch(2, [*flags, "--qk-clip"], script=OVERLAY)
+    assert refused.code != 0 and refused.log.count("error: ") == refused.log.count("error: --qk-clip ") == 1
+    assert launch(2, flags, script=OVERLAY, env={"SEPARATELY": "1"}).check().losses() == job.losses()
 
 
 def test_such_a_script_with_chunks_in_a_v_or_context_parallelism(launch, tmp_path):
     """It asks Megatron for its rank, not for its chunk, and ties the embedding by ranks of its own."""
-    script = Path(__file__).parent / "scripts" / "foreign_script.py"
-    chunks = [script, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", "--sequence-splits", "2"]
+    chunks = [FOREIGN, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", "--sequence-splits", "2"]
     saved = launch(2, [*chunks, "--save", tmp_path / "saved", "--save-interval", "3"], script=OVERLAY).check()
     in_a_v = ("--pipeline-schedule", "auto", "--pipeline-placement", "v", "--load", tmp_path / "saved")
     again = launch(2, [*chunks, *in_a_v, "--ckpt-step", "3"], script=OVERLAY).check()
@@ -205,6 +224,6 @@ def test_such_a_script_with_chunks_in_a_v_or_context_parallelism(launch, tmp_pat
     shared = [*TINY_GPT, "--mock-data", "--context-parallel-size", "2", "--cp-comm-type", "a2a"]
     whole = ("--pipeline-schedule", "1f1b")
     expected = launch(2, [*shared, *whole]).check().losses()
-    assert launch(2, [script, *shared, *whole], script=OVERLAY).check().losses() == pytest.approx(expected, abs=1e-5)
-    refused = launch(2, [script, *shared, "--sequence-splits", "2"], script=OVERLAY, env={"MASKS": "1"})
+    assert launch(2, [FOREIGN, *shared, *whole], script=OVERLAY).check().losses() == pytest.approx(expected, abs=1e-5)
+    refused = launch(2, [FOREIGN, *shared, "--sequence-splits", "2"], script=OVERLAY, env={"MASKS": "1"})
     assert refused.code != 0 and "add --no-create-attention-mask-in-dataloader" in refused.log

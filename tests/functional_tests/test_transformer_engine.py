@@ -10,7 +10,7 @@ import pytest
 
 from functional_tests.equality.suites import groups, representatives
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
-from support.few import few_of
+from support.checks import few_of
 from support.launch import ROOT, TINY_GPT, Launcher
 
 FOLDER = Path(__file__).parent

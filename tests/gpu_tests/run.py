@@ -267,17 +267,13 @@ def trained_alike(suite: Suite, own: list[str], ours: dict[str, list[str]], rank
     return {"checks": checks, "figures": figures}
 
 
+def script(name: str, *flags: str) -> Callable[[Suite], dict]:
+    return lambda suite: suite.script(name, *flags)
+
+
 SECTIONS = (
-    Section(
-        "attention by segments is as exact as attention of the whole, with dropout too",
-        65,
-        lambda suite: suite.script("attention_errors"),
-    ),
-    Section(
-        "four pipeline ranks on one GPU (over gloo, since NCCL refuses to share one) train as one rank does",
-        70,
-        pipeline_ranks,
-    ),
+    Section("attention by segments is as exact as that of the whole, with dropout too", 65, script("attention_errors")),
+    Section("four pipeline ranks on one GPU (gloo: NCCL refuses to share it) train as one does", 70, pipeline_ranks),
     Section("pretrain_gpt.py trains on one GPU as with Megatron's own schedule", 50, training),
     Section(
         "Transformer Engine's layers train by segments as with Megatron's own schedule",
@@ -285,30 +281,14 @@ SECTIONS = (
         training_with_transformer_engine,
         module="transformer_engine_torch",
     ),
-    Section(
-        "two ranks over NCCL train as one rank does, with one hardware queue and with many", 150, ranks_over_nccl, 2
-    ),
+    Section("two ranks over NCCL train as one does, with one hardware queue and with many", 150, ranks_over_nccl, 2),
     Section("eight GPUs train as one does: TP 2, PP 4, overlap", 180, training_on_eight, 8),
+    Section("speed of attention by segments", 75, script("attention_speed")),
     Section(
-        "speed of attention by segments",
-        75,
-        lambda suite: suite.script("attention_speed"),
+        "time and memory of a stage of the 2.7b model, and the host's share", 85, script("stage", "--part", "time")
     ),
-    Section(
-        "time and memory of a stage of the 2.7b model, and what the host needs for it",
-        85,
-        lambda suite: suite.script("stage", "--part", "time"),
-    ),
-    Section(
-        "time of a stage with experts, for which the host waits in each segment",
-        60,
-        lambda suite: suite.script("stage", "--part", "experts"),
-    ),
-    Section(
-        "longest sequence that fits a stage of the 2.7b model",
-        65,
-        lambda suite: suite.script("stage", "--part", "room"),
-    ),
+    Section("time of a stage with experts, each with a wait of the host", 60, script("stage", "--part", "experts")),
+    Section("longest sequence that fits a stage of the 2.7b model", 65, script("stage", "--part", "room")),
 )
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.seq1f1b.arguments import keywords_in_errors, parse_options
+from megatron.seq1f1b.install import install
 from megatron.seq1f1b.model.masks import KEEP_APART
 
 
@@ -38,6 +39,7 @@ def test_a_sentence_of_the_programs_own_stays():
     [
         ({"sequence_splits": "x"}, "^sequence_splits='x': "),
         ({"pipeline_schedule": "2f2b"}, "^pipeline_schedule='2f2b': invalid choice: '2f2b'"),
+        ({"pipeline_placement": "w"}, "^pipeline_placement='w': invalid choice: 'w'"),
         ({"segments": 2}, "^segments is not a keyword of megatron.seq1f1b.install; there are pipeline_schedule, "),
     ],
     ids=str,
@@ -46,3 +48,5 @@ def test_wrong_options_of_a_program_are_keywords(options, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         parse_options(options)
     assert "--" not in str(error.value)
+    with pytest.raises(ValueError, match=sentence):
+        install(**options)

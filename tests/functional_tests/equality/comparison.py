@@ -16,12 +16,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
-from functional_tests.equality.batches import BATCH
 from functional_tests.equality.cases import Case, Layout
-from functional_tests.equality.experts import logged
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
 from functional_tests.equality.models import VOCABULARY, Model
-from functional_tests.equality.step import run
+from functional_tests.equality.step import BATCH, logged, run
 from megatron.seq1f1b.model import host_memory, latents
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused

@@ -3,7 +3,7 @@
 The model is one linear layer a stage, without code of Megatron's: no process groups but those that are passed in.
 """
 
-import argparse
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -242,28 +242,15 @@ def check_ranks_that_disagree(world, alone) -> None:
         assert "rank 1 has" in message and "rank 0 has" not in message, message
 
 
-def failing_step(world):
-    """Raises on rank 1 in its second call."""
-    calls = []
+def failing_step(world, is_stuck=False):
+    """Rank 1 raises in its second call; if it is stuck, rank 0 in its fourth, when nobody has received what it sent."""
+    calls, failing = [], (0, 4) if is_stuck else (1, 2)
 
     def step(data_iterator, model):
         calls.append(None)
-        if world.rank() == 1 and len(calls) == 2:
-            raise KeyError("no more data")
-        return forward_step(data_iterator, model)
-
-    return step
-
-
-def stuck_step(world):
-    """Rank 1 does not return; rank 0 raises in its fourth call, when nobody has received what it sent."""
-    calls = []
-
-    def step(data_iterator, model):
-        calls.append(None)
-        if world.rank() == 1:
+        if is_stuck and world.rank() == 1:
             time.sleep(90)
-        if len(calls) == 4:
+        if (world.rank(), len(calls)) == failing:
             raise KeyError("no more data")
         return forward_step(data_iterator, model)
 
@@ -283,18 +270,14 @@ def check_failure_of_one_rank(world, alone) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fail", action="store_true", help="rank 1 fails, with nobody to catch it")
-    parser.add_argument("--stuck", action="store_true", help="rank 0 fails while rank 1 does nothing")
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     alone, _ = dist.new_subgroups(1)
-    args = parser.parse_args()
-    if args.stuck:
-        given = {"microbatches": 6, "pg_collection": groups(world, alone)}
-        run(executor(Named("gpipe"), timeout=600), stage(world), stuck_step(world), **given)
-    if args.fail:
-        run(executor(timeout=600), stage(world), failing_step(world), pg_collection=groups(world, alone))
+    given = {"pg_collection": groups(world, alone)}
+    if "--stuck" in sys.argv:  # rank 0 fails while rank 1 does nothing
+        run(executor(Named("gpipe"), timeout=600), stage(world), failing_step(world, is_stuck=True), 6, **given)
+    if "--fail" in sys.argv:  # rank 1 fails, with nobody to catch it
+        run(executor(timeout=600), stage(world), failing_step(world), **given)
     run_checks(globals(), world, alone)
 
 

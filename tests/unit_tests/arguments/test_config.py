@@ -1,12 +1,17 @@
 """Our flags: what they mean, and how what cannot be honoured is refused."""
 
 import argparse
+import importlib
 import re
 
 import pytest
+from megatron.core.pipeline_parallel import schedules
 
+import megatron.seq1f1b
 from megatron.seq1f1b import arguments, validate
-from megatron.seq1f1b.arguments import parse_options, run_of_arguments
+from megatron.seq1f1b.arguments import parse_options, run_of_arguments, sequence_partition
+from megatron.seq1f1b.install import Overlay
+from megatron.seq1f1b.partition import cut
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
     FAMILY_NAMES,
@@ -237,12 +242,6 @@ def test_a_file_whose_sizes_contradict_the_flags_is_refused(file, megatron):
     assert "\n" not in str(error.value)
 
 
-def test_a_file_that_cannot_run_is_refused(tmp_path):
-    (tmp_path / "bad.csv").write_text("0F0,0B0,0F0\n")
-    with pytest.raises(ValueError, match="is repeated"):
-        validate(parsed("--pipeline-schedule-file", str(tmp_path / "bad.csv")))
-
-
 def test_layers_without_fast_attention_get_ours_unless_declined():
     backend = argparse.Namespace(name="auto")
     assert wants_segment_attention(parsed(transformer_impl="local", attention_backend=backend))
@@ -420,3 +419,41 @@ def test_lengths_follow_documents_where_the_strategy_can():
     assert cuts("--sequence-split-strategy", "balanced") == (True, True)
     assert cuts("--sequence-split-strategy", "even") == (False, False)
     assert cuts("--sequence-split-strategy", "uniform_comp") == (False, False)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts calls of functions by `calls(module, name)`."""
+    counted = []
+
+    def count(module, name):
+        function = getattr(module, name)
+
+        def counting(*args, **kwargs):
+            counted.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counting)
+        return counted
+
+    return count
+
+
+@pytest.mark.parametrize("flags", [(), ("--sequence-splits", "4")], ids=["number found", "number given"])
+def test_terapipes_programme_is_solved_once(calls, flags):
+    for module in (sequence_partition, cut):
+        solved = calls(module, "terapipe")
+    args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", *flags, pipeline_model_parallel_size=8)
+    config = megatron.seq1f1b.validate(args)
+    assert config.cut(16384) == config.lengths
+    assert solved == ["terapipe"]
+
+
+def test_what_validate_made_is_what_everybody_gets(calls, monkeypatch):
+    overlay = Overlay(schedules.get_forward_backward_func)
+    monkeypatch.setattr(schedules, "get_forward_backward_func", overlay.get_forward_backward_func)
+    made = calls(importlib.import_module("megatron.seq1f1b.install"), "make_config")
+    config = megatron.seq1f1b.validate(parsed("--sequence-splits", "4", sft=True))
+    for _ in range(3):  # as for every batch of --sft
+        assert megatron.seq1f1b.pipeline_config() is config and config.follows_documents
+    assert made == ["make_config"]

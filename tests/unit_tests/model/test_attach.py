@@ -18,9 +18,7 @@ from megatron.seq1f1b.model import (
     refuse_attention_to_later_tokens,
     use_segment_attention,
 )
-from megatron.seq1f1b.model.attach import _FOLLOWERS
 from megatron.seq1f1b.model.attention import SegmentAttention
-from megatron.seq1f1b.patches import owner_of
 
 
 def attention_layer(kind, mask_type):
@@ -132,10 +130,3 @@ def test_chunks_share_rotary_positions_while_one_needs_them(monkeypatch):
         RotaryEmbedding.forward.cache_clear()  # Megatron's
         assert left() is None
         assert torch.equal(rotaries[1](6), whole[4:10])
-
-
-@pytest.mark.parametrize("table", [table for _, table in _FOLLOWERS])
-def test_what_is_bound_on_layers_exists_in_this_version(table):
-    for patch in table:
-        owner, name = owner_of(patch.target)
-        assert callable(getattr(owner, name)) and patch.reason, patch.target

@@ -7,30 +7,6 @@ from benchmark_host import moved_by_attention
 from support.segments import attention, segments_of
 
 
-def test_gradients_accumulate_in_fp32_for_16_bit_models():
-    query, key, value = (torch.randn(64, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3))
-    layer = attention(8)
-    context = layer.context
-    outputs = []
-    for segment in segments_of([0, 32, 64]):
-        with context.running(segment, keeps_for_backward=True):
-            outputs.append(layer(*(x[segment.start : segment.end].requires_grad_() for x in (query, key, value))))
-    outputs[1].backward(torch.ones_like(outputs[1]))
-    (cache,) = context._caches.values()
-    assert [x._sum.dtype for x in cache.rows] == [torch.float32] * 2
-
-
-def test_evaluation_frees_the_cache_after_the_last_segment():
-    query, key, value = (torch.randn(32, 1, 2, 8) for _ in range(3))
-    layer = attention(8)
-    context = layer.context
-    with torch.no_grad():
-        for segment in segments_of([0, 16, 32]):
-            with context.running(segment, keeps_for_backward=False):
-                layer(*(x[segment.start : segment.end] for x in (query, key, value)))
-    context.assert_empty()
-
-
 def test_saved_bytes_are_those_of_the_unsegmented_sequence():
     """Query, output and log-sum-exp per segment, keys and values once: nothing grows with the number of segments."""
     query, key, value = (torch.randn(256, 1, 4, 16) for _ in range(3))

@@ -109,7 +109,4 @@ def test_kept_are_latents_and_rotary_keys_and_their_gradients():
 
 def test_latents_are_kept_where_projecting_again_is_cheap():
     deepseek = SimpleNamespace(kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
-    # FLOPs for each token of the prefix and head: up and thrice backward; and for each query, two and a half back.
-    again, attended = 4 * 2 * 512 * 256, 3.5 * 2 * (192 + 128)
-    assert share_of_projection(deepseek, 4096) == again / (attended * 4096)
     assert share_of_projection(deepseek, 4096) < LARGEST_SHARE < share_of_projection(deepseek, 2048)

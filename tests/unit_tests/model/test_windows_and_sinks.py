@@ -12,11 +12,17 @@ from support.segments import attention, inputs, one_softmax, run, segments_of
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 150, 2, 4, 2, 8
 CUTS = [(150,), (100, 30, 20), (60, 3, 2, 5, 80)]
-DOCUMENTS = ((0, 20, 97), (0, 64))
+DOCUMENTS = {
+    "whole": None,
+    "documents": ((0, 20, 97), (0, 64)),
+    "of one token": ((0, 1, 2, 99, 100, 101, 149), (0, 148, 149)),
+    "at a segment start": ((0, 60, 63, 100, 130), (0, 65)),
+    "every token": (tuple(range(LENGTH)), (0,)),
+}
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("window", [None, 0, 7, 50])
 @pytest.mark.parametrize("lengths", CUTS, ids=str)

@@ -4,24 +4,14 @@ tools/benchmark_host.py measures the time. A call takes a tenth of a microsecond
 far from these numbers, which are to keep a slow habit out of the loop.
 """
 
-import importlib.util
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PATH = Path(__file__).parents[3] / "tools" / "benchmark_host.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmark_host", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import benchmark_host as benchmark
 
 
 def calls(work) -> int:
@@ -42,7 +32,7 @@ def calls(work) -> int:
 
 # Measured 96.2, and 130.4 where weight gradients are apart, of which the meter of every training run takes a third.
 @pytest.mark.parametrize("family, most", [("1f1b", 98), ("breadth-first", 98), ("zb-h1", 133), ("auto", 133)])
-def test_a_unit_takes_few_calls(benchmark, family, most):
+def test_a_unit_takes_few_calls(family, most):
     shape = benchmark.Shape(benchmark.Placement(benchmark.RANKS), 8, 8)
     step = benchmark.step_of(benchmark.Nothing(), 8, 8)
     actions = benchmark.Program(benchmark.lower_rank(benchmark.build(family, shape), benchmark.RANK))
@@ -62,7 +52,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_an_attention_layer_adds_few_operations_to_its_kernel(benchmark):
+def test_an_attention_layer_adds_few_operations_to_its_kernel():
     kernel, num_segments = benchmark.NoKernel(), 16
     layer = benchmark.attention_layer(kernel)
     with Operations() as ours:

@@ -6,9 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.rerun_state_machine import (
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
 
 from megatron.seq1f1b.model import Segment
 from megatron.seq1f1b.runtime.loss import LossLedger
+from support.one_rank import Stage, executor, run
 
 BOUNDS = [(0, 5), (5, 6), (6, 12)]
 
@@ -52,14 +59,6 @@ def test_gradient_is_that_of_the_mean_over_the_whole_micro_batch(masked, per_tok
     (report,) = ledger.reports()
     assert report["lm loss"].tolist() == pytest.approx([(losses * mask).sum().item(), mask.sum().item()])
     assert ledger.total_num_tokens(torch.device("cpu")) == mask.sum()
-
-
-def test_one_report_per_micro_batch_in_order():
-    ledger = LossLedger(per_token_loss=False)
-    for microbatch in (1, 0):
-        for segment in segments(microbatch):
-            forward(ledger, segment, torch.full((1, 12), microbatch + 1.0), torch.ones(1, 12))
-    assert [report["lm loss"].tolist() for report in ledger.reports()] == [[12, 12], [24, 12]]
 
 
 # What a loss function may report of the sum `loss` over `count` tokens.
@@ -128,3 +127,51 @@ def test_outputs_of_any_structure_are_joined_along_the_tokens(collect):
     (report,) = ledger.reports()
     assert torch.equal(report["logits"], whole["logits"]) and torch.equal(report["pair"][0], whole["pair"][0])
     assert report["pair"][1] == ["name"] * 3
+
+
+@pytest.fixture
+def machine(alone):
+    destroy_rerun_state_machine()  # Megatron makes one at the first call
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    yield get_rerun_state_machine()
+    destroy_rerun_state_machine()
+
+
+def checking_step(seen, losses, data_iterator, model):
+    """A step whose loss function checks twice, as Megatron's do; `losses` are those of the segments in turn."""
+    output = model(next(data_iterator)["tokens"])
+
+    def note(kind, result):
+        seen.append((kind, float(result)))
+        return bool(getattr(torch, kind)(result))
+
+    def loss_func(output):
+        loss = 0 * output.sum() + next(losses)
+        for kind in ("isnan", "isinf"):
+            get_rerun_state_machine().validate_result(
+                result=loss, rejection_func=partial(note, kind), message=f"the loss {kind}", fatal=True
+            )
+        return loss, torch.tensor(output.numel(), dtype=torch.int), {"loss": loss.detach()}
+
+    return output, loss_func
+
+
+@pytest.mark.parametrize("k, expected", [(1, [1.0, 2.0]), (2, [3.0, 7.0])])
+def test_a_micro_batch_is_checked_once(machine, k, expected):
+    seen = []
+    run(
+        executor(k=k),
+        Stage(),
+        num_microbatches=2,
+        step=partial(checking_step, seen, iter([1.0, 2.0, 3.0, 4.0])),
+    )
+    assert seen == [(kind, value) for value in expected for kind in ("isnan", "isinf")]
+    assert "validate_result" not in vars(machine)
+
+
+def test_a_nan_loss_ends_the_step_and_names_the_segment(machine):
+    losses = iter([1.0, 2.0, 3.0, float("nan")])
+    with pytest.raises(RuntimeError, match="the loss isnan") as failure:
+        run(executor(), Stage(), num_microbatches=2, step=partial(checking_step, [], losses))
+    assert "the loss isnan in micro-batch 1, of its segments in [1]" in failure.value.__notes__
+    assert "validate_result" not in vars(machine)

@@ -1,15 +1,13 @@
 """Masks that segments would ignore are refused, causal ones accepted."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.seq1f1b.model import Segment, SegmentContext
-from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.masks import MaskCheck, differs
 from megatron.seq1f1b.runtime.data import SegmentIterator
+from support.segments import attention
 
 LENGTH = 8
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -83,20 +81,13 @@ class LikeCuda(torch.Tensor):
     is_cuda = True
 
 
-def layer():
-    config = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=False)
-    attention = SegmentAttention(config)
-    attention.context = SegmentContext()
-    return attention
-
-
 def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
-    attention, tokens = layer(), torch.randn(LENGTH, 1, 2, 8)
-    with attention.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
-        attention(tokens, tokens, tokens, CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
+    layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
+    with layer.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
+        layer(tokens, tokens, tokens, CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
         for mask in OTHERS.values():
             with pytest.raises(ValueError, match="micro-batch 0 is not plain causal"):
-                attention(tokens, tokens, tokens, mask)
+                layer(tokens, tokens, tokens, mask)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +99,9 @@ def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
     ],
 )
 def test_attention_that_is_not_causal_is_refused(given, words):
-    attention, tokens = layer(), torch.randn(LENGTH, 1, 2, 8)
+    layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
     with (
-        attention.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True),
+        layer.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True),
         pytest.raises(ValueError, match=words),
     ):
-        attention(tokens, tokens, tokens, None, **given)
+        layer(tokens, tokens, tokens, None, **given)

@@ -102,31 +102,21 @@ class _Queue:
     free: float = 0.0  # when the last operation that ran has ended
 
 
-def execute(
-    lowered: Schedule,
-    costs: Costs | None = None,
-    one_queue: bool = False,
-    buffered: int = 0,
-    loads_kernels: bool = False,
-    in_turn: bool = False,
-    copy: float = 0.0,
-) -> Timeline:
-    """The timeline of the compute actions of a lowered schedule, whose ranks wait `copy` for each move to the host.
+def execute(lowered: Schedule, costs: Costs | None = None, **conditions: float) -> Timeline:
+    """The timeline of the compute actions of a lowered schedule, under the conditions of `_Machine`.
 
     Raises HangError, with what every rank and queue waits for.
     """
-    machine = _Machine(lowered, costs or Costs.uniform(lowered.shape), one_queue, buffered)
-    machine.loads_kernels, machine.in_turn, machine.copy = loads_kernels, in_turn, copy
-    return machine.run()
+    return _Machine(lowered, costs or Costs.uniform(lowered.shape), **conditions).run()
 
 
 class _Machine:
-    def __init__(self, lowered, costs, one_queue, buffered):
+    """Ranks wait `copy` for each move to the host; for the others see above."""
+
+    def __init__(self, lowered, costs, *, one_queue=False, buffered=0, loads_kernels=False, in_turn=False, copy=0.0):
         costs.check(lowered.shape)
-        self.lowered, self.shape, self.costs = lowered, lowered.shape, costs
-        self.one_queue, self.room = one_queue, buffered
-        self.loads_kernels = self.in_turn = False
-        self.copy = 0.0
+        self.lowered, self.shape, self.costs, self.copy = lowered, lowered.shape, costs, copy
+        self.one_queue, self.room, self.loads_kernels, self.in_turn = one_queue, buffered, loads_kernels, in_turn
         self.loaded: list[set] = [set() for _ in lowered.ranks]
         self.buffers: dict[Channel, deque[tuple[Action, float]]] = {}
         self.queues: dict[tuple[int, Hashable], _Queue] = {}

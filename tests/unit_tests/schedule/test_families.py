@@ -1,16 +1,25 @@
+"""Orders of the families: valid for every size, with the warm-ups and bubbles of the papers, and Megatron's own; the
+worked example of docs/schedules.md."""
+
+import re
 from math import ceil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.pipeline_parallel import schedules
 
 from megatron.seq1f1b.schedule import (
     FAMILIES,
+    Action,
     Costs,
     Kind,
     Placement,
     Shape,
     build,
+    families,
     peak_memory,
     simulate,
     validate,
@@ -90,27 +99,17 @@ def test_backwards_follow_the_groups_with_segments_reversed(shape):
         assert [tuple(action[1:]) for action in actions if action.kind is B] == backward
 
 
+ENOUGH = shapes(styles=["looped"]).filter(lambda shape: shape.num_units >= shape.num_ranks)
+SIZES = [("gpipe", shapes(chunks=1)), ("1f1b", shapes(chunks=1)), ("1f1b", full_groups()), ("breadth-first", ENOUGH)]
+
+
+@pytest.mark.parametrize("family, sizes", SIZES, ids=["gpipe", "1f1b", "interleaved", "breadth-first"])
 @fixed
-@given(st.sampled_from(["gpipe", "1f1b"]), shapes(chunks=1), st.integers(1, 5), st.integers(1, 5))
-def test_bubble_of_gpipe_and_1f1b(family, shape, f, i):
-    bubble = idle(build(family, shape), Costs.uniform(shape, f, i, 0))
-    assert bubble == (shape.num_ranks - 1) * (f + i)
-
-
-@fixed
-@given(full_groups(), st.integers(1, 5), st.integers(1, 5))
-def test_bubble_of_interleaved_1f1b(shape, f, i):
-    # (P-1)(F+B) in the time of one chunk, so C times less than with one chunk for equal work.
-    bubble = idle(build("1f1b", shape), Costs.uniform(shape, f, i, 0))
-    assert bubble == (shape.num_ranks - 1) * (f + i)
-
-
-@fixed
-@given(shapes(styles=["looped"]), st.integers(1, 5), st.integers(1, 5))
-def test_bubble_of_breadth_first(shape, f, i):
-    assume(shape.num_units >= shape.num_ranks)
-    schedule = build("breadth-first", shape)
-    assert idle(schedule, Costs.uniform(shape, f, i, 0)) == (shape.num_ranks - 1) * (f + i)
+@given(st.data(), st.integers(1, 5), st.integers(1, 5))
+def test_the_bubble_is_one_action_of_each_kind_for_a_rank(family, sizes, data, f, i):
+    """Of one chunk, so C times less than with one chunk for equal work."""
+    shape = data.draw(sizes)
+    assert idle(build(family, shape), Costs.uniform(shape, f, i, 0)) == (shape.num_ranks - 1) * (f + i)
 
 
 @fixed
@@ -181,3 +180,69 @@ def test_breadth_first_runs_chunk_after_chunk(shape):
 def test_unknown_family():
     with pytest.raises(ValueError, match="unknown schedule '2f2b'; choose one of gpipe, 1f1b"):
         build("2f2b", Shape(Placement(2), 2))
+
+
+def megatron_order(ranks, rank, chunks, microbatches):
+    """Warm-up forwards, pairs, cool-down, from Megatron's own table and count."""
+    table = schedules.get_schedule_table(microbatches, chunks, ranks)
+    stages = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
+    communicator = SimpleNamespace(pp_group=stages, virtual_pipeline_model_parallel_size=chunks)
+    total, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+        microbatches, chunks, ranks, p2p_communicator=communicator
+    )
+    forward = [Action(Kind.F, chunk * ranks + rank, m, 0) for m, chunk in table]
+    backward = [Action(Kind.B, (chunks - 1 - chunk) * ranks + rank, m, 0) for m, chunk in table]
+    order = forward[:warm_up]
+    for pair in range(total - warm_up):
+        order += [forward[warm_up + pair], backward[pair]]
+    return order + backward[total - warm_up :]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_interleaved_is_megatrons(ranks, chunks, groups):
+    schedule = build("1f1b", Shape(Placement(ranks, chunks), ranks * groups))
+    for rank in range(ranks):
+        assert list(schedule.ranks[rank]) == megatron_order(ranks, rank, chunks, ranks * groups)
+
+
+TEXT = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
+
+
+def example():
+    source = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1]
+    assert len(source.splitlines()) <= 60
+    names = dict(vars(families))
+    exec(source, names)
+    return names["eager_1f1b"]
+
+
+EAGER = example()
+
+
+def eager(shape):
+    return EAGER(shape).schedule()
+
+
+@fixed
+@given(shapes(chunks=1))
+def test_the_example_is_valid_and_warms_up_as_it_says(shape):
+    schedule = eager(shape)
+    validate(schedule)
+    for rank, actions in enumerate(schedule.ranks):
+        first = next(index for index, action in enumerate(actions) if action.kind is not Kind.F)
+        warm_up = 2 * (shape.num_ranks - rank - 1) + shape.num_segments - 1
+        assert first == min(warm_up + 1, shape.num_units)
+
+
+def test_zb_h1_holds_on_all_ranks_what_1f1b_holds_on_the_first():
+    shape = Shape(Placement(8), 16, 4)
+    assert peak_memory(build("1f1b", shape), Costs.uniform(shape)) == [11, 10, 9, 8, 7, 6, 5, 4]
+    assert peak_memory(build("zb-h1", shape), Costs.uniform(shape)) == [11] * 8
+
+
+def test_the_example_hides_messages():
+    shape = Shape(Placement(8), 16, 4)
+    costs = Costs.uniform(shape, message=0.5)
+    assert simulate(eager(shape), costs).bubble_ratio < simulate(build("1f1b", shape), costs).bubble_ratio

@@ -160,17 +160,6 @@ def test_all_ranks_reduce_and_gather_at_about_the_same_time():
     assert max(ends) - min(ends) > 4
 
 
-def test_breadth_first_reduces_a_chunk_while_others_go_backward():
-    actions = lower_rank(build("breadth-first", Shape(Placement(2, 3), 4)), 0)
-    kinds = [(action.kind, action.stage) for action in actions if action.kind in (Kind.B, Kind.REDUCE)]
-    assert kinds == [(Kind.B, 4)] * 4 + [(Kind.REDUCE, 4)] + [(Kind.B, 2)] * 4 + [(Kind.REDUCE, 2)] + [
-        (Kind.B, 0)
-    ] * 4 + [(Kind.REDUCE, 0)]
-    gathers = [actions.index(Action(Kind.GATHER, stage)) for stage in (0, 2, 4)]
-    firsts = [actions.index(Action(Kind.F, stage, 0, 0)) for stage in (0, 2, 4)]
-    assert max(gathers[:2]) < firsts[0] < gathers[2] < firsts[1] < firsts[2]
-
-
 def test_receives_are_posted_in_the_order_of_their_channel():
     # Rank 1 sends 1F0 before 1F1 and rank 2 uses them the other way round.
     text = """0F0.0 0F1.0 0B1.0 0B0.0

@@ -1,13 +1,14 @@
 """Bad input of the tools: for each fault one sentence on standard error and exit code 2."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron.seq1f1b.commands import run
+from support.files import write_files
 
+SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
 PLAN = ["--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "4096"]
 PLAN += ["--pipeline-model-parallel-size", "2", "--sequence-splits", "4"]
 
@@ -36,11 +37,21 @@ FILES = {
     "lasts.json": timeline(end=float("nan")),
     "long.json": timeline(start=-1e308, end=1e308),
     "row.json": timeline(ranks=[["x"]]),
+    "rows.json": timeline(ranks=[[SPAN], [SPAN]]),
+    "chunks.json": timeline(num_chunks=1.5),
+    "start.json": timeline(start="early"),
+    "meta.json": json.dumps({"meta": SIZES}),
     "placement.json": timeline(placement="z"),
     "empty.csv": "",
     "cell.csv": "0F0" + "1" * 200_000,
     "binary.csv": bytes(range(256)),
     "sizes.csv": "0F999999999,0B0",
+    "kind.csv": "0F0.0,0Q0.0",
+    "digits.csv": "0F0.0,0F" + "9" * 5000,
+    "reduce.csv": "0F0.0,0B0.0,0REDUCE",
+    "stages.csv": "0F0.0,0B0.0\n1F0.0,1B0.0,2F0.0,2B0.0",
+    "ascending.csv": "0F0.0,0F0.1,0B0.0,0B0.1",
+    "forward.csv": "0F0.0,0F1.0,0B0.0",
     "floats": "[1.5, 2]",
     "nothing": "# nothing",
     "untraced/log.txt": LOG,
@@ -53,26 +64,22 @@ FILES = {
     "word.json": '{"f": "quick"}',
     "no.json": "{",
     "words": "4096 many",
+    "three": "1 2 3",
     "repeated.csv": "0F0,0B0,0F0\n",
 }
 
-# In a row of the table, {} is a folder with these files.
+# In a row of the table, {} is a folder with these files, {small} a question for `seq1f1b plan`.
 BAD = [row.split(" => ") for row in Path(__file__).with_name("bad_input.txt").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    for name, content in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder
+    return write_files(tmp_path_factory.mktemp("files"), FILES)
 
 
 @pytest.mark.parametrize("words, sentence", BAD, ids=lambda value: value[:60])
 def test_one_sentence(words, sentence, folder, capsys):
-    tool, *flags = words.replace("{}", str(folder)).split()
-    start = time.process_time()
+    tool, *flags = words.replace("{}", str(folder)).replace("{small}", SMALL).split()
     try:
         code = run(tool, [*(PLAN if tool == "plan-split" else []), *flags])
     except SystemExit as end:  # of the parser
@@ -81,8 +88,7 @@ def test_one_sentence(words, sentence, folder, capsys):
     assert code == 2
     assert output.err.startswith("error: ") and "Traceback" not in output.err and output.out == ""
     assert output.err.count("\n") == 1 or tool == "check", "only what is wrong in a schedule is shown in its place"
-    assert sentence.replace("{}", str(folder)) in output.err
-    assert time.process_time() - start < 20, "nothing is refused after minutes of work"
+    assert sentence.replace("{}", str(folder)) in output.err and len(output.err) < 1000
 
 
 def test_what_fits_is_drawn(folder):

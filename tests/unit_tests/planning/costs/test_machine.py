@@ -1,11 +1,13 @@
-"""Machine files: what the package has, what a user adds, and what is wrong with a file."""
+"""Machine files: what the package has, what a user adds, and what is wrong with a file; collectives in a node, and over
+the way out that the ranks of a node share."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.planning.costs import CPU_CORE, machine
-from megatron.seq1f1b.planning.costs.operations import flash_time, matmul_time
+from megatron.seq1f1b.planning.costs import machine
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.operations import Group, all_reduce_time, bus_bandwidth, matmul_time, message_time
 
 
 @pytest.mark.parametrize("name", machine.machine_names())
@@ -49,10 +51,6 @@ def test_a_file_that_is_no_text_is_a_sentence(tmp_path):
 device = machine.read_machine("a100-80gb").device
 
 
-def test_cuts_follow_the_constants_of_the_machine_files():
-    assert CPU_CORE.slow_attention == ((192, 2.3), (768, 1.35)) and CPU_CORE.full_speed_rows == 768
-
-
 def test_large_products_come_near_the_rate_and_small_ones_do_not():
     rate = device.peak_flops * device.matmul_efficiency
 
@@ -64,11 +62,30 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not():
     assert efficiency(130) < efficiency(128)  # a second row of tiles for two rows
 
 
-def test_attention_takes_longer_in_segments_than_in_one_piece():
+MACHINE = read_machine("a100-vtrain")
 
-    def time(segments: int) -> float:
-        length = 8192 // segments
-        ends = range(length, 8193, length)
-        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128, 1) for end in ends)
 
-    assert time(1) < time(4) < time(64)
+@pytest.mark.parametrize(
+    "group, bandwidth",
+    [
+        (Group(8, 1), MACHINE.node.bandwidth),
+        (Group(16, 1), MACHINE.network.bandwidth),
+        (Group(4, 8), MACHINE.network.bandwidth / 8),
+    ],
+    ids=["in a node", "full nodes", "one rank a node"],
+)
+def test_groups_have_the_bus_of_the_node_or_a_share_of_the_exit(group, bandwidth):
+    assert bus_bandwidth(MACHINE, group) == bandwidth
+
+
+def test_a_ring_moves_twice_the_bytes_but_for_one_part():
+    size = 1e12  # so large that latency does not count
+    expected = 2 * size * 7 / 8 / MACHINE.node.bandwidth
+    assert all_reduce_time(MACHINE, Group(8, 1), size) == pytest.approx(expected, rel=1e-4)
+    assert all_reduce_time(MACHINE, Group(1, 1), size) == 0
+
+
+def test_messages_stay_in_the_node_or_share_the_way_out():
+    inside = message_time(MACHINE, 0, 7, 1e9, senders=8)
+    assert inside == pytest.approx(1e9 / MACHINE.node.message_bandwidth, rel=1e-2)
+    assert message_time(MACHINE, 7, 8, 1e9, senders=8) == pytest.approx(8e9 / MACHINE.network.bandwidth, rel=1e-2)

@@ -39,18 +39,6 @@ def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
     assert [each.keys_values / GIB for each in memory] == pytest.approx([8.5, 8.5, 7, 7, 7, 7, 5.5, 5.5], rel=0.001)
 
 
-def test_later_segments_hold_gradients_of_longer_prefixes():
-    length = LENGTH // 16
-    setup = replace(SHARED, segments=(length,) * 16)
-    sizes = [backward_working(setup, 0, start, start + length) for start in range(0, LENGTH, length)]
-    assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
-
-
-def test_recomputation_holds_one_layer_more():
-    again = replace(SHARED, recompute="full")
-    assert backward_working(again, 0, 0, LENGTH) > backward_working(SHARED, 0, 0, LENGTH) + 2 * UNIT
-
-
 def test_weight_gradients_need_32_bytes_a_token_and_hidden_unit():
     of_stage = 8 * 32 * WHOLE.model.hidden_size
     assert activation_tables(WHOLE)[1][1] == (of_stage * LENGTH,)

@@ -1,9 +1,10 @@
-"""The flags of a plan mean what was planned."""
+"""The flags of a plan mean what was planned, to the planner and to a training."""
 
 import shlex
 
 import pytest
 
+from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read_launch, undecided
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
 from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention
@@ -12,7 +13,9 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import candidates
 from megatron.seq1f1b.planning.planner.space import Candidate
+from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.planning.simulator import predict
+from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.question import WORDS, small
 
 
@@ -85,3 +88,28 @@ def test_a_preset_that_there_is_not_is_a_sentence():
 def test_every_preset_has_costs(name):
     setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))
     assert predict(setup, read_machine("h100-80gb")).memory[0].total > parameters_of_model(setup.model)
+
+
+def test_training_cuts_sequences_where_the_plan_does():
+    for candidate in sample():
+        setup = candidate.setup
+        if setup.pipeline_parallel == 1:
+            continue
+        ours = [
+            flag for flag in decided_flags(candidate) if flag.startswith(("--pipeline-schedule", "--sequence-split"))
+        ]
+        chunks = setup.placement.num_chunks
+        megatron = vars(read_launch(words_of(candidate))) | {
+            "padded_vocab_size": 32768,
+            "data_parallel_size": setup.data_parallel,
+            "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
+        }
+        megatron = {
+            name: value for name, value in megatron.items() if value is not None and "sequence_split" not in name
+        }
+        args = parsed("--device", "cuda", *shlex.split(" ".join(ours)), **megatron)
+        config = pipeline_config(args, run := run_of_arguments(args), RunCosts(args, run))
+        assert config.lengths == setup.segments
+        assert config.run.layers_per_stage == setup.layers_per_stage
+        assert config.schedule.name == setup.family
+        assert config.run.num_microbatches == setup.num_microbatches
