@@ -8,7 +8,7 @@ import pytest
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
-from megatron.seq1f1b.schedule import Placement, build
+from megatron.seq1f1b.schedule import Placement, build, units_to_move, with_moves
 from support.checks import few_of
 from support.launch import ROOT
 from support.launchers import started
@@ -99,7 +99,8 @@ def fullest(moments):
     return peak | {"in all": sum(peak.values())}
 
 
-def test_the_planner_counts_the_same_memory(launch, tmp_path):
+@pytest.mark.parametrize("share", few_of(("0", "1"), ("1",)))
+def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
     """Four layers of llama3-70b, at a length at which activations outweigh weights: all but attention recomputed, the
     loss in pieces, grouped keys and values."""
     length, segments, tensor_parallel = 2**18, 16, 8
@@ -108,7 +109,7 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path):
         --vocab-size 128256 --seq-length {length} --max-position-embeddings {length} --global-batch-size 1
         --tensor-model-parallel-size {tensor_parallel} --sequence-parallel {CHUNKS} --sequence-splits {segments}
         --sequence-split-strategy even {RECOMPUTED} --recompute-keeps-attention --use-distributed-optimizer --bf16
-        --no-create-attention-mask-in-dataloader --device cuda"""
+        --no-create-attention-mask-in-dataloader --device cuda --offload-activations {share}"""
     rehearse(launch, 16, *TWO_STAGES, *flags.split(), "--dry-run-output", tmp_path).check()
     report = json.loads((tmp_path / "rehearsal.json").read_text())
     setup = TrainingSetup(
@@ -124,7 +125,8 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path):
     )
     schedule = build("1f1b", setup.shape)
     for rank, rehearsed in enumerate(report["pipeline_ranks"]):
-        planned = rank_memory(setup, schedule.ranks[rank], rank)
+        order = schedule.ranks[rank]
+        planned = rank_memory(setup, with_moves(order, units_to_move(order, float(share))), rank)
         counted = fullest(rehearsed["moments"])["in all"]
         assert planned.total - planned.reserved == pytest.approx(counted, rel=0.05), rank
 

@@ -4,7 +4,7 @@ Start with flags (ours), megatron_run (what Megatron is to train), supported (wh
 """
 
 from .config import PipelineConfig, pipeline_config, refuse_unsupported
-from .flags import add_arguments, has_our_flags, parse_options
+from .flags import AUTO, add_arguments, has_our_flags, parse_options
 from .megatron_run import MegatronRun, run_of_arguments, run_of_program
 from .naming import keywords_in_errors
 from .predictions import Forecast, Predictions

@@ -9,6 +9,7 @@ from typing import Any
 from ..partition import DEFAULT_STRATEGY
 from ..schedule import Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .device import is_on_cpu
+from .flags import AUTO
 from .megatron_run import MegatronRun
 from .packages import packs_documents
 from .predictions import Predictions
@@ -65,7 +66,7 @@ class PipelineConfig:
         """Resolved flags, by name, to write back to parsed arguments; empty under Megatron's own schedule."""
         if self.schedule is None:
             return {}
-        found: dict[str, Any] = {"sequence_splits": self.num_segments}
+        found: dict[str, Any] = {"sequence_splits": self.num_segments, "offload_activations": self.offloads}
         if not isinstance(self.schedule, Given):
             found["pipeline_schedule"] = self.schedule.name
         if self.num_segments > 1 and self.partition.file is None:
@@ -121,9 +122,11 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         _refuse(run.settings, schedule, len(lengths) > 1)
     if flags.recompute_keeps_attention:
         _check_recomputation(schedule, run.settings)
-    if flags.offload_activations or (isinstance(schedule, Given) and schedule.has_moves):
-        _check_offload(flags.offload_activations, schedule, run.settings)
-
+    offloads = flags.offload_activations
+    if offloads or (isinstance(schedule, Given) and schedule.has_moves):
+        _check_offload(offloads, schedule, run)
+    if offloads == AUTO and schedule is not None:
+        offloads = costs.least_offload(schedule, lengths)
     if flags.partition_state and schedule is None:
         raise ValueError("--partition-state is not for Megatron's own schedules; add --pipeline-schedule breadth-first")
     if isinstance(schedule, Given):
@@ -135,7 +138,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         lengths=lengths,
         keeps_attention=flags.recompute_keeps_attention,
         keeps_logits=flags.keep_logits,
-        offloads=flags.offload_activations,
+        offloads=offloads,
         partitions_state=flags.partition_state,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
@@ -190,12 +193,17 @@ def _check_recomputation(schedule: ScheduleChoice | None, settings: Mapping[str,
     _refuse_as_segments(settings, "--recompute-keeps-attention")
 
 
-def _check_offload(share: float, schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> None:
+def _check_offload(share: float | str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
     """Raise ValueError where activations cannot move, or are told to by two flags."""
     _refuse_megatrons_own(schedule, "--offload-activations")
     if share and isinstance(schedule, Given) and schedule.has_moves:
         raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
-    sentence = first_unsupported(settings, {Use.OFFLOAD})
+    if share == AUTO and not run.has_sizes:
+        raise ValueError(
+            "--offload-activations auto needs the sizes of a transformer, which this model does not have; give a "
+            "fraction"
+        )
+    sentence = first_unsupported(run.settings, {Use.OFFLOAD})
     if sentence is not None:
         raise ValueError(sentence)
 

@@ -16,6 +16,9 @@ from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 
 _log = logging.getLogger(__name__)
 
+# A value of flags whose best value is found.
+AUTO = "auto"
+
 # The authors of Seq1F1B call equal lengths "average".
 _STRATEGY_ALIASES = {"average": "even"}
 
@@ -100,7 +103,8 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         type=_share,
         default=0.0,
         metavar="FRACTION",
-        help="Let this fraction of the activations that a rank would hold wait in the memory of its host, from 0 to 1. "
+        help="Let this fraction of the activations that a rank would hold wait in the memory of its host, from 0 to 1, "
+        "or 'auto', the least with which a step fits the device's memory. "
         "They leave when their forward has run and are back before their backward, both beside compute; those whose "
         "backward follows within a few actions stay. See docs/long-context.md. Default: 0.",
     )
@@ -174,11 +178,11 @@ def _gibibytes(text: str) -> float:
     return size
 
 
-def _share(text: str) -> float:
+def _share(text: str) -> float | str:
     share = _number(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction from 0 to 1")
-    return share
+    if not 0 <= share <= 1 and text != AUTO:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction from 0 to 1 nor 'auto'")
+    return AUTO if text == AUTO else share
 
 
 def _number(text: str) -> float:

@@ -50,6 +50,9 @@ class Predictions(Protocol):
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
         """A step with segments of `lengths` tokens."""
 
+    def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
+        """The least share of the activations, in sixteenths, without which a step fits the device; 1 if none does."""
+
     def forecast_of_megatron(self) -> Forecast:
         """A step of Megatron's own 1F1B."""
 

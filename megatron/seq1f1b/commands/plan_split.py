@@ -60,7 +60,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs")
     parser.add_argument("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
     parser.add_argument("--output", type=Path, help="a picture: .png, .svg or .pdf (needs matplotlib)")
-    parser.set_defaults(recompute_keeps_attention=False, keep_logits=False)  # of our flags, those that costs depend on
+    # Of our flags, those that costs depend on.
+    parser.set_defaults(recompute_keeps_attention=False, keep_logits=False, offload_activations=0.0)
     return parser.parse_args(argv)
 
 

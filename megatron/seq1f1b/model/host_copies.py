@@ -7,7 +7,7 @@ lifetime are as real there and the operating system may write that memory to dis
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 # Waits for the end of copies: the running stream on a GPU, the running thread on a CPU.
 Wait = Callable[[], object]
 # Source and target, of one size.
-Pairs = Sequence[tuple[Tensor, Tensor]]
+Pairs = list[tuple[Tensor, Tensor]]
 
 _LONGEST = 600.0  # seconds that a copy may take on a CPU
 
@@ -27,7 +27,7 @@ class Lane(Protocol):
     """One direction."""
 
     def copy(self, pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Wait:
-        """Start copies of what has been computed, once `after` is over; they run inside `span`.
+        """Start copies of what has been computed, once `after` is over; they run inside `span`, and empty `pairs`.
 
         Neither end may be freed before the wait that is returned.
         """
@@ -61,7 +61,8 @@ def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Non
     if after is not None:
         after()
     with span:
-        for source, target in pairs:
+        while pairs:  # a thread that has copied keeps nothing alive
+            source, target = pairs.pop()
             target.copy_(source, non_blocking=True)
 
 

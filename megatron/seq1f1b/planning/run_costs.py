@@ -1,13 +1,14 @@
 """What the core takes of costs (`arguments.Predictions`), for one run: by the formulas of this room, or measured."""
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from statistics import fmean
 
-from ..arguments import Forecast, MegatronRun
+from ..arguments import AUTO, Forecast, MegatronRun
 from ..arguments.device import device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
 from ..schedule import (
@@ -22,6 +23,8 @@ from ..schedule import (
     build,
     peak_memory,
     simulate,
+    units_to_move,
+    with_moves,
 )
 from .costs import (
     A100,
@@ -159,8 +162,21 @@ class RunCosts:
         least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)
         return [count for count in _CANDIDATES if count <= max(1, self.run.sequence_length // least)]
 
+    def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
+        memory = _USABLE * device_memory(self.flags)
+
+        def fits(sixteenths: int) -> bool:
+            return self._forecast(schedule, lengths, sixteenths / 16).total_bytes <= memory
+
+        return min(bisect_left(range(17), True, key=fits), 16) / 16
+
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
-        """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower.
+        share = self.flags.offload_activations
+        return self._forecast(schedule, lengths, 0.0 if share == AUTO else share)
+
+    def _forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> Forecast:
+        """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower. Copies to the
+        memory of the host, of a `share` of the activations, take no time.
 
         The times are those of the kernels and the host of the machine, unless they are measured. Raises ValueError if
         the times of segments are not known.
@@ -176,10 +192,14 @@ class RunCosts:
 
         def simulated(num_microbatches: int) -> list[float]:
             actions = _of_length(schedule, replace(setup, num_microbatches=num_microbatches).shape)
-            timeline = simulate(actions, costs)
-            total = (scale * rank_memory(setup, actions.ranks[rank], rank).total for rank in ranks)
+            timeline = simulate(actions.without_moves(), costs)
+            moved = _with_moves(actions, share)
+            memory = [rank_memory(setup, moved.ranks[rank], rank) for rank in ranks]
             held = max(peak_memory(actions, costs))
-            return [timeline.makespan, fmean(map(timeline.busy, ranks)), held, max(total)]
+            if moved.has_moves:
+                held = scale * max(each.activations + each.keys_values + each.states + each.logits for each in memory)
+            total = scale * max(each.total for each in memory)
+            return [timeline.makespan, fmean(map(timeline.busy, ranks)), held, total]
 
         is_given = isinstance(schedule, Given)
         found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
@@ -187,7 +207,7 @@ class RunCosts:
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
     def forecast_of_megatron(self) -> Forecast:
-        flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True})
+        flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True, "offload_activations": 0.0})
         return replace(self, flags=flags).forecast(Named("1f1b"), (self.run.sequence_length,))
 
     @property
@@ -226,6 +246,13 @@ def _of_length(schedule: ScheduleChoice, shape: Shape) -> Schedule:
     if isinstance(schedule, Given):
         return schedule.schedule
     return build("1f1b" if isinstance(schedule, Planned) else schedule.name, shape)
+
+
+def _with_moves(schedule: Schedule, share: float) -> Schedule:
+    if not share:
+        return schedule
+    ranks = (tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
+    return Schedule(schedule.shape, tuple(ranks))
 
 
 def _costed_as(schedule: ScheduleChoice) -> str:

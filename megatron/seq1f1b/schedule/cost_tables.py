@@ -110,14 +110,14 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
 
 
 def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
-    """What a compute action adds to the memory of its rank: F at its start, the rest at its end."""
+    """What an action adds to the memory of its rank, moves aside: F at its start, the rest at its end."""
     if kind is Kind.F:
         return costs.activation[stage][segment]
     if kind is Kind.I:
         return costs.kept[stage][segment] - costs.activation[stage][segment]
     if kind is Kind.W:
         return -costs.kept[stage][segment]
-    return -costs.activation[stage][segment]
+    return -costs.activation[stage][segment] if kind is Kind.B else 0.0
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import re
+from dataclasses import replace
 
 import pytest
 from megatron.core.pipeline_parallel import schedules
@@ -393,8 +394,32 @@ def test_activations_move_to_the_host_where_they_can(flags, settings, sentence):
     assert pipeline_config(parsed("--pipeline-schedule", "gpipe", "--offload-activations", "0.5")).offloads == 0.5
     assert parse_options({"offload_activations": 1}).offload_activations == 1
     for wrong in ("1.5", "-1", "nan", "half"):
-        with pytest.raises(ValueError, match=f"offload_activations='{wrong}'.* is not a fraction from 0 to 1"):
+        with pytest.raises(ValueError, match=f"offload_activations='{wrong}'.* is neither a fraction from 0 to 1 nor"):
             parse_options({"offload_activations": wrong})
+
+
+def test_no_more_moves_than_the_memory_asks_for():
+    sizes = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 65536}
+    sizes |= {"bf16": True, "replaced_on_cpu": {}}
+    flags = ("--sequence-splits", "8", "--device", "cuda", "--dry-run")
+
+    def made(share, memory):
+        return pipeline_config(
+            parsed(*flags, "--offload-activations", str(share), "--device-memory", str(memory), **sizes)
+        )
+
+    def needed(share):
+        config = made(share, 80)
+        return config.partition.costs.forecast(config.schedule, config.lengths).total_bytes / 2**30 / 0.9
+
+    most, least = needed(0), needed(1)
+    assert made("auto", 1.01 * most).offloads == 0 and made("auto", 0.5 * least).offloads == 1
+    found = made("auto", (most + least) / 2).offloads
+    assert needed(found) <= (most + least) / 2 < needed(found - 1 / 16)
+    run = run_of_arguments(parsed(*flags, "--offload-activations", "auto", **sizes))
+    with pytest.raises(ValueError, match="^--offload-activations auto needs the sizes of a transformer"):
+        args = parsed(*flags, "--offload-activations", "auto", **sizes)
+        arguments.pipeline_config(args, replace(run, layers_per_stage=()), RunCosts(args, run))
 
 
 def test_a_schedule_with_moves_leaves_none_to_the_flag(tmp_path):

@@ -4,14 +4,13 @@ What layers keep is in layer_bytes; gradients and states follow Megatron's mixed
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import log2
 from typing import Any, NamedTuple
 
-from ...schedule import Action, Kind
-from ...schedule.action import COMPUTE_KINDS
+from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
@@ -132,20 +131,21 @@ def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
-    """The memory of a rank at the peak of its compute actions, in the order in which they run."""
+    """The memory of a rank at the peak of its compute actions, in the order in which they run, with its moves to the
+    memory of the host."""
     stages = setup.placement.stages_of(rank)
-    peak = _peak(setup, actions, stages)
+    peak = _peak(setup, list(_when_freed(actions)), stages)
     activations = keys_values = states = logits = 0.0
     left = {stage: _by_segment(setup, stage, stage_kept) for stage in stages}
-    for (stage, segment, waits_for_weights), count in Counter(peak.units).items():
-        if waits_for_weights:
+    for (stage, segment, last), count in Counter(peak.units).items():
+        if last is Kind.I:
             activations += count * _by_segment(setup, stage, stage_kept_for_weights)[segment]
         else:
             kept = left[stage][segment]
-            activations, keys_values = activations + count * kept[0], keys_values + count * kept[1]
-            states += count * kept[2]
-        if stage == setup.placement.num_stages - 1:
-            logits += count * _loss_kept(setup, stage, segment, waits_for_weights)
+            activations += count * kept[0] * (last is not Kind.OFFLOAD)
+            keys_values, states = keys_values + count * kept[1], states + count * kept[2]
+        if stage == setup.placement.num_stages - 1 and last is not Kind.OFFLOAD:
+            logits += count * _loss_kept(setup, stage, segment, last is Kind.I)
     activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in peak.units if unit[0] == stages[0]))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
@@ -180,11 +180,12 @@ class _Running(NamedTuple):
 
 @dataclass(frozen=True)
 class _Peak:
-    """`units` are stage and segment of every unit in flight, and whether only its weight gradients are to come;
-    `gradients` those that later segments left for keys and values; `loss` and `working` what the action holds. Bytes.
+    """`units` are stage and segment of every unit in flight, and its last action: an I where only weight gradients are
+    to come, an OFFLOAD where it is in the memory of the host. `gradients` are those that later segments left for keys
+    and values; `loss` and `working` what the action holds. Bytes.
     """
 
-    units: tuple[tuple[int, int, bool], ...]
+    units: tuple[tuple[int, int, Kind], ...]
     gradients: float
     loss: float
     working: float
@@ -192,7 +193,7 @@ class _Peak:
 
 def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
     """Of the action during which a rank holds most."""
-    kinds = {action.kind for action in actions}
+    kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
     activation = {stage: _by_segment(setup, stage, _held) for stage in stages}
     kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages if Kind.I in kinds}
     gradients = {
@@ -203,6 +204,10 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
     now = left = most = left_then = 0.0
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
+        if kind in MOVE_KINDS:
+            size = stage_kept(setup, stage, segment)[0] + _loss_kept(setup, stage, segment)
+            now += size if kind is Kind.RELOAD else -size
+            continue
         if kind is Kind.F:
             now += activation[stage][segment]
         elif kind is not Kind.W and segment == last:
@@ -223,15 +228,27 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
     return _Peak(_in_flight(actions[: at + 1]), left_then, *running[kind, stage][segment])
 
 
-def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, bool], ...]:
-    """Stage and segment of the units in flight during the last of the actions; whether their I is over."""
-    waits = {action[1:]: False for action in actions if action.kind is Kind.F}
+def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, Kind], ...]:
+    """Stage and segment of the units in flight during the last of the actions, and the last action of each."""
+    last = {action[1:]: Kind.F for action in actions if action.kind is Kind.F}
     for action in actions[:-1]:
-        if action.kind is Kind.I:
-            waits[action[1:]] = True
-        elif action.kind is not Kind.F:
-            del waits[action[1:]]
-    return tuple((stage, segment, is_over) for (stage, _, segment), is_over in waits.items())
+        if action.kind in (Kind.B, Kind.W):
+            del last[action[1:]]
+        else:
+            last[action[1:]] = action.kind
+    return tuple((stage, segment, kind) for (stage, _, segment), kind in last.items())
+
+
+def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
+    """The actions, each OFFLOAD where its memory is free: at the next move."""
+    leaving = None
+    for action in actions:
+        if action.kind in MOVE_KINDS:
+            if leaving is not None:
+                yield leaving
+            leaving = action if action.kind is Kind.OFFLOAD else None
+        if action.kind is not Kind.OFFLOAD:
+            yield action
 
 
 def _running(kind: Kind, setup: TrainingSetup, stage: int, index: int) -> _Running:
