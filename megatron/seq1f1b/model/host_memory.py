@@ -71,8 +71,8 @@ class HostMemory:
         # Of the unit whose forward is running, by address.
         self._running: WeakValueDictionary[int, _Storage] | None = None
         self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
-        # Storages whose copies may not have ended.
-        self._leaving: tuple[list[UntypedStorage], Wait] = [], lambda: None
+        # The unit that went last, and its storages, whose copies may not have ended.
+        self._leaving: tuple[Hashable, list[UntypedStorage]] = None, []
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
         # Each with the end of its last copy. Steps are alike, so the first makes all.
@@ -119,7 +119,7 @@ class HostMemory:
         departure = self._lanes[0].copy(
             [(each.bytes(), to) for each, to in zip(going, targets, strict=True)], after, span
         )
-        self._leaving = [each.here for each in going], departure
+        self._leaving = unit, [each.here for each in going]
         for each in going:
             each.here = None
         self._away[unit] = _Away(buffer, list(zip(going, targets, strict=True)), departure)
@@ -128,7 +128,8 @@ class HostMemory:
 
     def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start bringing back what `unit` has on the host."""
-        self._settle()
+        if self._leaving[0] == unit:
+            self._settle()
         buffer, parts, departure = self._away.pop(unit)
         for storage, part in parts:
             storage.here = UntypedStorage(part.nbytes, device=storage.device)
@@ -145,18 +146,19 @@ class HostMemory:
         """Forget everything, after a step that failed."""
         for units in (self._here, self._away, self._arriving):
             units.clear()
-        self._leaving, self.num_bytes = ([], lambda: None), 0
+        self._leaving, self.num_bytes = (None, []), 0
 
     def assert_empty(self) -> None:
         """Whatever has left is back."""
         units = [*self._here, *self._away, *self._arriving]
-        assert not units and not self._leaving[0], f"activations outlived the step: {units}"
+        assert not units and not self._leaving[1], f"activations outlived the step: {units}"
 
     def _settle(self) -> None:
-        """Free on the device what the last move took out."""
-        storages, departure = self._leaving
-        departure()
-        storages.clear()
+        """Free on the device what the unit that went last had there."""
+        unit, storages = self._leaving
+        if storages:
+            self._away[unit].departure()
+            self._leaving = None, []
 
     def _buffer(self, num_bytes: int) -> tuple[Tensor, Wait | None]:
         """The smallest unused buffer that is large enough, or a new one."""

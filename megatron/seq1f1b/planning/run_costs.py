@@ -21,10 +21,9 @@ from ..schedule import (
     ScheduleChoice,
     Shape,
     build,
+    moved,
     peak_memory,
     simulate,
-    units_to_move,
-    with_moves,
 )
 from .costs import (
     A100,
@@ -193,10 +192,10 @@ class RunCosts:
         def simulated(num_microbatches: int) -> list[float]:
             actions = _of_length(schedule, replace(setup, num_microbatches=num_microbatches).shape)
             timeline = simulate(actions.without_moves(), costs)
-            moved = _with_moves(actions, share)
-            memory = [rank_memory(setup, moved.ranks[rank], rank) for rank in ranks]
+            with_moves = moved(actions, share)
+            memory = [rank_memory(setup, with_moves.ranks[rank], rank) for rank in ranks]
             held = max(peak_memory(actions, costs))
-            if moved.has_moves:
+            if with_moves.has_moves:
                 held = scale * max(each.activations + each.keys_values + each.states + each.logits for each in memory)
             total = scale * max(each.total for each in memory)
             return [timeline.makespan, fmean(map(timeline.busy, ranks)), held, total]
@@ -246,13 +245,6 @@ def _of_length(schedule: ScheduleChoice, shape: Shape) -> Schedule:
     if isinstance(schedule, Given):
         return schedule.schedule
     return build("1f1b" if isinstance(schedule, Planned) else schedule.name, shape)
-
-
-def _with_moves(schedule: Schedule, share: float) -> Schedule:
-    if not share:
-        return schedule
-    ranks = (tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
-    return Schedule(schedule.shape, tuple(ranks))
 
 
 def _costed_as(schedule: ScheduleChoice) -> str:

@@ -1,14 +1,15 @@
 """Moves of activations to the memory of the host and back, as actions of a rank.
 
 A unit sets out when its forward has run and its message is sent (OFFLOAD), and starts back AHEAD compute actions before
-its backward (RELOAD), so that both copies run beside compute. On the device its memory is free from the next move of
-the rank on, by which time the copy has usually ended.
+its backward (RELOAD), so that both copies run beside compute. On the device its memory is free when the next unit sets
+out, by which time the copy has usually ended, or at the latest when it starts back.
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 
 from .action import MOVE_KINDS, Action, Kind
+from .schedule import Schedule
 
 # Stage, micro-batch and segment.
 Unit = tuple[int, int, int]
@@ -65,6 +66,14 @@ def with_moves(order: Sequence[Action], units: Collection[Unit]) -> list[Action]
         elif tuple(unit) in units and kind in _BACKWARD:
             before.setdefault(index - AHEAD, []).append(Action(Kind.RELOAD, *unit))
     return [each for index, action in enumerate(order) for each in (*before.get(index, ()), action)]
+
+
+def moved(schedule: Schedule, share: float) -> Schedule:
+    """A schedule of compute actions with the moves of all ranks; see `units_to_move`."""
+    if not share:
+        return schedule
+    ranks = (tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
+    return Schedule(schedule.shape, tuple(ranks))
 
 
 def merged(lowered: Sequence[Action], order: Sequence[Action]) -> list[Action]:

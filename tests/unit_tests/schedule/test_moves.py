@@ -16,6 +16,7 @@ from megatron.seq1f1b.schedule import (
     dependencies,
     lower_rank,
     merged,
+    moved,
     parse_action,
     read_csv,
     units_to_move,
@@ -29,12 +30,6 @@ from megatron.seq1f1b.schedule.moves import SHORTEST
 from .channels import execute
 
 MOVES = (Kind.OFFLOAD, Kind.RELOAD)
-
-
-def moved(schedule: Schedule, share: float) -> Schedule:
-    return Schedule(
-        schedule.shape, tuple(tuple(with_moves(order, units_to_move(order, share))) for order in schedule.ranks)
-    )
 
 
 def lowered_with_moves(schedule: Schedule, **options) -> Schedule:

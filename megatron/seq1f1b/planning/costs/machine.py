@@ -30,6 +30,8 @@ class Device:
     full_speed_rows: int = 128  # queries from which on attention is at full speed: a block of FlashAttention
     # Queries, and how many times longer attention of fewer takes than the same work in long segments; ascending.
     slow_attention: tuple[tuple[int, float], ...] = ()
+    # Bytes/s to the memory of its host, and at once as many back, while all devices of the node copy; 0: not known.
+    host_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True)

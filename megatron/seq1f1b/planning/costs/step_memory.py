@@ -74,6 +74,11 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple
     )
 
 
+def moved_bytes(setup: TrainingSetup, stage: int, index: int) -> float:
+    """Of these, what can wait in the memory of the host: the activations, kept logits too."""
+    return stage_kept(setup, stage, index)[0] + _loss_kept(setup, stage, index)
+
+
 def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
     """What the input gradients of segment `index` leave in the layers of a stage for its weight gradients."""
     span = setup.spans[index]
@@ -205,7 +210,7 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
         if kind in MOVE_KINDS:
-            size = stage_kept(setup, stage, segment)[0] + _loss_kept(setup, stage, segment)
+            size = moved_bytes(setup, stage, segment)
             now += size if kind is Kind.RELOAD else -size
             continue
         if kind is Kind.F:
@@ -240,14 +245,16 @@ def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, Kind], ...]:
 
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
-    """The actions, each OFFLOAD where its memory is free: at the next move."""
+    """The actions, each OFFLOAD where its memory is free: at the next one, or at its own RELOAD."""
     leaving = None
     for action in actions:
-        if action.kind in MOVE_KINDS:
-            if leaving is not None:
-                yield leaving
-            leaving = action if action.kind is Kind.OFFLOAD else None
-        if action.kind is not Kind.OFFLOAD:
+        is_offload = action.kind is Kind.OFFLOAD
+        if leaving is not None and (is_offload or action == leaving._replace(kind=Kind.RELOAD)):
+            yield leaving
+            leaving = None
+        if is_offload:
+            leaving = action
+        else:
             yield action
 
 

@@ -30,7 +30,8 @@ class TrainingSetup:
     `cp_comm_type` is how context-parallel ranks exchange whole sequences, as in context_exchange; None: by the fastest
     way. With `hides_experts` tokens travel to experts beside the compute of another micro-batch
     (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). Of layers that are recomputed whole it is this
-    share of each stage (--recompute-method block). Raises ValueError for sizes that do not fit.
+    share of each stage (--recompute-method block). `offloads` is the share of a rank's activations that waits in the
+    memory of its host (--offload-activations). Raises ValueError for sizes that do not fit.
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
     for it. tools/paper has those of the papers.
@@ -57,6 +58,7 @@ class TrainingSetup:
     cp_comm_type: str | None = None
     hides_experts: bool = False
     recomputed_share: float = 1.0
+    offloads: float = 0.0
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
     def __post_init__(self) -> None:

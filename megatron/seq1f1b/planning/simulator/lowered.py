@@ -3,16 +3,19 @@
 A message needs both of its ends: it starts when it has been sent, its receive has been posted and the message before it
 on the channel has arrived. Sends and receives do not hold up a rank; a compute action waits for its message. A rank
 gathers and reduces the chunks of its model on one more stream, one after the other, beside its compute: the first
-forward of a chunk waits for the chunk's parameters, the end of the step for all gradients.
+forward of a chunk waits for the chunk's parameters, the end of the step for all gradients. Copies to the memory of the
+host, and back, run on two more, one after the other: a backward waits for its own, and a unit that sets out for the one
+before it.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...schedule import Action, Channel, Costs, Kind, Schedule, Span, Timeline, channel_of
-from ...schedule.action import COMPUTE_KINDS
+from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Channel, Costs, Kind, Schedule, Span, Timeline, channel_of
+from ...schedule.cost_tables import Table
 
 _COMPUTE = frozenset(COMPUTE_KINDS)
+_BACKWARD = (Kind.B, Kind.I)
 _INPUT = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 
 
@@ -24,13 +27,16 @@ class ChunkCollectives:
     reduce: tuple[float, ...]
 
 
-def execute_lowered(lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None = None) -> Timeline:
-    """The timeline of the compute actions, and of GATHER and REDUCE where there are `collectives`.
+def execute_lowered(
+    lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None = None, copies: Table = ()
+) -> Timeline:
+    """The timeline of the compute actions, of GATHER and REDUCE where there are `collectives`, and of moves, which take
+    the seconds in `copies`, by stage and segment.
 
     Raises ValueError if the costs do not fit, or if the schedule cannot run to its end.
     """
     costs.check(lowered.shape)
-    return _Machine(lowered, costs, collectives).run()
+    return _Machine(lowered, costs, collectives, copies).run()
 
 
 @dataclass
@@ -54,8 +60,10 @@ class _Queue:
 
 
 class _Machine:
-    def __init__(self, lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None) -> None:
-        self.schedule, self.costs, self.collectives = lowered, costs, collectives
+    def __init__(
+        self, lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None, copies: Table = ()
+    ) -> None:
+        self.schedule, self.costs, self.collectives, self.copies = lowered, costs, collectives, copies
         self.queues: dict[Channel, _Queue] = {}
         self.channels = self._channels()
         self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
@@ -98,6 +106,8 @@ class _Machine:
         f, i, w = costs.f, costs.i, costs.w
         now = aside = 0.0  # the ends of compute, and of gathering and reducing
         parameters: dict[int, float] = {}  # when those of a stage are there
+        out = back = 0.0  # the ends of copies to the host, and back
+        there: dict[tuple[int, ...], float] = {}  # when the last copy of a unit has ended
         for action in self.schedule.ranks[rank]:
             kind, stage, _, segment = action
             if kind in _COMPUTE:
@@ -107,6 +117,8 @@ class _Machine:
                         yield queue
                     now = max(now, queue.arrived[queue.received])
                     queue.received += 1
+                if kind in _BACKWARD:
+                    now = max(now, there.pop(action[1:], 0.0))
                 if kind is Kind.F:
                     now = max(now, parameters.get(stage, 0.0))
                     end = now + f[stage][segment]
@@ -115,6 +127,16 @@ class _Machine:
                     end += w[stage][segment] if kind is Kind.B else 0.0
                 spans.append(Span(action, now, end))
                 now = end
+            elif kind in MOVE_KINDS:
+                seconds = self.copies[stage][segment]
+                if kind is Kind.OFFLOAD:
+                    start = now = max(now, out)
+                    out = end = start + seconds
+                else:
+                    start = max(now, back, there[action[1:]])
+                    back = end = start + seconds
+                there[action[1:]] = end
+                spans.append(Span(action, start, end))
             elif kind in (Kind.GATHER, Kind.REDUCE):
                 if self.collectives is not None:
                     is_gather = kind is Kind.GATHER
@@ -137,6 +159,6 @@ class _Machine:
 
 
 def compute_only(timeline: Timeline) -> Timeline:
-    """The timeline without GATHER and REDUCE."""
+    """The timeline without GATHER, REDUCE and moves."""
     ranks = (tuple(span for span in spans if span.action.kind in _COMPUTE) for spans in timeline.ranks)
     return Timeline(timeline.shape, tuple(ranks), timeline.time_unit, timeline.meta)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
 
-from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, simulate
+from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, merged, moved, simulate
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
-from ..costs.step_memory import Memory, rank_memory
+from ..costs.step_memory import Memory, moved_bytes, rank_memory
 from ..costs.training_setup import TrainingSetup
 from .estimate import extended
 from .lowered import ChunkCollectives, compute_only, execute_lowered
@@ -51,7 +51,7 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     def predicted(num_microbatches: int) -> list[float]:
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
-        actions = schedule or _built(short.family, short.shape)
+        actions = moved(schedule or _built(short.family, short.shape), short.offloads)
         timeline = timeline_of(short, machine, actions, costs)
         memory = [rank_memory(short, actions.ranks[rank], rank) for rank in range(short.pipeline_parallel)]
         compute = compute_only(timeline)
@@ -69,7 +69,17 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
 @singledispatch
 def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, costs: Costs) -> Timeline:
     """The actions of a schedule in time, with messages as the interpreter sends them."""
-    return execute_lowered(lower(schedule), costs, chunk_collectives(setup, machine))
+    lowered = lower(schedule.without_moves())
+    if not schedule.has_moves:
+        return execute_lowered(lowered, costs, chunk_collectives(setup, machine))
+    lowered = replace(lowered, ranks=tuple(map(tuple, map(merged, lowered.ranks, schedule.ranks))))
+    if not machine.device.host_bandwidth:
+        raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
+    copies = tuple(
+        tuple(moved_bytes(setup, stage, index) / machine.device.host_bandwidth for index in range(len(setup.segments)))
+        for stage in range(setup.placement.num_stages)
+    )
+    return execute_lowered(lowered, costs, chunk_collectives(setup, machine), copies)
 
 
 def shortest(setup: TrainingSetup, machine: Machine) -> float:

@@ -1,11 +1,24 @@
 """The lowered schedule in simulated time."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from megatron.seq1f1b.planning.simulator import ChunkCollectives, execute_lowered
-from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, Shape, build, lower, simulate
+from megatron.seq1f1b.schedule import (
+    MOVE_KINDS,
+    Costs,
+    Kind,
+    Placement,
+    Schedule,
+    Shape,
+    build,
+    lower,
+    merged,
+    moved,
+    simulate,
+)
 
 SHAPE = Shape(Placement(2), 3)
 
@@ -55,6 +68,31 @@ def test_gradients_are_reduced_beside_compute():
     # Only the last reduction of a rank is not hidden.
     assert timeline.end <= without.end + 1.5 + 2 * 2.0
     assert all(list(spans) == sorted(spans, key=lambda span: span.start) for spans in timeline.ranks)
+
+
+@pytest.mark.parametrize("family, chunks", [("gpipe", 1), ("1f1b", 2), ("zb-h1", 1)])
+@pytest.mark.parametrize("seconds", [0.01, 0.9, 5.0])
+def test_copies_run_beside_compute_one_after_the_other(family, chunks, seconds):
+    """Where they take less than an action they cost nothing; a backward waits for what is not back."""
+    shape = Shape(Placement(2, chunks), 4, 4)
+    costs, plain = Costs.uniform(shape), build(family, shape)
+    schedule = moved(plain, 1.0)
+    lowered = Schedule(shape, tuple(map(tuple, map(merged, lower(plain).ranks, schedule.ranks))))
+    timeline = execute_lowered(lowered, costs, copies=((seconds,) * 4,) * shape.num_stages)
+    least = simulate(plain, costs).makespan
+    assert timeline.end == pytest.approx(least) if seconds < 1 else timeline.end > least
+    for order, spans in zip(schedule.ranks, timeline.ranks, strict=True):
+        span_of = {span.action: span for span in spans}
+        assert set(span_of) == set(order)
+        for kind in MOVE_KINDS:
+            lane = [span_of[action] for action in order if action.kind is kind]
+            assert all(before.end <= after.start for before, after in pairwise(lane))
+        for action in order:
+            if action.kind is Kind.RELOAD:
+                back = span_of[action]
+                assert span_of[action._replace(kind=Kind.OFFLOAD)].end <= back.start
+                backward = span_of.get(action._replace(kind=Kind.B)) or span_of[action._replace(kind=Kind.I)]
+                assert back.end <= backward.start
 
 
 def test_a_schedule_that_cannot_end_is_a_mistake():
