@@ -1,9 +1,13 @@
-"""What else of Megatron's training loop meets our schedules: dropout, batches that grow, timers."""
+"""What else of Megatron's training loop meets our schedules: dropout, batches that grow, timers, few documents.
+
+And what a run shows: the block at its start, its lines, TensorBoard and wandb.
+"""
 
 import re
 
 import pytest
 
+from support.files import write_corpus
 from support.launch import TINY_GPT
 
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
@@ -23,19 +27,11 @@ def without(flags: tuple, *names: str) -> list:
     return [flag for index, flag in enumerate(flags) if index not in places and index - 1 not in places]
 
 
-@pytest.fixture(scope="module")
-def dropped(launch):
-    return launch(2, [*PIPELINE, *SEGMENTS, *DROPOUT]).check()
-
-
-def test_the_seed_decides_what_is_dropped_out(launch, dropped):
-    assert launch(2, [*PIPELINE, *SEGMENTS, *DROPOUT]).check().losses() == dropped.losses()
-    other = launch(2, [*PIPELINE, *SEGMENTS, *DROPOUT, "--seed", "5"]).check()
-    assert other.losses() != dropped.losses()
-
-
-def test_recomputation_drops_out_the_same(launch, dropped):
-    assert launch(2, [*PIPELINE, *SEGMENTS, *DROPOUT, *RECOMPUTE]).check().losses() == dropped.losses()
+def test_the_seed_decides_what_is_dropped_out(launch):
+    """Also where it is computed again."""
+    runs = ((), RECOMPUTE, ("--seed", "5"))
+    first, again, other = (launch(2, [*PIPELINE, *SEGMENTS, *DROPOUT, *more]).check().losses() for more in runs)
+    assert first == again != other
 
 
 def test_an_evaluation_drops_out_nothing(launch):
@@ -65,3 +61,84 @@ def test_a_run_with_a_signal_handler_and_data_workers_ends(launch):
     """The workers ignore SIGTERM: they end with the iterator of the last step, which nothing may keep."""
     flags = [*without(PIPELINE, "--num-workers"), "--num-workers", "2", "--exit-signal-handler"]
     launch(2, [*flags, *SEGMENTS]).check()
+
+
+SHOWN = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2", "--train-iters", "3", "--log-throughput"]
+
+
+def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = [*SHOWN, "--sequence-splits", "4", "--tensorboard-dir", tmp_path / "board"]
+    flags += ["--wandb-project", "seq1f1b", "--wandb-exp-name", "tiny", "--wandb-save-dir", tmp_path]
+    log = launch(2, flags, env={"WANDB_MODE": "offline"}).check().log
+
+    assert log.count("-- sequence-level pipeline parallelism") == 1
+    assert re.search(r"segments +4, balanced: \d+ \d+ \d+ \d+ tokens", log)
+    assert re.search(r"^ *schedule +1f1b with segments$", log, re.MULTILINE)
+    assert "in-flight microbatches" not in log and "TFLOP/s/GPU): 0.0" not in log
+    lines = [line for line in log.splitlines() if re.search(r" iteration +\d+/ +3 \|", line)]
+    assert len(lines) == 3
+    for line in lines:
+        idle = re.search(r"idle by pipeline rank \(%\): (\S+) (\S+) \|", line)
+        assert all(0 < float(share) < 100 for share in idle.groups())
+        assert float(re.search(r"tokens/s per process: (\S+) \|", line)[1]) > 0
+        assert re.search(r"peak activations by pipeline rank \(MB\): \S+ \S+ \|", line)
+        assert re.search(r"throughput per process \(GFLOP/s\): \S+ \|", line)
+    for allocated, most in re.findall(r"\| allocated: (\S+) \| max allocated: (\S+) \|", log):
+        assert float(allocated) <= float(most)
+
+    board = event_accumulator.EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    for name in ("tokens-per-second-per-gpu", "idle-share", "idle-share/pipeline-rank-1", "lm loss"):
+        assert [event.step for event in board.Scalars(name)] == [1, 2, 3]
+    assert board.Scalars("peak-activation-bytes/pipeline-rank-0")[-1].value > 0
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_megatrons_own_schedule_keeps_its_estimates(launch):
+    log = launch(2, SHOWN).check().log
+    assert "Number of in-flight microbatches" in log and "-- sequence-level pipeline parallelism" not in log
+    assert len(re.findall(r"tokens/s per process: \S+ \|", log)) == 3 and "idle by" not in log
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Twenty documents of 50 tokens."""
+    documents = [[(50 * i + j) % 120 for j in range(50)] for i in range(20)]
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "text", documents)
+
+
+@pytest.mark.parametrize(
+    "split, evaluations, left_out",
+    [
+        ("99,1,0", 0, ["valid"]),  # the launchers' split
+        ("969,30,1", 1, ["test"]),  # Megatron's
+        ("99,1,0", 1, ["valid"]),
+        ("100,0,0", 1, []),
+    ],
+)
+def test_a_part_without_documents_is_left_out(launch, corpus, split, evaluations, left_out):
+    flags = [*TINY_GPT, "--data-path", corpus, "--split", split, "--eval-iters", evaluations, "--eval-interval", 2]
+    job = launch(2, [*flags, "--pipeline-model-parallel-size", 2, "--sequence-splits", 2]).check()
+    assert len(job.losses()) == 5
+    for part in ("valid", "test"):
+        assert job.log.count(f"There is no {part} part") == (part in left_out)
+
+
+def test_two_small_corpora_are_blended(launch, corpus):
+    launch(1, [*TINY_GPT, "--data-path", 0.5, corpus, 0.5, corpus, "--eval-iters", 1, "--eval-interval", 2]).check()
+
+
+def test_without_documents_to_train_on_all_ranks_end(launch, corpus):
+    flags = [*TINY_GPT, "--data-path", corpus, "--split", "1,99,0", "--pipeline-model-parallel-size", 2]
+    job = launch(2, flags)
+    sentence = f"error: {corpus} has 20 documents, none of them for the train part of --split 1,99,0; give that part"
+    assert job.code == 2 and sentence in job.log
+
+
+def test_a_run_goes_on_for_longer_than_planned(launch, tmp_path):
+    """With the flag that the launchers pass."""
+    flags = [*TINY_GPT, "--mock-data", "--save", tmp_path, "--load", tmp_path, "--save-interval", 3]
+    flags.append("--override-opt-param-scheduler")
+    launch(1, [*flags, "--train-iters", 3]).check()
+    assert len(launch(1, [*flags, "--train-iters", 6]).check().losses()) == 3
