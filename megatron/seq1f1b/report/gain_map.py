@@ -17,7 +17,7 @@ class GainAt(NamedTuple):
     gain: float | None
 
 
-_LEVELS = (-20, -10, 0, 5, 10, 20, 40, 80)
+_LEVELS = (-40, -20, -10, 0, 10, 20, 40)
 
 
 def plot_gains(points: Sequence[GainAt], error: float, title: str, path: Path) -> None:
@@ -43,7 +43,8 @@ def plot_gains(points: Sequence[GainAt], error: float, title: str, path: Path) -
                 figure.colorbar(filled, label="gain, %; grey: within error")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
-        axes.margins(0.1)
+        axes.set_xlim(devices[0] / 1.3, 1.3 * devices[-1])
+        axes.set_ylim(bandwidths[0] / 1.2, 1.2 * bandwidths[-1])
         axes.set_xticks(devices, map(str, devices))
         axes.set_yticks(bandwidths, [f"{each:g}" for each in bandwidths])
         axes.set_xlabel("GPUs")

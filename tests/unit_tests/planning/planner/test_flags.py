@@ -79,6 +79,17 @@ def test_a_launch_that_does_not_divide_is_a_sentence(words):
         as_given(read_launch(words.split()), small())
 
 
+def test_whole_sequences_are_exchanged_as_the_launch_says():
+    words = "--tensor-model-parallel-size 1 --context-parallel-size 4"
+    ways = {"": "p2p", "--cp-comm-type a2a": "a2a", "--sequence-splits 2 --cp-comm-type a2a": None}
+    hierarchical = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
+    ways[f"{hierarchical} 2 2"] = "a2a+p2p 2 2"
+    for more, way in ways.items():
+        assert as_given(read_launch(f"{words} {more}".split()), small()).setup.cp_comm_type == way
+    with pytest.raises(ValueError, match="needs --hierarchical-context-parallel-sizes A B"):
+        as_given(read_launch(f"{words} {hierarchical} 2 4".split()), small())
+
+
 def test_a_preset_that_there_is_not_is_a_sentence():
     with pytest.raises(ValueError, match="--model 12b is unknown; take 2.7b, "):
         preset("12b")
