@@ -99,6 +99,36 @@ def fullest(moments):
     return peak | {"in all": sum(peak.values())}
 
 
+def test_the_planner_counts_a_partitioned_state(launch, tmp_path):
+    """Two stages of eight chunks, eight data-parallel ranks; at most 2/8 + 1/8 of weights and gradients are there."""
+    flags = """--num-layers 16 --hidden-size 256 --ffn-hidden-size 1024 --vocab-size 511 --seq-length 64
+        --global-batch-size 32 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule breadth-first
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 --partition-state"""
+    rehearse(launch, 16, *TWO_STAGES, *flags.split(), "--dry-run-output", tmp_path).check()
+    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    model = replace(preset("2.7b"), num_layers=16, hidden_size=256, ffn_hidden_size=1024, vocab_size=512, num_heads=4)
+    model = replace(model, head_dim=64)
+    setup = TrainingSetup(
+        model,
+        64,
+        num_microbatches=4,
+        data_parallel=8,
+        placement=Placement(2, 8),
+        distributed_optimizer=True,
+        overlaps_data_parallel=True,
+        partitions_state=True,
+    )
+    schedule = build("breadth-first", setup.shape)
+    for rank, rehearsed in enumerate(report["pipeline_ranks"]):
+        planned = rank_memory(setup, schedule.ranks[rank], rank)
+        step = [moment["peak"] for moment in rehearsed["moments"] if "F" in moment["name"] or "B" in moment["name"]]
+        most = {name: max(peak.get(name, 0) for peak in step) for name in ("weights", "gradients")}
+        assert planned.weights == pytest.approx(most["weights"], rel=0.02), rank
+        assert planned.gradients == pytest.approx(most["gradients"], rel=0.02), rank
+        whole = rank_memory(replace(setup, partitions_state=False), schedule.ranks[rank], rank)
+        assert most["weights"] + most["gradients"] < 0.45 * (whole.weights + whole.gradients)
+
+
 @pytest.mark.parametrize("share", few_of(("0", "1"), ("1",)))
 def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
     """Four layers of llama3-70b, at a length at which activations outweigh weights: all but attention recomputed, the

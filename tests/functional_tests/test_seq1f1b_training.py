@@ -149,6 +149,7 @@ PARTITIONED = {
     "--swiglu --disable-bias-linear",
     "recomputation": f"{IN_CHUNKS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "loss per token": f"{IN_CHUNKS} --calculate-per-token-loss",
+    "offload": f"{IN_CHUNKS} --offload-activations 1",
 }
 
 

@@ -183,7 +183,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
     parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
-    for name in ("recompute-keeps-attention", "keep-logits"):
+    for name in ("recompute-keeps-attention", "keep-logits", "partition-state"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -202,6 +202,8 @@ def decided_flags(candidate: Candidate) -> list[str]:
     ]
     if setup.overlaps_data_parallel:
         words.append("--overlap-grad-reduce --overlap-param-gather")
+    if setup.partitions_state:
+        words.append("--partition-state")
     if setup.sequence_parallel:
         words.append("--sequence-parallel")
     if setup.context_parallel > 1:

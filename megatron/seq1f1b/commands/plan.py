@@ -82,13 +82,15 @@ def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
     if args.model is not None and (sizes := model_sizes_in(words)):
         raise ValueError(f"--model {args.model} has its own {sizes[0]}; drop one of them")
+    launch = read_launch(words)
     return Question(
-        model=model_of(read_launch(words)) if args.model is None else preset(args.model),
+        model=model_of(launch) if args.model is None else preset(args.model),
         machine=read_machine(args.machine),
         num_devices=args.gpus,
         sequence_length=args.seq_length,
         global_batch_size=args.global_batch_size,
         memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
+        partitions_state=launch.partition_state,
     )
 
 

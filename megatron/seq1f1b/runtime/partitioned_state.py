@@ -137,11 +137,15 @@ class PartitionedChunk:
         self.wait_for_weights()
         self._is_lent = True
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is room for them, as always where no other rank has the same parameters."""
+        return not (self._gradients and self._gradients[0].is_empty)
+
     def begin_gradients(self) -> None:
         """Make room for the gradients, which are zero then."""
         for storage in self._gradients:
-            if storage.is_empty:
-                storage.fill().zero_()
+            storage.fill().zero_()
 
     def reduce(self) -> None:
         """Start to reduce the gradients; with --overlap-grad-reduce that runs beside compute."""
@@ -208,15 +212,18 @@ class PartitionedSync(GradientSync):
         self._states[chunk].wait_for_weights()
 
     def before_backward(self, chunk: int) -> None:
-        self._states[chunk].wait_for_weights()
-        self._states[chunk].begin_gradients()
+        state = self._states[chunk]
+        state.wait_for_weights()
+        if not state.has_gradients:
+            if sum(each.has_gradients for each in self._states) > 1:  # one may still be waiting for its REDUCE
+                self._finish_reduction()
+            state.begin_gradients()
 
     def last_backward(self, chunk: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def after_last_backward(self, chunk: int) -> None:
-        if self._reducing is not None:
-            self._reducing.finish_reduction()
+        self._finish_reduction()
         self._reducing = self._states[chunk]
         self._reducing.reduce()
 
@@ -225,6 +232,11 @@ class PartitionedSync(GradientSync):
 
     def release(self, chunk: int) -> None:
         self._states[chunk].release()
+
+    def _finish_reduction(self) -> None:
+        if self._reducing is not None:
+            self._reducing.finish_reduction()
+            self._reducing = None
 
 
 def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:

@@ -4,7 +4,7 @@ What layers keep is in layer_bytes; gradients and states follow Megatron's mixed
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import log2
@@ -123,16 +123,37 @@ def _loss_kept(setup: TrainingSetup, stage: int, index: int, for_weights: bool =
     return loss_kept(setup, setup.segments[index], for_weights) if is_last else 0.0
 
 
-def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state of a rank: what no schedule changes."""
+def static_memory(setup: TrainingSetup, rank: int, actions: Sequence[Action] = ()) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state of a rank; with a partitioned state the whole gradients are those of its
+    `actions`, of one chunk at least."""
     stages = setup.placement.stages_of(rank)
-    parameters = sum(setup.stage_parameters(stage) for stage in stages)
-    experts = sum(setup.stage_expert_parameters(stage) for stage in stages)
-    share, expert_share = (
-        group.size if setup.distributed_optimizer else 1 for group in (setup.data_group, setup.expert_data_group)
-    )
-    optimizer = 12 * (parameters / share + experts / expert_share)
-    return BYTES * (parameters + experts), setup.gradient_bytes * (parameters + experts), optimizer
+    parameters = {stage: setup.stage_parameters(stage) + setup.stage_expert_parameters(stage) for stage in stages}
+    whole, experts = sum(parameters.values()), sum(setup.stage_expert_parameters(stage) for stage in stages)
+    shares = whole
+    if setup.distributed_optimizer:
+        shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
+    if not setup.partitions_state or setup.data_group.size == 1:
+        return BYTES * whole, setup.gradient_bytes * whole, 12 * shares
+    weights = shares + sum(sorted(parameters.values())[-2:])
+    gradients = shares + max(_most_at_once(parameters, actions), max(parameters.values()))
+    return BYTES * weights, setup.gradient_bytes * gradients, 12 * shares
+
+
+def _most_at_once(parameters: Mapping[int, float], actions: Sequence[Action]) -> float:
+    """Parameters of the stages that have whole gradients at once: each from its first backward until the stage that is
+    next to end has ended, when its reduction is over at the latest."""
+    last = {action.stage: index for index, action in enumerate(actions)}
+    now: dict[int, float] = {}
+    most, ended = 0.0, -1
+    for index, action in enumerate(actions):
+        if action.kind is not Kind.F and action.stage not in now:
+            now[action.stage] = parameters[action.stage]
+            most = max(most, sum(now.values()))
+        if index == last[action.stage]:
+            if ended >= 0:
+                now[ended] = 0.0
+            ended = action.stage
+    return most
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
@@ -159,7 +180,7 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
 
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
-    weights, gradients, optimizer = static_memory(setup, rank)
+    weights, gradients, optimizer = static_memory(setup, rank, actions)
     dynamic = activations + keys_values + peak.gradients + states + logits + peak.loss + peak.working + messages
     return Memory(
         weights=weights,

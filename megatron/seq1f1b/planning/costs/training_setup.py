@@ -29,9 +29,11 @@ class TrainingSetup:
     and its parameters gathered, beside the compute of others (--overlap-grad-reduce, --overlap-param-gather).
     `cp_comm_type` is how context-parallel ranks exchange whole sequences, as in context_exchange; None: by the fastest
     way. With `hides_experts` tokens travel to experts beside the compute of another micro-batch
-    (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). Of layers that are recomputed whole it is this
-    share of each stage (--recompute-method block). `offloads` is the share of a rank's activations that waits in the
-    memory of its host (--offload-activations). Raises ValueError for sizes that do not fit.
+    (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). With `partitions_state` replicas keep shares of
+    weights and gradients (--partition-state, with `distributed_optimizer` and `overlaps_data_parallel`). Of layers that
+    are recomputed whole it is this share of each stage (--recompute-method block). `offloads` is the share of a rank's
+    activations that waits in the memory of its host (--offload-activations). Raises ValueError for sizes that do not
+    fit.
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
     for it. tools/paper has those of the papers.
@@ -54,6 +56,7 @@ class TrainingSetup:
     distributed_optimizer: bool = False
     tied_embeddings: bool = False
     overlaps_data_parallel: bool = False
+    partitions_state: bool = False
     keeps_logits: bool = False
     cp_comm_type: str | None = None
     hides_experts: bool = False

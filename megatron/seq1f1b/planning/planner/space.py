@@ -31,6 +31,7 @@ class Question:
     `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
     tuples are the choices that the search has, `chunks` at most; `auto` is tried on the winners of the named families.
     With `by_megatron` Megatron's own schedules run, not those of this package.
+    With `partitions_state` replicas keep shares of weights and gradients.
     """
 
     model: ModelShape
@@ -45,12 +46,14 @@ class Question:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     recomputes: tuple[str, ...] = ("none", "layernorm mlp", ALL_BUT_ATTENTION, FULL)
     by_megatron: bool = False
+    partitions_state: bool = False
 
     def of_megatron(self) -> "Question":
         """The same to Megatron's own schedules: 1F1B and its interleaved form on whole sequences, with logits kept,
         and with experts that exchange tokens beside the compute of another micro-batch."""
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
-        return replace(self, families=("1f1b",), segments=(1,), recomputes=recomputes, by_megatron=True)
+        own = replace(self, families=("1f1b",), segments=(1,), recomputes=recomputes, by_megatron=True)
+        return replace(own, partitions_state=False)
 
     @property
     def memory_limit(self) -> float:
@@ -71,6 +74,7 @@ class Question:
             context,
             data_parallel=data,
             placement=Placement(pipeline, chunks),
+            partitions_state=self.partitions_state,
             **choices,
         )
 

@@ -2,10 +2,9 @@
 
 A message needs both of its ends: it starts when it has been sent, its receive has been posted and the message before it
 on the channel has arrived. Sends and receives do not hold up a rank; a compute action waits for its message. A rank
-gathers and reduces the chunks of its model on one more stream, one after the other, beside its compute: the first
-forward of a chunk waits for the chunk's parameters, the end of the step for all gradients. Copies to the memory of the
-host, and back, run on two more, one after the other: a backward waits for its own, and a unit that sets out for the one
-before it.
+gathers and reduces the chunks of its model on one more stream, one after the other, beside its compute: what needs the
+parameters of a chunk waits for them, the end of the step for all gradients. Copies to the memory of the host, and back,
+run on two more, one after the other: a backward waits for its own, and a unit that sets out for the one before it.
 """
 
 from collections.abc import Iterator
@@ -119,8 +118,9 @@ class _Machine:
                     queue.received += 1
                 if kind in _BACKWARD:
                     now = max(now, there.pop(action[1:], 0.0))
-                if kind is Kind.F:
+                if kind is not Kind.W:
                     now = max(now, parameters.get(stage, 0.0))
+                if kind is Kind.F:
                     end = now + f[stage][segment]
                 else:
                     end = now + (w[stage][segment] if kind is Kind.W else i[stage][segment])
@@ -145,7 +145,7 @@ class _Machine:
                     if is_gather:
                         parameters[stage] = aside
                     spans.append(Span(action, start, aside))
-            else:
+            elif kind is not Kind.RELEASE:
                 queue = channels[kind, stage]
                 if kind is Kind.SEND_F:
                     queue.sent.append((now, costs.message_f[stage][segment]))
