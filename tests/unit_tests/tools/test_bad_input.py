@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.utils.cpp_extension  # noqa: F401, which warns once where CUDA is half installed
 
 from megatron.seq1f1b.commands import run
 from support.files import write_files
@@ -68,7 +69,8 @@ FILES = {
     "repeated.csv": "0F0,0B0,0F0\n",
 }
 
-# In a row of the table, {} is a folder with these files, {small} a question for `seq1f1b plan`.
+TEXT = "--input {}/words --output-prefix {}/out --tokenizer-model {}/tokenizer --workers 1"
+# In a row of the table, {} is a folder with these files, {text} one of them as text, {small} a question for `plan`.
 BAD = [row.split(" => ") for row in Path(__file__).with_name("bad_input.txt").read_text().splitlines()]
 
 
@@ -79,7 +81,8 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("words, sentence", BAD, ids=lambda value: value[:60])
 def test_one_sentence(words, sentence, folder, capsys):
-    tool, *flags = words.replace("{}", str(folder)).replace("{small}", SMALL).split()
+    tool, *flags = words.replace("{text}", TEXT).replace("{}", str(folder)).replace("{small}", SMALL).split()
+    before = {*folder.rglob("*")}
     try:
         code = run(tool, [*(PLAN if tool == "plan-split" else []), *flags])
     except SystemExit as end:  # of the parser
@@ -89,6 +92,7 @@ def test_one_sentence(words, sentence, folder, capsys):
     assert output.err.startswith("error: ") and "Traceback" not in output.err and output.out == ""
     assert output.err.count("\n") == 1 or tool == "check", "only what is wrong in a schedule is shown in its place"
     assert sentence.replace("{}", str(folder)) in output.err and len(output.err) < 1000
+    assert {*folder.rglob("*")} == before, "nothing is written"
 
 
 def test_what_fits_is_drawn(folder):

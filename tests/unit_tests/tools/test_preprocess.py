@@ -146,31 +146,6 @@ def test_an_existing_pair_or_tokenizer_is_replaced_on_request(corpus, tmp_path, 
     assert len(pair(corpus / "replaced")[0]) > len(before[0])
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--train-tokenizer", "257"], "too small"),
-        (["--train-tokenizer", "300", "--tokenizer-type", "TikTokenizer"], "drop --tokenizer-type TikTokenizer"),
-        (["--tokenizer-type", "NullTokenizer"], "cannot load the NullTokenizer: "),
-        (["--tokenizer-model", ""], "--tokenizer-model DIR"),
-        (["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "a.txt"], "cannot load the SentencePiece"),
-        (["--workers", "0"], "--workers"),
-        (["--input", "nowhere.txt"], "--input nowhere.txt does not exist"),
-        (["--glob", "*.rs"], "matches --glob '*.rs'"),
-        (["--output-prefix", "data/"], "--output-prefix data/ is a folder; add a name, as in data/corpus"),
-    ],
-)  # fmt: skip
-def test_wrong_flags_are_refused_with_one_sentence(tmp_path, capsys, flags, sentence):
-    (tmp_path / "a.txt").write_text("hello")
-    try:
-        assert made(tmp_path, tmp_path, "out", *flags) == 2
-    except SystemExit as refused:
-        assert refused.code == 2
-    error = capsys.readouterr().err
-    assert sentence in error and error.count("\n") == 1
-    assert names(tmp_path) == {"a.txt"}
-
-
 def test_the_text_may_be_under_any_key(corpus, tmp_path):
     source = tmp_path / "two.jsonl"
     source.write_text("".join(json.dumps({"title": f"f {i}", "text": text}) + "\n" for i, text in enumerate(TEXTS[:5])))
