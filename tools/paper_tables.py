@@ -123,7 +123,7 @@ What is off, and why, as far as we found it:
 - Large vocabularies: 1F1B is 3 % off at most. Where layers move away from the last stage and the vocabulary has 256,000
   entries, we predict a fifth more: our last stage keeps a layer.
 - Hopper, 34 rows in four tables: two constants are fitted to nine of them, the six of Kwai without offload and those of
-  64K, 256K and 1024K tokens of NVIDIA's long sequences. Offload counts as hidden by compute. Kwai's tensor-parallel
+  64K, 256K and 1024K tokens of NVIDIA's long sequences. Offload takes 50 GB/s a GPU. Kwai's tensor-parallel
   collectives run beside products, ours as in Megatron without --tp-comm-overlap: rows of TP 4 come out too slow. Of
   gpt-oss-120b the recomputation is not published, and without any it would not fit; the bubble of 42 % by our costs is
   that of a last stage with 201,088 logits a token. Without offload, 65B on 256 GPUs is published as out of memory; we

@@ -25,13 +25,14 @@ from megatron.seq1f1b.schedule import Named
 
 LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
 
-# Schedule, model chunks of a rank, full recomputation.
+# Schedule, model chunks of a rank, full recomputation, the share of activations that waits on the host.
 VARIANTS = {
-    "1f1b": ("1f1b", 1, False),
-    "zb-h1": ("zb-h1", 1, False),
-    "recompute": ("1f1b", 1, True),
-    "chunks": ("1f1b", 2, False),
-    "zb-h1-chunks": ("zb-h1", 2, False),
+    "1f1b": ("1f1b", 1, False, 0.0),
+    "zb-h1": ("zb-h1", 1, False, 0.0),
+    "recompute": ("1f1b", 1, True, 0.0),
+    "chunks": ("1f1b", 2, False, 0.0),
+    "zb-h1-chunks": ("zb-h1", 2, False, 0.0),
+    "offload": ("1f1b", 1, False, 1.0),
 }
 
 
@@ -149,9 +150,8 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if args.backend == "nccl" else 0)
     report = Report(args.output)
     for variant in args.variants.split(","):
-        schedule, chunks, recomputes = VARIANTS[variant]
-        start_megatron(args.device, args.backend, chunks)
-        losses = losses_of_all_dtypes(args, schedule, chunks, recomputes)
+        start_megatron(args.device, args.backend, VARIANTS[variant][1])
+        losses = losses_of_all_dtypes(args, *VARIANTS[variant])
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             report.figure(variant=variant, ctas=args.ctas, **losses)
         parallel_state.destroy_model_parallel()
@@ -159,7 +159,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> dict[str, list[float] | float]:
+def losses_of_all_dtypes(
+    args, schedule: str, chunks: int, recomputes: bool, share: float
+) -> dict[str, list[float] | float]:
     length = 64 if args.tiny else 4096
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -168,6 +170,7 @@ def losses_of_all_dtypes(args, schedule: str, chunks: int, recomputes: bool) -> 
         if args.segments:
             cut, timeout = (lambda length: even(length, args.segments, 1)), patience(args.device)
             run = PipelineExecutor(Named(schedule), Segmentation(args.segments, cut), timeout=timeout)
+            run.offload(share)
         name = str(dtype).removeprefix("torch.")
         losses[name], seconds = losses_of(run, model, length, args)
         losses[f"{name}_seconds"] = statistics.median(seconds[1:])  # the first makes communicators and kernels

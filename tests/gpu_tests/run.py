@@ -1,4 +1,4 @@
-"""The checks that need a GPU, in nine minutes at most where no kernel is compiled: run by scripts/gpu_test.sh.
+"""The checks that need a GPU, in ten minutes at most where no kernel is compiled: run by scripts/gpu_test.sh.
 
 Every section has processes of its own and a time limit. What it found until then counts, and the rest is not run, which
 is no failure; ranks that hang fail before. Writes one JSON with all checks and figures, and prints a table of the
@@ -135,11 +135,11 @@ def _end(process: subprocess.Popen) -> None:
 def pipeline_ranks(suite: Suite) -> dict:
     """Four ranks on one GPU, over gloo, against Megatron's own run on one rank."""
     own = suite.script("ranks", "--segments", "0")
-    variants = ("--segments", "4", "--variants", "1f1b,zb-h1,recompute")
+    variants = ("--segments", "4", "--variants", "1f1b,zb-h1,recompute,offload")
     return same_losses(own, suite.script("ranks", *variants, ranks=4), "4 pipeline ranks on one GPU")
 
 
-ALL_VARIANTS = "1f1b,chunks,zb-h1-chunks"
+ALL_VARIANTS = "1f1b,chunks,zb-h1-chunks,offload"
 
 
 def ranks_over_nccl(suite: Suite) -> dict:
@@ -193,8 +193,9 @@ SEGMENTS = ("--sequence-splits", "4")
 
 
 def training(suite: Suite) -> dict:
-    """On one GPU: 4 segments against Megatron's own schedule and attention."""
-    return trained_alike(suite, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS]})
+    """On one GPU: 4 segments, and activations on the host, against Megatron's own schedule and attention."""
+    offload = [*LOCAL, *SEGMENTS, "--pipeline-schedule", "gpipe", "--offload-activations", "1"]
+    return trained_alike(suite, [*LOCAL, *OWN], {"4 segments": [*LOCAL, *SEGMENTS], "offload": offload})
 
 
 def training_with_transformer_engine(suite: Suite) -> dict:
@@ -287,6 +288,7 @@ SECTIONS = (
     Section(
         "time and memory of a stage of the 2.7b model, and the host's share", 85, script("stage", "--part", "time")
     ),
+    Section("time and memory of a stage whose activations wait on the host", 60, script("stage", "--part", "offload")),
     Section("time of a stage with experts, each with a wait of the host", 60, script("stage", "--part", "experts")),
     Section("longest sequence that fits a stage of the 2.7b model", 65, script("stage", "--part", "room")),
 )

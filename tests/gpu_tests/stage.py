@@ -6,6 +6,7 @@ pipeline does, and never waits.
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,11 +14,11 @@ from common import Report, parse, seconds, start_megatron, synchronise, transfor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron.seq1f1b.model import Segment, SegmentContext, attach
+from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, attach
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs import A100, CPU_CORE, ModelShape, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.recorder import PeakMemory
-from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, build
+from megatron.seq1f1b.schedule import MOVE_KINDS, Action, Kind, Placement, Shape, build, units_to_move, with_moves
 from support.segments import of_lengths
 
 STAGES = 8
@@ -53,7 +54,7 @@ class Stage:
         ).to(self.device)
         # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
         self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
-        self.context = SegmentContext()
+        self.context, self.host_memory = SegmentContext(), HostMemory()
         attach([self.model], self.context)
 
     def run(self, length: int, k: int, actions: list[Action]) -> None:
@@ -67,17 +68,27 @@ class Stage:
         positions = torch.arange(length, device=self.device)[None]
         gradient = torch.randn(length, 1, self.shape.hidden_size, device=self.device, dtype=self.dtype)
         kept = {}
+        moves = {action[2:] for action in actions if action.kind is Kind.OFFLOAD}
         try:
             for action in actions:
+                unit = action[2:]
+                if action.kind in MOVE_KINDS:
+                    move = self.host_memory.offload if action.kind is Kind.OFFLOAD else self.host_memory.reload
+                    move(unit, nullcontext())
+                    continue
                 segment = replace(segments[action.segment], microbatch=action.microbatch)
                 rows = slice(segment.start, segment.end)
                 with self.context.running(segment, keeps_for_backward=True):
                     if action.kind is Kind.F:
-                        kept[action[2:]] = self.model(tokens[:, rows], positions[:, rows], None)
+                        with self.host_memory.keeping(unit) if unit in moves else nullcontext():
+                            kept[unit] = self.model(tokens[:, rows], positions[:, rows], None)
                     else:
-                        kept.pop(action[2:]).backward(gradient[rows])
+                        if unit in moves:
+                            self.host_memory.wait(unit)
+                        kept.pop(unit).backward(gradient[rows])
         finally:
             self.context.clear()
+            self.host_memory.clear()
 
     def free(self) -> None:
         """Give back what the last run left, gradients of weights too."""
@@ -242,6 +253,34 @@ def room(report: Report, stage: Stage, args) -> None:
     )
 
 
+def offload(report: Report, stage: Stage, args) -> None:
+    """Time and peak with and without, gradients, and whether steps leave anything behind."""
+    length, microbatches, k = (64, 8, 4) if args.tiny else (16384, 16, 4)
+    order = first_rank(microbatches, k)
+    found = {}
+    for share in (0.0, 0.5, 1.0):
+        actions, left = with_moves(order, units_to_move(order, share)), []
+        for _ in range(3):  # the first warms up, and pins the memory of the host
+            stage.free()
+            torch.manual_seed(1)
+            peak = PeakMemory(stage.device)
+            took, _ = seconds(args.device, lambda actions=actions: stage.run(length, k, actions))
+            left.append(torch.cuda.memory_allocated(stage.device))
+        found[share] = took, peak.peak(), [parameter.grad for parameter in stage.model.parameters()]
+        host = stage.host_memory.most_bytes / GIB
+        report.figure(share=share, seconds=took, peak_gib=peak.peak() / GIB, host_gib=host)
+        is_judged = args.device == "cuda" and not args.tiny
+        name = f"offload {share:g}: the third step leaves as much as the second"
+        report.check(name, left[2] == left[1] if is_judged else None, f"{left[2] - left[1]} bytes more")
+    plain, plain_peak, plain_gradients = found[0.0]
+    took, peak, gradients = found[1.0]
+    pairs = list(zip(gradients, plain_gradients, strict=True))
+    worst = max(((ours - own).float().norm() / own.float().norm().clamp(min=1e-12)).item() for ours, own in pairs)
+    report.check("offload 1: gradients are those without", worst < 1e-2, f"{worst:.1e} apart")
+    report.check("offload 1: less memory", peak < plain_peak if is_judged else None, f"{peak / plain_peak:.2f} of it")
+    report.check("offload 1: beside compute", took < 1.1 * plain if is_judged else None, f"{took / plain:.2f} times")
+
+
 def main() -> None:
     args = parse(part="time")
     start_megatron(args.device)
@@ -250,6 +289,9 @@ def main() -> None:
         experts_time(report, args)
         return
     stage = Stage(TINY if args.tiny else SIZES, args.device, 524288)
+    if args.part == "offload":
+        offload(report, stage, args)
+        return
     if args.part == "room":
         room(report, stage, args)
         return

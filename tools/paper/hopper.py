@@ -1,8 +1,9 @@
 """Runs of others on Hopper, by Megatron's schedules: Kwai's on H800 (USENIX ATC '24), NVIDIA's on H100, mostly in FP8.
 
-Kwai's recomputation of its own, norms and activation functions, counts as that of norms, and its offload as hidden by
-compute. In FP8 the products of linear layers have twice the peak, and all else is as in 16 bit. Of NVIDIA's long
-sequences the batch is not published: eight micro-batches stand for it, on one pipeline stage.
+Kwai's recomputation of its own, norms and activation functions, counts as that of norms, and its share of every unit
+that moves to the host as that share of the units. In FP8 the products of linear layers have twice the peak, and all
+else is as in 16 bit. Of NVIDIA's long sequences the batch is not published: eight micro-batches stand for it, on one
+pipeline stage.
 """
 
 from collections.abc import Iterator
@@ -99,6 +100,7 @@ def kwai(folder: Path = REFERENCE) -> Iterator[Row]:
             *(int(row["t"]), int(row["c"]), stages),
             placement=Placement(stages, chunks),
             recompute="none" if row["ckpt"] == "no" else "layernorm",
+            offloads=float(row["offload_alpha"]),
         )
         table = WITHOUT_OFFLOAD if float(row["offload_alpha"]) < _HARDLY else WITH_OFFLOAD
         yield _predicted(table, f"{row['model']}, {devices} GPUs", float(row["tokens_per_second_all_gpus"]), setup)
