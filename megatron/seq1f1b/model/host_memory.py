@@ -28,16 +28,16 @@ _GRAIN = 1 << 20  # bytes; what units leave may differ a little from step to ste
 class _Storage:
     """A storage of the device, None while its bytes are on the host."""
 
-    def __init__(self, storage: UntypedStorage) -> None:
-        self.here: UntypedStorage | None = storage
-        self.device = storage.device
+    def __init__(self, tensor: Tensor) -> None:
+        self.here: UntypedStorage | None = tensor.untyped_storage()
+        self.empty = tensor.new_empty(0)  # from which views are made, on the same device
 
     def may_leave(self) -> bool:
         """Whether nothing but handles refers to it."""
         return self.here.nbytes() >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == 1
 
     def bytes(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.here)
+        return self.empty.new_empty(0, dtype=torch.uint8).set_(self.here)
 
 
 class _Handle(NamedTuple):
@@ -52,7 +52,7 @@ class _Handle(NamedTuple):
     def tensor(self) -> Tensor:
         if self.of.here is None:
             raise RuntimeError("a saved tensor was read while it is in the memory of the host")
-        empty = torch.empty(0, dtype=self.dtype, device=self.of.device)
+        empty = self.of.empty.new_empty(0, dtype=self.dtype)
         return empty.set_(self.of.here, self.offset, self.size, self.stride)
 
 
@@ -94,8 +94,10 @@ class HostMemory:
         # Those of other types have attributes, or parts, that a view of their storage lacks.
         if self._running is None or type(tensor) is not Tensor:
             return tensor
-        storage = tensor.untyped_storage()
-        kept = self._running.setdefault(storage._cdata, _Storage(storage))
+        key = tensor.untyped_storage()._cdata
+        kept = self._running.get(key)
+        if kept is None:
+            kept = self._running[key] = _Storage(tensor)
         return _Handle(kept, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     @cached_property
@@ -132,7 +134,7 @@ class HostMemory:
             self._settle()
         buffer, parts, departure = self._away.pop(unit)
         for storage, part in parts:
-            storage.here = UntypedStorage(part.nbytes, device=storage.device)
+            storage.here = UntypedStorage(part.nbytes, device=storage.empty.device)
         arrival = self._lanes[1].copy([(part, storage.bytes()) for storage, part in parts], departure, span)
         self._arriving[unit] = arrival
         self._unused.append((buffer, arrival))
