@@ -79,3 +79,10 @@ def test_a_rank_receives_its_heads_and_queries_and_returns_them(monkeypatch, siz
     elements = 2 * heads * (row_size - 1) + 2 * lcm(kv_heads, row_size) * (size - 1)
     expected = TOKENS // size * SEQUENCES * SIZE * elements // row_size * query.itemsize
     assert ranks.bytes == [expected] * size
+
+
+def test_a_rank_has_the_sinks_of_its_heads():
+    assert [part.tolist() for part in Ranks(2).run(lambda exchange, _: exchange.own_heads(torch.arange(4)))] == [
+        [0, 1],
+        [2, 3],
+    ]

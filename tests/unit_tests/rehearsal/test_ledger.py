@@ -198,3 +198,16 @@ def test_few_indices_keep_their_values():
     with counting(ExpertCounts(1, 4)):
         assert torch.arange(8).reshape(-1, 2).T.ravel().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
         assert torch.arange(2**15).is_meta
+
+
+def test_the_highest_of_several_peaks_counts():
+    ledger = Ledger()
+    ledger.begin("F")
+    for size in (5, 9, 7):
+        ledger.death(ledger.birth(size))
+    kept = ledger.birth(4)
+    ledger.begin("B")
+    ledger.death(kept)
+    moments = moments_of(ledger)
+    assert moments["F"].peak_bytes == 9 and moments["F"].end == 4
+    assert moments["B"].peak_bytes == 4 and moments["B"].end == 0

@@ -8,8 +8,9 @@ from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs import Experts, analytic_costs
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights
-from megatron.seq1f1b.planning.costs.layer_times import layer_time
+from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import Search
@@ -75,3 +76,16 @@ def test_layers_without_experts_are_counted_as_such():
     setup = replace(SETUP, model=model)
     assert [setup.stage_layers(stage) for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
     assert setup.stage_expert_parameters(0) == 7 / 8 * setup.stage_expert_parameters(1)
+
+
+def test_experts_of_few_tokens_are_slow():
+    model = preset("qwen3-30b-a3b")
+    setup = replace(SETUP, model=model, layers_per_stage=())
+    time = [expert_time(setup, MACHINE, rows).matmul / rows for rows in (128, 8192)]
+    assert time[0] > 2 * time[1]
+
+
+def test_tokens_take_longer_to_other_nodes():
+    inside, outside = (all_to_all_time(MACHINE, Group(size, 1), 1e9) for size in (8, 16))
+    assert outside > 3 * inside
+    assert all_to_all_time(MACHINE, Group(1, 1), 1e9) == 0

@@ -138,3 +138,10 @@ def test_latent_attention_keeps_expanded_keys_and_values():
 def test_a_layer_without_known_sizes_is_an_error():
     with pytest.raises(ValueError, match="a layer D whose cost is not known"):
         layer_activation(hybrid("*D"), 1, 0, LENGTH)
+
+
+def test_recurrent_layers_take_less_than_attention_when_long():
+    attention, recurrent = (
+        rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
+    )
+    assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4

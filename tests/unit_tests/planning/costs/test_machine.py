@@ -7,7 +7,14 @@ import pytest
 
 from megatron.seq1f1b.planning.costs import machine
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.operations import Group, all_reduce_time, bus_bandwidth, matmul_time, message_time
+from megatron.seq1f1b.planning.costs.operations import (
+    Group,
+    all_reduce_time,
+    bus_bandwidth,
+    flash_time,
+    matmul_time,
+    message_time,
+)
 
 
 @pytest.mark.parametrize("name", machine.machine_names())
@@ -89,3 +96,13 @@ def test_messages_stay_in_the_node_or_share_the_way_out():
     inside = message_time(MACHINE, 0, 7, 1e9, senders=8)
     assert inside == pytest.approx(1e9 / MACHINE.node.message_bandwidth, rel=1e-2)
     assert message_time(MACHINE, 7, 8, 1e9, senders=8) == pytest.approx(8e9 / MACHINE.network.bandwidth, rel=1e-2)
+
+
+def test_attention_takes_longer_in_segments_than_in_one_piece():
+
+    def time(segments: int) -> float:
+        length = 8192 // segments
+        ends = range(length, 8193, length)
+        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128, 1) for end in ends)
+
+    assert time(1) < time(4) < time(64)

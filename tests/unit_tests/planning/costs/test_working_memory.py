@@ -83,3 +83,15 @@ def test_the_peak_is_that_of_the_fullest_prefix_of_actions(family, lengths):
 def test_a_rank_without_actions_holds_what_no_schedule_changes():
     memory = rank_memory(WHOLE, (), 1)
     assert (memory.activations, memory.working, memory.keys_values) == (0, 0, 0)
+
+
+def test_recomputation_holds_one_layer_more():
+    again = replace(SHARED, recompute="full")
+    assert backward_working(again, 0, 0, LENGTH) > backward_working(SHARED, 0, 0, LENGTH) + 2 * UNIT
+
+
+def test_later_segments_hold_gradients_of_longer_prefixes():
+    length = LENGTH // 16
+    setup = replace(SHARED, segments=(length,) * 16)
+    sizes = [backward_working(setup, 0, start, start + length) for start in range(0, LENGTH, length)]
+    assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
