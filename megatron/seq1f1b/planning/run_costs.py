@@ -237,7 +237,7 @@ class RunCosts:
             recompute=self._recompute,
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
-            partitions_state=self.flags.partition_state,
+            partitions_state=bool(settings.get("partition_state")),
             keeps_logits=self.flags.keep_logits,
         )
 
