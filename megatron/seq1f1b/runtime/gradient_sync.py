@@ -49,13 +49,13 @@ class GradientSync:
         if not self._start_reduction:
             self._enter_no_sync(chunk)
 
-    def after_last_backward(self, chunk: int) -> None:
+    def reduce(self, chunk: int) -> None:
         """Start the reduction of the whole chunk if Megatron aligns reductions (`align_grad_reduce`)."""
         self._no_sync[chunk].close()
         if self._start_reduction:
             self._start_reduction[chunk](self._chunks[chunk].parameters())
 
-    def before_first_forward(self, chunk: int) -> None:
+    def gather(self, chunk: int) -> None:
         """Start gathering the parameters of the chunk if Megatron aligns that (`--align-param-gather`)."""
         if self._start_gather:
             self._start_gather[chunk](self._chunks[chunk].parameters())

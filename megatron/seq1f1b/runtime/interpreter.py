@@ -259,10 +259,10 @@ class Interpreter:
             deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
 
     def _gather(self, action: Action) -> None:
-        self._services.sync.before_first_forward(self._chunk_of[action.stage])
+        self._services.sync.gather(self._chunk_of[action.stage])
 
     def _reduce(self, action: Action) -> None:
-        self._services.sync.after_last_backward(self._chunk_of[action.stage])
+        self._services.sync.reduce(self._chunk_of[action.stage])
 
     def _offload(self, action: Action) -> None:
         self._services.host_memory.offload(action[1:], self._services.recorder.span(action))

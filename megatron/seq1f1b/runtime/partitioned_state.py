@@ -222,12 +222,12 @@ class PartitionedSync(GradientSync):
     def last_backward(self, chunk: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def after_last_backward(self, chunk: int) -> None:
+    def reduce(self, chunk: int) -> None:
         self._finish_reduction()
         self._reducing = self._states[chunk]
         self._reducing.reduce()
 
-    def before_first_forward(self, chunk: int) -> None:
+    def gather(self, chunk: int) -> None:
         self._states[chunk].gather()
 
     def release(self, chunk: int) -> None:

@@ -58,7 +58,7 @@ def test_aligned_reduction_is_started_by_one_call_per_chunk(num_chunks):
     for index, chunk in enumerate(chunks):
         with sync.last_backward(index):
             assert not chunk.may_reduce
-        sync.after_last_backward(index)
+        sync.reduce(index)
     assert [chunk.called for chunk in chunks] == [[[chunk.weight]] for chunk in chunks]
 
 
@@ -67,16 +67,16 @@ def test_a_rank_that_nobody_waits_for_reduces_by_hooks():
     sync = sync_of([chunk], ends_last=True, no_sync_func=[chunk.no_sync], grad_sync_func=[chunk.hook])
     with sync.last_backward(0):
         assert chunk.may_reduce
-    sync.after_last_backward(0)
+    sync.reduce(0)
     assert chunk.called == []
 
 
 def test_parameters_are_gathered_where_megatron_asks_for_it():
     chunks = [Chunk(), Chunk()]
     sync = sync_of(chunks, param_sync_func=[chunk.hook for chunk in chunks])
-    sync.before_first_forward(1)
+    sync.gather(1)
     assert [len(chunk.called) for chunk in chunks] == [0, 1]
-    sync_of(chunks).before_first_forward(0)
+    sync_of(chunks).gather(0)
     assert chunks[0].called == []
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.schedule import Action, Kind, Placement, parse_action
+from megatron.seq1f1b.schedule.action import CHUNK_KINDS
 from support.patience import patient
 
 from .strategies import fixed
@@ -44,7 +45,7 @@ def test_bad_placements_are_refused(arguments):
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_text_form_and_parser_are_inverses(kind):
-    whole_chunk = kind in (Kind.GATHER, Kind.REDUCE)
+    whole_chunk = kind in CHUNK_KINDS
     for stage in (0, 7, 127):
         action = Action(kind, stage) if whole_chunk else Action(kind, stage, 511, 15)
         assert parse_action(str(action)) == action
