@@ -72,8 +72,8 @@ def layered_text(found: Sequence[layered.Case]) -> str:
             "reduced and parameters gathered beside compute, the batch by the `noise-scale` law "
             "([Time to train](planning.md#time-to-train)). *1F1B* has one chunk a rank, *interleaved 1F1B* up to 16, "
             "the *modular pipeline* is `breadth-first` with 2 to 16. Each row is the soonest of its method. *GiB of "
-            "sharded state*: weights, gradients and state if data parallelism sharded the weights, too, and only the "
-            "chunk at work and the next one were whole, which this package does not do.",
+            "sharded state*: weights, gradients and state with `--partition-state`, where only the chunk at work and "
+            "the next one are whole; the times are those without it.",
             118,
         ),
         "",
