@@ -127,8 +127,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         _check_offload(offloads, schedule, run)
     if offloads == AUTO and schedule is not None:
         offloads = costs.least_offload(schedule, lengths)
-    if flags.partition_state and schedule is None:
-        raise ValueError("--partition-state is not for Megatron's own schedules; add --pipeline-schedule breadth-first")
+    if flags.partition_state:
+        _refuse_megatrons_own(schedule, "--partition-state", "--pipeline-schedule breadth-first")
     if isinstance(schedule, Given):
         _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(
@@ -171,10 +171,7 @@ def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
 
 def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
     """Raise ValueError without chunks to place, or without a schedule of ours."""
-    if schedule is None:
-        raise ValueError(
-            f"--pipeline-placement {placement} is not for Megatron's own schedules; add --pipeline-schedule auto"
-        )
+    _refuse_megatrons_own(schedule, f"--pipeline-placement {placement}", "--pipeline-schedule auto")
     if run.num_chunks == 1:
         raise ValueError(
             f"--pipeline-placement {placement} places several model chunks on each rank, but there is one; add "
@@ -208,11 +205,11 @@ def _check_offload(share: float | str, schedule: ScheduleChoice | None, run: Meg
         raise ValueError(sentence)
 
 
-def _refuse_megatrons_own(schedule: ScheduleChoice | None, flag: str) -> None:
+def _refuse_megatrons_own(
+    schedule: ScheduleChoice | None, flag: str, added: str = "--sequence-splits or --pipeline-schedule 1f1b"
+) -> None:
     if schedule is None:
-        raise ValueError(
-            f"{flag} is not for Megatron's own schedules; add --sequence-splits or --pipeline-schedule 1f1b"
-        )
+        raise ValueError(f"{flag} is not for Megatron's own schedules; add {added}")
 
 
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:

@@ -101,11 +101,11 @@ class PartitionedChunk:
         self._gradients = [_Storage(buffer.grad_data) for buffer in buffers]
         self._is_lent = True  # all weights are there, and may be written to
         self._is_gathering = self._is_reducing = False
-        self._drop(self._gradients)
+        self._drop_gradients()
 
     def gather(self) -> None:
         """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
-        if not self._weights or not self._weights[0].is_empty:
+        if self.has_weights:
             return
         for storage in self._weights:
             storage.fill()
@@ -129,7 +129,8 @@ class PartitionedChunk:
             for share in self.shares:
                 share.take_weights()
             self._is_lent = False
-        self._drop(self._weights)
+        for storage in self._weights:
+            storage.drop()
 
     def lend(self) -> None:
         """Gather the weights for whoever reads or writes them between steps."""
@@ -138,9 +139,14 @@ class PartitionedChunk:
         self._is_lent = True
 
     @property
-    def has_gradients(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether there is room for them, as always where no other rank has the same parameters."""
-        return not (self._gradients and self._gradients[0].is_empty)
+        return not any(storage.is_empty for storage in self._weights)
+
+    @property
+    def has_gradients(self) -> bool:
+        """The same of gradients."""
+        return not any(storage.is_empty for storage in self._gradients)
 
     def begin_gradients(self) -> None:
         """Make room for the gradients, which are zero then."""
@@ -164,7 +170,7 @@ class PartitionedChunk:
             group.finish_grad_sync()
         for share in self.shares:
             share.take_gradients()
-        self._drop(self._gradients)
+        self._drop_gradients()
         self._is_reducing = False
 
     def lend_gradients(self) -> None:
@@ -172,9 +178,8 @@ class PartitionedChunk:
         for share in self.shares:
             share.lend_gradients()
 
-    @staticmethod
-    def _drop(storages: Sequence["_Storage"]) -> None:
-        for storage in storages:
+    def _drop_gradients(self) -> None:
+        for storage in self._gradients:
             storage.drop()
 
 
@@ -187,7 +192,7 @@ class _Storage:
 
     @property
     def is_empty(self) -> bool:
-        return self._buffer.untyped_storage().nbytes() == 0
+        return _is_empty(self._buffer)
 
     def fill(self) -> Tensor:
         self._buffer.untyped_storage().resize_(self._size)

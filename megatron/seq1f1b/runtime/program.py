@@ -109,10 +109,12 @@ class Programs:
         if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
             warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
         actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
-        order = [action for action in actions if action.kind in COMPUTE_KINDS]
         if isinstance(self._choice, Given) and self._choice.has_moves:
-            return Program(merged(actions, self._choice.schedule.ranks[rank]))
-        return Program(merged(actions, with_moves(order, units_to_move(order, self.offloaded))))
+            actions = merged(actions, self._choice.schedule.ranks[rank])
+        elif self.offloaded:
+            order = [action for action in actions if action.kind in COMPUTE_KINDS]
+            actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
+        return Program(actions)
 
     def around(self, shape: Shape, lengths: Sequence[int], rank: int, action: Action) -> str:
         """What all ranks do around an action of this one in a training step, for the message of a failure."""

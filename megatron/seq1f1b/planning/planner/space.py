@@ -52,8 +52,14 @@ class Question:
         """The same to Megatron's own schedules: 1F1B and its interleaved form on whole sequences, with logits kept,
         and with experts that exchange tokens beside the compute of another micro-batch."""
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
-        own = replace(self, families=("1f1b",), segments=(1,), recomputes=recomputes, by_megatron=True)
-        return replace(own, partitions_state=False)
+        return replace(
+            self,
+            families=("1f1b",),
+            segments=(1,),
+            recomputes=recomputes,
+            by_megatron=True,
+            partitions_state=False,
+        )
 
     @property
     def memory_limit(self) -> float:
