@@ -12,6 +12,7 @@ The files get their names when they are complete.
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -69,7 +70,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def tokenizer_flags(words: Sequence[str], args: argparse.Namespace) -> argparse.Namespace:
     """Megatron's flags for tokenizers, added to `args`."""
-    warnings.simplefilter("ignore")  # Megatron warns of optional packages, which are not used here
+    # Megatron's imports warn of optional packages and of a missing GPU, which are not used here.
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.config import TokenizerConfig
 
