@@ -93,7 +93,11 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         distributed_optimizer=launch.use_distributed_optimizer,
         overlaps_data_parallel=launch.overlap_grad_reduce,
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
+        hides_experts=launch.overlap_moe_expert_parallel_comm,
     )
+    if launch.recompute_method == "block" and setup.recomputes_layers:
+        share = (launch.recompute_num_layers or 1) / max(setup.layers_per_stage)
+        setup = replace(setup, recomputed_share=min(1.0, share))
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
     if context > 1 and segments == 1 and len(kinds := set(launch.cp_comm_type)) == 1:
         sizes = launch.hierarchical_context_parallel_sizes if kinds == {"a2a+p2p"} else []
@@ -172,6 +176,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "decoder-last-pipeline-num-layers",
         "sequence-splits",
         "recompute-num-layers",
+        "microbatch-group-size-per-virtual-pipeline-stage",
     ):
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
@@ -183,14 +188,15 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
     parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
-    for name in ("recompute-keeps-attention", "keep-logits", "partition-state"):
+    for name in ("recompute-keeps-attention", "keep-logits", "partition-state", "overlap-moe-expert-parallel-comm"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"):
         parser.add_argument(f"--{name}", action="store_true")
 
 
-def decided_flags(candidate: Candidate) -> list[str]:
-    """All that the planner decides: each item is a flag with its values."""
+def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
+    """All that the planner decides: each item is a flag with its values. `by_megatron` is for Megatron's own schedules,
+    with no flag of this package."""
     setup = candidate.setup
     words = [
         f"--seq-length {setup.sequence_length}",
@@ -214,13 +220,18 @@ def decided_flags(candidate: Candidate) -> list[str]:
             words.append(f"--hierarchical-context-parallel-sizes {' '.join(sizes)}")
     if setup.model.experts is not None:
         words.append(f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1")
-    if setup.recomputes_layers:
+    if setup.hides_experts:
+        words.append("--overlap-moe-expert-parallel-comm")
+    if setup.recomputed_share < 1:
+        layers = round(setup.recomputed_share * max(setup.layers_per_stage))
+        words.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}")
+    elif setup.recomputes_layers:
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         if setup.recompute == ALL_BUT_ATTENTION:
             words.append("--recompute-keeps-attention")
     elif setup.recompute != "none":
         words.append(f"--recompute-granularity selective --recompute-modules {setup.recompute}")
-    return [*words, *_layout(setup), *_schedule(candidate)]
+    return [*words, *_layout(setup), *(_groups(setup) if by_megatron else _schedule(candidate))]
 
 
 def _layout(setup: TrainingSetup) -> Iterator[str]:
@@ -236,6 +247,15 @@ def _layout(setup: TrainingSetup) -> Iterator[str]:
         yield f"--pipeline-model-parallel-layout {shlex.quote('E' + '|'.join(stages) + 'L')}"
     elif chunks > 1:
         yield f"--num-virtual-stages-per-pipeline-rank {chunks}"
+
+
+def _groups(setup: TrainingSetup) -> Iterator[str]:
+    """How many micro-batches Megatron's interleaved schedule takes at a time, where groups as large as the pipeline
+    leave a smaller one, which Megatron refuses."""
+    ranks, count = setup.pipeline_parallel, setup.num_microbatches
+    if setup.placement.num_chunks > 1 and count % ranks:
+        size = next(size for size in range(ranks + 1, count + 1) if not 0 < count % size < ranks)
+        yield f"--microbatch-group-size-per-virtual-pipeline-stage {size}"
 
 
 def _schedule(candidate: Candidate) -> Iterator[str]:

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
-from ..planning.planner import Plan, Question, Search, predict_candidate, way_out
+from ..planning.planner import Gain, Plan, Question, Search, predict_candidate, way_out
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
 from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         nargs="?",
         const=Path("pretrain_gpt.py"),
         metavar="SCRIPT",
-        help="rehearse the best on this machine (--dry-run) with your training script; default: pretrain_gpt.py",
+        help="rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py",
     )
     args, words = parser.parse_known_args(argv)
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -94,10 +94,10 @@ def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
     )
 
 
-def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan) -> list[str]:
+def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan, by_megatron: bool) -> list[str]:
     """Those of the preset, of the launch and of the plan; of a name, the last."""
     preset = [] if args.model is None else with_values(preset_words(args.model)) + training_flags(args.seq_length)
-    flags = [*preset, *undecided(words), *decided_flags(best.candidate)]
+    flags = [*preset, *undecided(words), *decided_flags(best.candidate, by_megatron)]
     return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
 
 
@@ -119,17 +119,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = search.best(args.best)
     if not found:
         raise way_out(asked)
-    best = found[0]
+    best, megatron = found[0], next(iter(Search(asked.of_megatron(), show).best(1)), None)
+    alone = None if megatron is None else megatron.prediction.seconds
+    over_megatron = Gain(best.prediction.seconds, alone, asked.machine.error)
+    runner_up = None
+    if megatron is not None and not over_megatron.is_of_segments:
+        best, runner_up = megatron, best
     print(title(asked))
-    print(overview(found, None if given is None else predict_candidate(given, asked), asked))
+    print(overview(found, megatron, None if given is None else predict_candidate(given, asked), asked))
+    print(megatron_alone(over_megatron, megatron))
     print(memory_by_stage(best, asked))
-    flags = all_flags(args, words, best)
-    print("Flags of the best:\n  " + " \\\n  ".join(flags))
+    flags = all_flags(args, words, best, by_megatron=runner_up is not None)
+    print(f"Flags of {"Megatron's own schedules" if runner_up else 'the best'}:\n  " + " \\\n  ".join(flags))
+    if runner_up is not None:
+        ours = all_flags(args, words, runner_up, by_megatron=False)
+        print(f"Runner-up: this package, in {over_megatron.ours:.3f} s:\n  " + " \\\n  ".join(ours))
     for name in not_modelled(words):
         print(f"{name} is not modelled: times and memory are those of 16 bit.")
     if ignored := unread(words):
         print(f"These flags come back as given and change no prediction: {', '.join(ignored)}.")
-    print(megatron_alone(best, next(iter(Search(asked.of_megatron(), show).best(1)), None), asked.machine.error))
     if search.too_long_for_auto:
         print(
             f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "

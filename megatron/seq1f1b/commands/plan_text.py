@@ -44,10 +44,11 @@ def tflops(plan: Plan) -> float:
     return total / seconds / setup.num_devices / 1e12
 
 
-def overview(plans: Sequence[Plan], given: Plan | None, question: Question) -> str:
-    """One line a configuration; that of the launch, if it has one, comes last."""
+def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, question: Question) -> str:
+    """One line a configuration; the best of Megatron's own schedules, and that of the launch, come last if there."""
     head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB"]
     rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
+    rows += [] if megatron is None else [["Megatron", *_row(megatron)]]
     if given is not None:
         rows.append(["as given", *_row(given)])
     lines = aligned([head, *rows])
@@ -96,15 +97,14 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     return "\n".join(lines) + "\n"
 
 
-def megatron_alone(best: Plan, megatron: Plan | None, error: float) -> str:
+def megatron_alone(found: Gain, megatron: Plan | None) -> str:
     """Whether Megatron's own schedules do as well, whose best is `megatron`; None where they do not fit."""
     if megatron is None:
         return "Megatron's own schedules do not fit."
-    found = Gain(best.prediction.seconds, megatron.prediction.seconds, error)
-    taken = f"{megatron.prediction.seconds:.3f} s ({short_name(megatron) or 'data parallel'})"
-    if found.is_within_error or megatron.prediction.seconds < best.prediction.seconds:
-        return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
-    return f"Megatron's own schedules take {taken}: the gain over them is {found}."
+    taken = f"{found.megatron:.3f} s ({short_name(megatron) or 'data parallel'})"
+    if found.is_of_segments:
+        return f"Megatron's own schedules take {taken}: the gain over them is {found}."
+    return f"Use Megatron's own schedules: they take {taken}, and the gain over them is {found}."
 
 
 _OF_LAYERS = (

@@ -27,12 +27,23 @@ def printed(tmp_path_factory):
 
 def test_the_best_the_memory_and_the_flags_are_shown(printed):
     assert "tokens/s" in printed and "rank  0" in printed and "Where the time goes" in printed
-    flags = printed[printed.index("Flags of the best:") :]
+    flags = printed[printed.index("Flags of ") : printed.index("Runner-up")]
     assert "--lr 1e-4" in flags and "--num-layers 8" in flags and flags.count("--global-batch-size") == 1
 
 
-def test_where_megatron_alone_does_as_well_it_is_what_to_use(printed):
+def test_where_megatron_alone_does_as_well_its_flags_come_first(printed):
     assert "Use Megatron's own schedules: they take " in printed and "(within error)." in printed
+    flags, ours = printed[printed.index("Flags of Megatron's own schedules:") :].split("Runner-up: this package, in ")
+    assert "--pipeline-schedule" in ours and not any(
+        f"--{name}" in flags for name in ("pipeline-schedule", "sequence-split", "keep-logits", "partition-state")
+    )
+
+
+def test_where_segments_gain_their_flags_are_what_is_printed(monkeypatch, capsys):
+    monkeypatch.setattr(plan.Gain, "is_of_segments", True)
+    assert commands.main(["plan", *SMALL.split(), "--best", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "--pipeline-schedule" in printed[printed.index("Flags of the best:") :] and "Runner-up" not in printed
 
 
 def test_the_launch_itself_is_predicted_as_it_is(printed):
@@ -44,10 +55,10 @@ def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
     words += " --lr 1e-4 --foo --fp8-format hybrid --eval-global-batch-size 4"
     assert commands.main(["plan", *words.split()]) == 0
     printed = capsys.readouterr().out
-    flags = printed[printed.index("Flags of the best:") :]
+    flags = printed[printed.index("Flags of ") : printed.index("Runner-up")]
     assert "--lr 1e-4 \\" in flags and "--foo \\" in flags and flags.count("--bf16") == 1
-    assert "--fp8-format is not modelled" in flags
-    assert "change no prediction: --lr 1e-4, --foo, --fp8-format hybrid, --eval-global-batch-size 4." in flags
+    assert "--fp8-format is not modelled" in printed
+    assert "change no prediction: --lr 1e-4, --foo, --fp8-format hybrid, --eval-global-batch-size 4." in printed
 
 
 def test_the_help_names_what_is_required(capsys):

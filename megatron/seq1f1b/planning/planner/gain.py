@@ -26,6 +26,11 @@ class Gain:
     def is_within_error(self) -> bool:
         return self.value is not None and abs(self.value) < self.error
 
+    @property
+    def is_of_segments(self) -> bool:
+        """Whether segments are worth having: only they fit, or they gain more than the error."""
+        return self.megatron is None if self.value is None else self.value >= self.error
+
     def __str__(self) -> str:
         if self.value is None:
             only = "only segments fit" if self.ours else "only Megatron's own fit"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
@@ -115,6 +116,9 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                 is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
                 if is_full or question.global_batch_size % (data * micro_batch):
                     continue
+                # Megatron interleaves groups of at least so many micro-batches as there are ranks.
+                if question.by_megatron and chunks > 1 and question.global_batch_size < data * micro_batch * pipeline:
+                    continue
                 setup = question.setup(
                     sizes,
                     chunks,
@@ -131,7 +135,9 @@ def setups(question: Question) -> Iterator[TrainingSetup]:
                         each = replace(each, keeps_logits=question.by_megatron, hides_experts=hides)
                         for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
                             each = replace(each, recomputed_share=share)
-                            yield replace(each, layers_per_stage=balanced_layers(each, question.machine))
+                            layers = balanced_layers(each, question.machine)
+                            whole = ceil(share * max(layers)) / max(layers)
+                            yield replace(each, layers_per_stage=layers, recomputed_share=whole)
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:

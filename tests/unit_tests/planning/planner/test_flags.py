@@ -19,8 +19,8 @@ from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.question import WORDS, small
 
 
-def words_of(candidate: Candidate, model: str = WORDS) -> list[str]:
-    return [*model.split(), *shlex.split(" ".join(decided_flags(candidate)))]
+def words_of(candidate: Candidate, model: str = WORDS, by_megatron: bool = False) -> list[str]:
+    return [*model.split(), *shlex.split(" ".join(decided_flags(candidate, by_megatron)))]
 
 
 def sample() -> list[Candidate]:
@@ -41,6 +41,26 @@ def test_a_plan_read_back_is_the_same(model):
         launch = read_launch(words_of(candidate, model))
         assert model_of(launch) == candidate.setup.model
         assert as_given(launch, question) == candidate
+
+
+@pytest.mark.parametrize("model", [WORDS, EXPERTS])
+def test_a_plan_of_megatron_alone_has_no_flag_of_ours(model):
+    question = small(model=model_of(read_model(model.split())), num_devices=8, global_batch_size=12).of_megatron()
+    shares, hidden, more = set(), set(), set()
+    for candidate in list(candidates(question))[::3]:
+        words = words_of(candidate, model, by_megatron=True)
+        launch, setup = read_launch(words), candidate.setup
+        assert launch.pipeline_schedule is launch.sequence_splits is None and not launch.keep_logits
+        assert as_given(launch, question) == candidate
+        shares.add(setup.recomputed_share)
+        hidden.add(setup.hides_experts)
+        if setup.placement.num_chunks > 1:
+            size = launch.microbatch_group_size_per_virtual_pipeline_stage or setup.pipeline_parallel
+            more.add(size > setup.pipeline_parallel)
+            # What Megatron's interleaved schedule checks.
+            assert setup.pipeline_parallel <= size <= setup.num_microbatches
+            assert not 0 < setup.num_microbatches % size < setup.pipeline_parallel
+    assert min(shares) < 1 and hidden == ({False, True} if model is EXPERTS else {False}) and more == {False, True}
 
 
 def test_sizes_of_all_kinds_of_layers_are_read():
