@@ -1,6 +1,6 @@
 """What runs, in one block at the start, beside what Megatron's own schedule would give."""
 
-from ..schedule import Clock, Kind, Placement, Planned, Shape, partition_state
+from ..schedule import Clock, Placement, Planned, Shape, num_gathers
 from .config import PipelineConfig
 
 # Of so many segments all lengths are printed.
@@ -56,8 +56,7 @@ def _gathers(config: PipelineConfig) -> str:
     placement = Placement(run.pipeline_parallel_size, run.num_chunks, schedule.placement)
     plan = schedule.plan(Shape(placement, run.num_microbatches, config.num_segments), config.lengths, None)
     order = plan.timed_order(0)[0] if isinstance(plan, Clock) else plan.ranks[0]
-    number = sum(action.kind is Kind.GATHER for action in partition_state(order))
-    return f"; {number} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
+    return f"; {num_gathers(order)} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
 
 
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..arguments.supported import Use, first_unsupported
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..planning.planner import Gain, Plan, Question, Search, predict_candidate, way_out
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO
@@ -90,8 +91,17 @@ def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
         sequence_length=args.seq_length,
         global_batch_size=args.global_batch_size,
         memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
-        partitions_state=launch.partition_state,
+        partitions_state=launch.partition_state or (None if _may_partition_state(words) else False),
     )
+
+
+def _may_partition_state(words: Sequence[str]) -> bool:
+    """Whether the flags of a launch go with --partition-state."""
+    settings: dict[str, object] = {"partition_state": True, "use_distributed_optimizer": True}
+    for flag in with_values(words):
+        name, _, value = flag.removeprefix("--").replace("=", " ", 1).partition(" ")
+        settings[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
+    return first_unsupported(settings, {Use.PARTITIONED_STATE}) is None
 
 
 def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan, by_megatron: bool) -> list[str]:

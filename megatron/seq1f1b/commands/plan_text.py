@@ -9,6 +9,7 @@ from ..planning.costs.machine import GIB
 from ..planning.planner import Gain, Plan, Question, by_use
 from ..planning.simulator import Prediction
 from ..report.text import aligned
+from ..schedule import FAMILIES, num_gathers
 
 _COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
 
@@ -34,6 +35,7 @@ def short_name(plan: Plan) -> str:
     }
     words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
     words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute != "none")
+    words += ["partitioned"] * setup.partitions_state
     return " ".join(words)
 
 
@@ -70,7 +72,7 @@ def _row(plan: Plan) -> list[str]:
         str(setup.placement.num_chunks),
         str(segments),
         plan.candidate.strategy if segments > 1 else "-",
-        setup.family if setup.pipeline_parallel > 1 else "-",
+        setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-",
         str(setup.num_microbatches),
         str(setup.micro_batch_size),
         setup.recompute,
@@ -86,6 +88,9 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
     """One line a pipeline rank: its memory at the peak, by use."""
     setup = plan.prediction.setup
     lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
+    if setup.partitions_state and setup.family in FAMILIES:
+        gathers = num_gathers(FAMILIES[setup.family](setup.shape).order(0))
+        lines.insert(0, f"The state is partitioned: rank 0 gathers weights of a model chunk {gathers} times a step.")
     for rank, memory in enumerate(plan.prediction.memory):
         layers = sum(setup.layers_per_stage[stage] for stage in setup.placement.stages_of(rank))
         static = memory.weights + memory.gradients + memory.optimizer

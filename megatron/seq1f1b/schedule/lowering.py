@@ -131,6 +131,11 @@ def partition_state(lowered: Sequence[Action]) -> list[Action]:
     return result + [Action(Kind.RELEASE, stage) for stage in there]
 
 
+def num_gathers(order: Sequence[Action]) -> int:
+    """How many times a rank gathers parameters of a model chunk in a step with a partitioned state."""
+    return sum(action.kind is Kind.GATHER for action in partition_state(order))
+
+
 def _lower_rank(shape: Shape, orders: Orders, rank: int, times: NominalTimes | None, in_turn: bool) -> list[Action]:
     order = orders[rank]
     before: list[list[Action]] = [[] for _ in order]

@@ -50,6 +50,15 @@ def test_the_launch_itself_is_predicted_as_it_is(printed):
     assert "as given" in printed and "As given it fits, and takes " in printed
 
 
+@pytest.mark.parametrize("more, is_partitioned", [("", True), ("--log-params-norm", False)])
+def test_a_partitioned_state_is_planned_unless_a_flag_forbids_it(capsys, more, is_partitioned):
+    words = "--num-layers 24 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --gpus 8 --seq-length 2048"
+    words += f" --global-batch-size 16 --device-memory 2.9 --best 1 {more}"
+    assert commands.main(["plan", *words.split()]) == 0
+    printed = capsys.readouterr().out
+    assert ("--partition-state" in printed) == ("rank 0 gathers weights of a model chunk" in printed) == is_partitioned
+
+
 def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):
     words = "--gpus 1 --seq-length 2048 --global-batch-size 1 --model 2.7b"
     words += " --lr 1e-4 --foo --fp8-format hybrid --eval-global-batch-size 4"

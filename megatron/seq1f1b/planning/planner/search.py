@@ -16,7 +16,7 @@ from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, activation_tables, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator import Prediction, predict, shortest
-from .space import Candidate, Question, cut, cuts, schedules, setups, stage_costs
+from .space import Candidate, Question, cut, cuts, partitioned, schedules, setups, stage_costs
 
 # So many micro-batches at once fill all tiles and waves.
 _MANY = 256
@@ -155,7 +155,8 @@ class Search:
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
         limit, machine = question.memory_limit * GIB, question.machine
-        self._bytes = {setup: least for setup in setups(question) if (least := least_bytes(setup)) <= limit}
+        named = ((setup, replace(setup, family="breadth-first")) for setup in setups(question))
+        self._bytes = {setup: least for setup, each in named if (least := self._least_bytes(each)) <= limit}
         self._setups = [(least_seconds_of(setup, machine), setup) for setup in self._bytes]
         self._closer: dict[object, list[tuple[float, Any]]] = {}
 
@@ -217,19 +218,27 @@ class Search:
             case TrainingSetup():
                 for family, segments in schedules(self.question, item):
                     named = replace(item, family=family)
-                    if segments == 1 or least_bytes(named, segments) <= limit:
+                    if self._least_bytes(named, segments) <= limit:
                         yield least_seconds_cut(named, machine, segments), _Scheduled(item, family, segments)
             case _Scheduled():
                 by_cut = cuts(*item)
                 even = next(by_cut, None)
-                if even is not None and fits(even.setup, limit):
-                    for each in (*by_cut, even):
+                if even is None:
+                    return
+                lean = partitioned(self.question, even.setup)
+                if fits(even.setup, limit) or (lean is not even.setup and fits(lean, limit)):
+                    whole = [*by_cut, even]
+                    shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in whole]
+                    for each in dict.fromkeys(whole + shares):
                         yield least_seconds(each.setup, machine), each
             case Candidate():
                 yield shortest(item.setup, machine), _Simulated(item)
             case _Simulated():
                 found = self.plans[item.candidate] = Plan(item.candidate, predict(item.candidate.setup, machine))
                 yield found.prediction.seconds, found
+
+    def _least_bytes(self, setup: TrainingSetup, segments: int | None = None) -> float:
+        return least_bytes(partitioned(self.question, setup), segments)
 
     def _automatic(self, candidate: Candidate, limit: float) -> Plan | None:
         """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""

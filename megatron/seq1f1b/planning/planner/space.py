@@ -32,7 +32,8 @@ class Question:
     `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
     tuples are the choices that the search has, `chunks` at most; `auto` is tried on the winners of the named families.
     With `by_megatron` Megatron's own schedules run, not those of this package.
-    With `partitions_state` replicas keep shares of weights and gradients.
+    With `partitions_state` replicas keep shares of weights and gradients; None: under `breadth-first`, where a
+    configuration does not fit otherwise.
     """
 
     model: ModelShape
@@ -47,7 +48,7 @@ class Question:
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     recomputes: tuple[str, ...] = ("none", "layernorm mlp", ALL_BUT_ATTENTION, FULL)
     by_megatron: bool = False
-    partitions_state: bool = False
+    partitions_state: bool | None = False
 
     def of_megatron(self) -> "Question":
         """The same to Megatron's own schedules: 1F1B and its interleaved form on whole sequences, with logits kept,
@@ -81,7 +82,7 @@ class Question:
             context,
             data_parallel=data,
             placement=Placement(pipeline, chunks),
-            partitions_state=self.partitions_state,
+            partitions_state=bool(self.partitions_state),
             **choices,
         )
 
@@ -186,6 +187,14 @@ def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, i
         for segments in question.segments:
             if segments <= max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel)):
                 yield family, segments
+
+
+def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
+    """The set-up with a partitioned state, where the search may choose that and whole chunks are fewer than all; else
+    as it is. `breadth-first` gathers a chunk once each way, other orders whenever chunks change."""
+    may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
+    saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
+    return replace(setup, partitions_state=True) if may and saves else setup
 
 
 def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate]:

@@ -9,7 +9,7 @@ from megatron.seq1f1b.planning.planner import Search, candidates, plan, predict_
 from megatron.seq1f1b.planning.planner.search import least_bytes, least_seconds, least_seconds_cut, least_seconds_of
 from megatron.seq1f1b.planning.planner.space import cuts, schedules, setups
 from megatron.seq1f1b.report.frontier import Point, frontier
-from unit_tests.planning.planner.question import small
+from unit_tests.planning.planner.question import MODEL, small
 
 # From all that fits to hardly anything.
 LIMITS = (16, 4, 2.5, 1.7)
@@ -58,6 +58,22 @@ def test_a_search_answers_for_less_memory_as_a_new_one_would():
     search = Search(small())
     search.best()
     assert search.best(3, 2.5) == plan(small(memory_gib=2.5), 3)
+
+
+def test_the_state_is_partitioned_where_that_is_faster():
+    """A deep model, where weights and gradients fill a device, and where they do not."""
+    changes = {"model": replace(MODEL, num_layers=24, vocab_size=1024), "num_devices": 8, "global_batch_size": 16}
+    changes |= {"sequence_length": 2048, "families": ("1f1b", "breadth-first"), "chunks": (1, 6), "segments": (1, 4)}
+    for limit, is_partitioned in ((1.5, True), (2, False)):
+        best, *others = plan(small(**changes, memory_gib=limit, partitions_state=None))
+        whole = plan(small(**changes, memory_gib=limit))
+        assert best.candidate.setup.partitions_state == is_partitioned and best.memory_gib <= limit
+        if is_partitioned:
+            assert best.prediction.seconds < whole[0].prediction.seconds
+            alike = replace(best.candidate, setup=replace(best.candidate.setup, partitions_state=False))
+            assert predict_candidate(alike, small()).memory_gib > limit
+        else:
+            assert [best, *others] == whole
 
 
 def test_what_is_not_accepted_takes_no_part(everything):
