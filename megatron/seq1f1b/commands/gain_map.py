@@ -55,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _key(cell) not in known:
             if sys.stderr.isatty():
                 print(f"\r{number} of {len(wanted)} cells", end="", file=sys.stderr, flush=True)
-            asked = Question(preset(args.model), _with(machine, bandwidth), devices, args.seq_length, batch)
+            host = machine.device.host_memory_gib
+            asked = Question(
+                preset(args.model), _with(machine, bandwidth), devices, args.seq_length, batch, host_gib=host
+            )
             _, ours, megatron = gain(asked)
             cell |= dict(zip(_FOUND, (*_written(ours), *_written(megatron)), strict=True))
             _append(cell, args.output)

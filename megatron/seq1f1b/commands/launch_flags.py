@@ -8,11 +8,13 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
+from ..arguments import AUTO
 from ..arguments.megatron_run import layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup, even_layers
 from ..planning.model_sizes import recompute_of
 from ..planning.planner import Candidate, Question
+from ..planning.planner.search import fitted
 from ..planning.planner.space import cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement
 from .model_flags import add_every_model_flag
@@ -20,6 +22,8 @@ from .parsing import Parser, count, with_values
 
 # Predicted as if they were absent, which the output says.
 _IN_16_BIT = ("--fp8-format", "--fp4-format")
+# What --offload-modules moves of attention, its norm included.
+_OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
 _MOST_ACTIONS = 1_000_000
 
 
@@ -113,11 +117,12 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
             "--global-batch-size or fewer --sequence-splits"
         )
     if segments == 1:
-        return Candidate(setup)
+        return Candidate(_offloading(setup, launch, question))
     lengths = cut(setup, strategy, segments)
     if lengths is None:
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
-    return Candidate(replace(setup, segments=lengths), strategy)
+    setup = replace(setup, segments=lengths)
+    return Candidate(_offloading(setup, launch, question), strategy)
 
 
 def _recompute(launch: argparse.Namespace) -> str:
@@ -126,6 +131,22 @@ def _recompute(launch: argparse.Namespace) -> str:
     if modules not in RECOMPUTES:
         raise ValueError(f"--recompute-modules {modules} has no costs; drop it, or rehearse the launch (--dry-run)")
     return modules
+
+
+def _share(text: str) -> float | str:
+    return text if text == AUTO else float(text)
+
+
+def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Question) -> TrainingSetup:
+    """Raises ValueError for what is no share."""
+    if launch.fine_grained_activation_offloading:
+        return replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
+    share = launch.offload_activations
+    if isinstance(share, str):
+        return fitted(setup, question.room) or replace(setup, offloads=1.0)
+    if not 0 <= share <= 1:
+        raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
+    return replace(setup, offloads=share)
 
 
 def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
@@ -185,6 +206,10 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute-modules", nargs="+")
     for name in ("recompute-method", "pipeline-model-parallel-layout"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--offload-activations", type=_share, default=0.0)
+    parser.add_argument("--fine-grained-activation-offloading", action="store_true")
+    parser.add_argument("--offload-modules", nargs="+")
+    parser.add_argument("--activation-offload-fraction", type=float, default=1.0)
     ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
     parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
@@ -231,7 +256,21 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
             words.append("--recompute-keeps-attention")
     elif setup.recompute != "none":
         words.append(f"--recompute-granularity selective --recompute-modules {setup.recompute}")
+    if setup.offloads_modules and setup.offloads:
+        words.append(_megatrons_offload(setup))
+    elif setup.offloads:
+        words.append(f"--offload-activations {setup.offloads:g}")
+        if setup.overlaps_data_parallel:
+            words.append("--no-gradient-accumulation-fusion")
     return [*words, *_layout(setup), *(_groups(setup) if by_megatron else _schedule(candidate))]
+
+
+def _megatrons_offload(setup: TrainingSetup) -> str:
+    experts = " expert_fc1 moe_act" if setup.model.experts is not None else ""
+    return (
+        f"--fine-grained-activation-offloading --offload-modules {_OF_ATTENTION} mlp_norm{experts} "
+        f"--activation-offload-fraction {setup.offloads:g}"
+    )
 
 
 def _layout(setup: TrainingSetup) -> Iterator[str]:

@@ -61,6 +61,11 @@ def amount(text: str) -> float:
     return number
 
 
+def amount_or_0(text: str) -> float:
+    """The same, or 0."""
+    return 0.0 if text == "0" else amount(text)
+
+
 def with_values(words: Sequence[str]) -> list[str]:
     """Words of a command line as flags, each with its values, quoted for a shell."""
     flags: list[str] = []

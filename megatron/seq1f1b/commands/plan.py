@@ -4,7 +4,8 @@
     seq1f1b plan --gpus 64 --machine a100-80gb <the flags of your launch script>
 
 It chooses tensor, context, pipeline and data parallelism, model chunks, layers of the first and the last stage,
-segments and where they are cut, the schedule, the micro-batch and recomputation. The choices that a launch script makes
+segments and where they are cut, the schedule, the micro-batch, recomputation and, where memory is short, the share of
+the activations that waits in the memory of the host. The choices that a launch script makes
 itself are predicted too, for comparison; its other flags come back unchanged, so that the result can be pasted in its
 place. docs/planning.md describes the machines, and docs/paper_tables.md shows how far predictions are off.
 """
@@ -24,7 +25,7 @@ from ..planning.planner import Gain, Plan, Question, Search, predict_candidate, 
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
 from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
-from .parsing import PICTURES, Parser, amount, check_output, count, count_up_to, with_values
+from .parsing import PICTURES, Parser, amount, amount_or_0, check_output, count, count_up_to, with_values
 from .plan_text import explained, megatron_alone, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
@@ -48,6 +49,12 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     add_machine(parser, "a100-80gb")
     parser.add_argument("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
+    parser.add_argument(
+        "--host-memory",
+        type=amount_or_0,
+        metavar="GIB",
+        help="of the host, for activations of each device; 0: none moves there; default: what the machine file has",
+    )
     parser.add_argument(
         "--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5"
     )
@@ -83,14 +90,17 @@ def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
     if args.model is not None and (sizes := model_sizes_in(words)):
         raise ValueError(f"--model {args.model} has its own {sizes[0]}; drop one of them")
-    launch = read_launch(words)
+    launch, machine = read_launch(words), read_machine(args.machine)
+    if args.host_memory and not machine.device.host_bandwidth:
+        raise ValueError(f"--host-memory is for machines with host_bandwidth in [device], which {args.machine} lacks")
     return Question(
         model=model_of(launch) if args.model is None else preset(args.model),
-        machine=read_machine(args.machine),
+        machine=machine,
         num_devices=args.gpus,
         sequence_length=args.seq_length,
         global_batch_size=args.global_batch_size,
         memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
+        host_gib=machine.device.host_memory_gib if args.host_memory is None else args.host_memory,
         partitions_state=launch.partition_state or (None if _may_partition_state(words) else False),
     )
 

@@ -11,7 +11,7 @@ from ..planning.simulator import Prediction
 from ..report.text import aligned
 from ..schedule import FAMILIES, num_gathers
 
-_COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute")
+_COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute", "offload")
 
 
 def title(question: Question) -> str:
@@ -19,7 +19,7 @@ def title(question: Question) -> str:
     return (
         f"{billions:.3g} B parameters on {question.num_devices} x {question.machine.device.name}, "
         f"{question.sequence_length} tokens, batch of {question.global_batch_size}, "
-        f"{question.memory_limit:.1f} GiB a device"
+        f"{question.memory_limit:.1f} GiB a device, {question.room.host / GIB:.0f} of its host"
     )
 
 
@@ -36,6 +36,7 @@ def short_name(plan: Plan) -> str:
     words = [f"{letter}{size}" for letter, size in sizes.items() if size > 1]
     words += [setup.family] * (setup.family != "1f1b") + ["recompute"] * (setup.recompute != "none")
     words += ["partitioned"] * setup.partitions_state
+    words += ["offload"] * (setup.offloads > 0)
     return " ".join(words)
 
 
@@ -48,7 +49,7 @@ def tflops(plan: Plan) -> float:
 
 def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, question: Question) -> str:
     """One line a configuration; the best of Megatron's own schedules, and that of the launch, come last if there."""
-    head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB"]
+    head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB", "host GiB"]
     rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
     rows += [] if megatron is None else [["Megatron", *_row(megatron)]]
     if given is not None:
@@ -76,11 +77,13 @@ def _row(plan: Plan) -> list[str]:
         str(setup.num_microbatches),
         str(setup.micro_batch_size),
         setup.recompute,
+        f"{setup.offloads:g}",
         f"{prediction.seconds:.3f}",
         f"{prediction.tokens_per_second:.0f}",
         f"{tflops(plan):.0f}",
         f"{100 * prediction.bubble:.1f} %",
         f"{plan.memory_gib:.1f}",
+        f"{plan.host_gib:.1f}",
     ]
 
 

@@ -8,6 +8,7 @@ products the whole input and its gradient, of which tensor-parallel ranks otherw
 and the gradient of the residual stream. The loss holds logits in several precisions.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, singledispatch
 
@@ -21,20 +22,35 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
     segments."""
     rows = setup.rows(end - start)
     whole = rows * setup.model.hidden_size / setup.token_shares
-    blocks, again = blocks_of(setup.model, layer), setup.recompute.split()
     if setup.recompute == FULL:
         share, kept = setup.recomputed_share, 0.0
         if share < 1:
             kept = layer_activation(replace(setup, recompute="none"), layer, start, end)
         return share * BYTES * whole + (1 - share) * kept
     if setup.recompute == ALL_BUT_ATTENTION:
-        return BYTES * whole + rows * sum(block.attended for block in blocks) / setup.tensor_parallel
-    # Of each block the input, and the normalised input of its first product.
-    kept = 0.0
-    for symbol, block in zip(setup.model.blocks(layer), blocks, strict=True):
+        attended = sum(block.attended for block in blocks_of(setup.model, layer))
+        return BYTES * whole + rows * attended / setup.tensor_parallel
+    return sum(kept for _, kept in _kept_of_blocks(setup, layer, rows, BYTES * whole))
+
+
+def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: float) -> Iterator[tuple[str, float]]:
+    """Of each block its input, the normalised input of its first product, and what happens inside."""
+    again = setup.recompute.split()
+    for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
         inside = 0 if symbol == "-" and "mlp" in again else block.kept - (block.activated if "moe_act" in again else 0)
-        kept += (1 if "layernorm" in again else 2) * BYTES * whole + rows * inside / setup.tensor_parallel
-    return kept
+        yield symbol, (1 if "layernorm" in again else 2) * residual + rows * inside / setup.tensor_parallel
+
+
+def layer_movable(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
+    """Of what one layer keeps, keys and values apart, what Megatron's modules can move to the host (--offload-modules):
+    all of attention and of experts, of other feed-forward blocks the input, and nothing where layers are computed
+    again."""
+    if setup.recomputes_layers:
+        return 0.0
+    rows = setup.rows(end - start)
+    residual = BYTES * rows * setup.model.hidden_size / setup.token_shares
+    blocks = _kept_of_blocks(setup, layer, rows, residual)
+    return sum(kept if symbol in "*+E" else residual * (symbol == "-") for symbol, kept in blocks)
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:

@@ -32,6 +32,7 @@ class Device:
     slow_attention: tuple[tuple[int, float], ...] = ()
     # Bytes/s to the memory of its host, and at once as many back, while all devices of the node copy; 0: not known.
     host_bandwidth: float = 0.0
+    host_memory_gib: float = 0.0  # of the memory of its host, what activations of one device may take, GiB
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from .blocks import BYTES
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
 from .operations import all_gather_time, all_reduce_time, message_time, moving_time
-from .step_memory import activation_tables
+from .step_memory import activation_tables, layer_moved
 from .training_setup import TrainingSetup
 
 Row = tuple[float, ...]
@@ -45,7 +45,8 @@ def _rows(
                 weight += end.weight
         launch_f = num_layers * host.layer_forward
         launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
-        total = max(back + weight, launch_b) + host.action
+        copied = sum(count * layer_moved(setup, layer, *span) for layer, count in layers)
+        total = max(back + weight, launch_b, copied and copied / machine.device.host_bandwidth) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
         row_f.append(max(forward, launch_f) + host.action)
         row_i.append(total - weight)

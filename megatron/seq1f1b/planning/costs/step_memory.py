@@ -20,6 +20,7 @@ from .layer_bytes import (
     layer_kept_for_weights,
     layer_keys_values,
     layer_keys_values_gradients,
+    layer_movable,
     layer_state,
     loss_bytes,
     loss_kept,
@@ -67,16 +68,43 @@ def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, flo
 
 @lru_cache(maxsize=1 << 16)
 def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float, float]:
-    return (
-        layer_activation(setup, layer, start, end),
-        layer_keys_values(setup, layer, start, end),
-        layer_state(setup, layer) if end < setup.sequence_length else 0.0,
-    )
+    activation = layer_activation(setup, layer, start, end)
+    keys_values = layer_keys_values(setup, layer, start, end)
+    if setup.offloads_modules:
+        activation -= setup.offloads * layer_movable(setup, layer, start, end)
+        keys_values *= 1 - setup.offloads
+    return activation, keys_values, layer_state(setup, layer) if end < setup.sequence_length else 0.0
 
 
 def moved_bytes(setup: TrainingSetup, stage: int, index: int) -> float:
-    """Of these, what can wait in the memory of the host: the activations, kept logits too."""
-    return stage_kept(setup, stage, index)[0] + _loss_kept(setup, stage, index)
+    """What waits in the memory of the host of a unit that moves: its activations, kept logits too, and the keys and
+    values of whole sequences, which no cache holds. What of a unit moves by Megatron's modules is what it has not kept.
+    """
+    if setup.offloads_modules:
+        span = setup.spans[index]
+        return _of_layers(setup, stage, lambda layer: layer_moved(setup, layer, *span))
+    activations, keys_values, _ = stage_kept(setup, stage, index)
+    return activations + (keys_values if len(setup.segments) == 1 else 0.0) + _loss_kept(setup, stage, index)
+
+
+def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
+    """What Megatron's modules move of one layer to the host."""
+    if not setup.offloads_modules:
+        return 0.0
+    whole = layer_movable(setup, layer, start, end) + layer_keys_values(setup, layer, start, end)
+    return setup.offloads * whole
+
+
+def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
+    """The most that a rank has in the memory of its host at once."""
+    goes, comes = (Kind.F, Kind.B) if setup.offloads_modules else (Kind.OFFLOAD, Kind.RELOAD)
+    now = most = 0.0
+    for kind, stage, _, segment in actions:
+        if kind in (goes, comes):
+            size = _by_segment(setup, stage, moved_bytes)[segment]
+            now += size if kind is goes else -size
+            most = max(most, now)
+    return most
 
 
 def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
@@ -92,7 +120,7 @@ def _of_layers(setup: TrainingSetup, stage: int, of_layer: Callable[[int], float
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
     """`activation` and `kept` of `Costs`, in bytes; of these, schedules take no more to be kept than was held."""
     stages = range(setup.placement.num_stages)
-    held = tuple(_by_segment(setup, stage, _held) for stage in stages)
+    held = tuple(_by_segment(setup, stage, held_bytes) for stage in stages)
     kept = tuple(_by_segment(setup, stage, _kept_for_weights) for stage in stages)
     return held, tuple(tuple(map(min, *rows)) for rows in zip(kept, held, strict=True))
 
@@ -110,7 +138,7 @@ def _of_first_alike(
     return tuple(of_segment(setup, stage, index) for index in range(len(setup.segments)))
 
 
-def _held(setup: TrainingSetup, stage: int, index: int) -> float:
+def held_bytes(setup: TrainingSetup, stage: int, index: int) -> float:
     return sum(stage_kept(setup, stage, index)) + _loss_kept(setup, stage, index)
 
 
@@ -127,8 +155,8 @@ def static_memory(setup: TrainingSetup, rank: int, actions: Sequence[Action] = (
     """Weights, gradients and optimizer state of a rank; with a partitioned state the whole gradients are those of its
     `actions`, of one chunk at least."""
     stages = setup.placement.stages_of(rank)
-    parameters = {stage: setup.stage_parameters(stage) + setup.stage_expert_parameters(stage) for stage in stages}
-    whole, experts = sum(parameters.values()), sum(setup.stage_expert_parameters(stage) for stage in stages)
+    parameters = {stage: sum(setup.parameters[stage]) for stage in stages}
+    whole, experts = sum(parameters.values()), sum(setup.parameters[stage][1] for stage in stages)
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
@@ -169,7 +197,8 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
         else:
             kept = left[stage][segment]
             activations += count * kept[0] * (last is not Kind.OFFLOAD)
-            keys_values, states = keys_values + count * kept[1], states + count * kept[2]
+            keys_values += count * kept[1] * (last is not Kind.OFFLOAD or len(setup.segments) > 1)
+            states += count * kept[2]
         if stage == setup.placement.num_stages - 1 and last is not Kind.OFFLOAD:
             logits += count * _loss_kept(setup, stage, segment, last is Kind.I)
     activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in peak.units if unit[0] == stages[0]))
@@ -220,18 +249,19 @@ class _Peak:
 def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
     """Of the action during which a rank holds most."""
     kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
-    activation = {stage: _by_segment(setup, stage, _held) for stage in stages}
+    activation = {stage: _by_segment(setup, stage, held_bytes) for stage in stages}
     kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages if Kind.I in kinds}
     gradients = {
         stage: _of_layers(setup, stage, lambda layer: layer_keys_values_gradients(setup, layer)) for stage in stages
     }
     running = {(kind, stage): _by_segment(setup, stage, _RUNNING[kind]) for kind in kinds for stage in stages}
+    moved = {stage: _by_segment(setup, stage, moved_bytes) for stage in stages}
     last = len(setup.segments) - 1
     now = left = most = left_then = 0.0
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
         if kind in MOVE_KINDS:
-            size = moved_bytes(setup, stage, segment)
+            size = moved[stage][segment]
             now += size if kind is Kind.RELOAD else -size
             continue
         if kind is Kind.F:
@@ -285,9 +315,11 @@ def _running(kind: Kind, setup: TrainingSetup, stage: int, index: int) -> _Runni
         loss = loss_bytes(setup, length, kind is Kind.F)
         if keeps_logits(setup):  # these are counted with the unit
             loss -= loss_kept(setup, length)
+    # Two layers are on their way, or at work.
+    moving = 2 * max((layer_moved(setup, layer, *setup.spans[index]) for layer in setup.stage_layers(stage)), default=0)
     if kind not in (Kind.B, Kind.I):
-        return _Running(loss, whole_input(setup, length))
-    working = backward_working(setup, stage, *setup.spans[index])
+        return _Running(loss, moving + whole_input(setup, length))
+    working = moving + backward_working(setup, stage, *setup.spans[index])
     # The backward of pieces ends before that of the layers begins.
     return _Running(loss, working if keeps_logits(setup) else max(0.0, working - loss))
 

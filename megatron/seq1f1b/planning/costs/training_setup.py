@@ -32,8 +32,9 @@ class TrainingSetup:
     (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). With `partitions_state` replicas keep shares of
     weights and gradients (--partition-state, with `distributed_optimizer` and `overlaps_data_parallel`). Of layers that
     are recomputed whole it is this share of each stage (--recompute-method block). `offloads` is the share of a rank's
-    activations that waits in the memory of its host (--offload-activations). Raises ValueError for sizes that do not
-    fit.
+    activations that waits in the memory of its host (--offload-activations); with `offloads_modules` it is that share
+    of what Megatron's modules can move of every unit, beside the compute of its own layers
+    (--fine-grained-activation-offloading). Raises ValueError for sizes that do not fit.
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
     for it. tools/paper has those of the papers.
@@ -62,6 +63,7 @@ class TrainingSetup:
     hides_experts: bool = False
     recomputed_share: float = 1.0
     offloads: float = 0.0
+    offloads_modules: bool = False
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
     def __post_init__(self) -> None:
@@ -163,6 +165,7 @@ class TrainingSetup:
             layers_per_stage=(self.model.num_layers,),
             family=self.family if self.splits_backward else "1f1b",
             overlaps_data_parallel=False,
+            offloads=self.offloads if self.offloads_modules else 0.0,
         )
 
     def rows(self, tokens: int) -> float:
@@ -220,6 +223,14 @@ class TrainingSetup:
     def stage_expert_parameters(self, stage: int) -> float:
         """Parameters of the routed experts of one stage on one rank."""
         return sum(many * self.layer_expert_parameters(layer) for layer, many in self.stage_layers(stage).items())
+
+    @cached_property
+    def parameters(self) -> list[tuple[float, float]]:
+        """For each stage both of these."""
+        sizes = {
+            stage: (self.stage_parameters(stage), self.stage_expert_parameters(stage)) for stage in set(self.alike)
+        }
+        return [sizes[stage] for stage in self.alike]
 
 
 @lru_cache

@@ -1,6 +1,7 @@
 """The best configurations: ranked by throughput among those that fit."""
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
@@ -8,15 +9,15 @@ from itertools import islice
 from math import ceil, inf
 from typing import Any, NamedTuple
 
-from ...schedule import FAMILIES, Action, Shape, build
+from ...schedule import FAMILIES, Action, Kind, Shape, build, units_to_move, with_moves
 from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import Memory, activation_tables, rank_memory, static_memory
+from ..costs.step_memory import Memory, held_bytes, host_bytes, moved_bytes, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator import Prediction, predict, shortest
-from .space import Candidate, Question, cut, cuts, partitioned, schedules, setups, stage_costs
+from .space import Candidate, Question, Room, cut, cuts, partitioned, schedules, setups, stage_costs
 
 # So many micro-batches at once fill all tiles and waves.
 _MANY = 256
@@ -40,6 +41,11 @@ class Plan:
         """The memory of the fullest rank."""
         return max(memory.total for memory in self.prediction.memory) / GIB
 
+    @property
+    def host_gib(self) -> float:
+        """The most that a rank has in the memory of its host."""
+        return max(self.prediction.host_bytes) / GIB
+
 
 class _Scheduled(NamedTuple):
     """A set-up with a family and a number of segments, before it is known where they are cut."""
@@ -47,6 +53,20 @@ class _Scheduled(NamedTuple):
     setup: TrainingSetup
     family: str
     segments: int
+
+
+class _Away(NamedTuple):
+    """A candidate of which a part has to move to the host, and other cuts of it, in case that is not enough."""
+
+    candidate: Candidate
+    others: tuple[Candidate, ...]
+
+
+class _AwayInTime(NamedTuple):
+    """The same, simulated as if copies took no time."""
+
+    candidate: Candidate
+    others: tuple[Candidate, ...]
 
 
 class _Simulated(NamedTuple):
@@ -101,14 +121,39 @@ def _least(setup: TrainingSetup, machine: Machine, work: list[float], around: li
 
 def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
     """What the fullest rank holds at least: weights, gradients, optimizer state, and on the first rank the activations
-    of as many micro-batches as every schedule holds at once; one if the number of segments is open."""
-    ranks = range(setup.pipeline_parallel)
-    activation, _ = activation_tables(replace(setup, segments=(setup.sequence_length,)))
-    held = sum(activation[stage][0] for stage in setup.placement.stages_of(0))
-    if segments is not None:
-        units = segments * setup.placement.num_chunks
-        held *= min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / units)
-    return max(sum(static_memory(setup, rank)) + (held if rank == 0 else 0.0) for rank in ranks)
+    of as many micro-batches as every schedule holds at once; one if the number of segments is open. Those in the memory
+    of the host count."""
+    first, most, held = _least_parts(setup)
+    return max(first + held * _at_once(setup, segments), most)
+
+
+@lru_cache(maxsize=1 << 16)
+def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
+    """What stays on the first rank, and where that is most, and what a micro-batch leaves on the first."""
+    static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
+    whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
+    return static[0], max(static), sum(held_bytes(whole, stage, 0) for stage in setup.placement.stages_of(0))
+
+
+def _at_once(setup: TrainingSetup, segments: int | None) -> float:
+    """How many micro-batches the first rank holds at least."""
+    if segments is None:
+        return 1.0
+    return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
+
+
+def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = None) -> float:
+    """What the copies of the first rank take at least; inf where its memory and the host's are too small.
+
+    When the last forward of a micro-batch has run, what exceeds the memory is on the host. A byte is there at as many
+    such moments as micro-batches are held at once; and all that is there at one has left before and comes back after.
+    """
+    over = least_bytes(setup, segments) - room.device
+    if over <= 0:
+        return 0.0
+    if _least_parts(setup)[1] > room.device or over > room.host:
+        return inf
+    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
@@ -116,13 +161,14 @@ def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
 
     The first holds the most units, the last the loss, and of those with the most layers the first the most units.
     """
-    if setup.family != "breadth-first":
-        few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
-        setup = replace(setup, num_microbatches=min(setup.num_microbatches, few))
+    setup = _few(setup)
     ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
     deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
+    share = 0.0 if setup.offloads_modules else setup.offloads
+    if share:  # sizes do not depend on it
+        setup = replace(setup, offloads=0.0)
     for rank in dict.fromkeys((0, ranks[-1], deepest)):
-        yield rank_memory(setup, _order(setup.family, setup.shape, rank), rank)
+        yield rank_memory(setup, _order(setup.family, setup.shape, rank, share), rank)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -131,10 +177,43 @@ def fits(setup: TrainingSetup, limit: float) -> bool:
     return all(memory.total <= limit for memory in memory_in_flight(setup))
 
 
+@lru_cache(maxsize=1 << 16)
+def fitted(setup: TrainingSetup, room: Room) -> TrainingSetup | None:
+    """The set-up with the least of its activations in the memory of the host, in sixteenths, so that it fits."""
+
+    if fits(setup, room.device):
+        return setup
+
+    def moving(sixteenths: int) -> TrainingSetup:
+        return replace(setup, offloads=sixteenths / 16, offloads_modules=room.by_modules)
+
+    if not room.host or not fits(moving(16), room.device):
+        return None
+    return moving(bisect_left(range(16), True, 1, key=lambda sixteenths: fits(moving(sixteenths), room.device)))
+
+
+def _few(setup: TrainingSetup) -> TrainingSetup:
+    """With as many micro-batches as a full pipeline holds, if the family does not hold more."""
+    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
+    if setup.family == "breadth-first" or setup.num_microbatches <= few:
+        return setup
+    return replace(setup, num_microbatches=few)
+
+
+def copying(setup: TrainingSetup, room: Room) -> float:
+    """Seconds that a lane of the first rank copies at least."""
+    if not setup.offloads or setup.offloads_modules:
+        return 0.0
+    order = _order(setup.family, _few(setup).shape, 0, setup.offloads)
+    moved = (moved_bytes(setup, each.stage, each.segment) for each in order if each.kind is Kind.OFFLOAD)
+    return max(2 * host_bytes(setup, order), sum(moved)) / room.bandwidth
+
+
 @lru_cache(maxsize=2048)
-def _order(family: str, shape: Shape, rank: int) -> list[Action]:
+def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
     """Many candidates differ in other things than their schedule."""
-    return FAMILIES[family](shape).order(rank)
+    order = FAMILIES[family](shape).order(rank)
+    return with_moves(order, units_to_move(order, offloads)) if offloads else order
 
 
 def silent(done: int, total: int) -> None:
@@ -154,10 +233,8 @@ class Search:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
-        limit, machine = question.memory_limit * GIB, question.machine
-        named = ((setup, replace(setup, family="breadth-first")) for setup in setups(question))
-        self._bytes = {setup: least for setup, each in named if (least := self._least_bytes(each)) <= limit}
-        self._setups = [(least_seconds_of(setup, machine), setup) for setup in self._bytes]
+        able = (setup for setup in setups(question) if self._seconds_away(setup, "breadth-first", question.room) < inf)
+        self._setups = [(least_seconds_of(setup, question.machine), setup) for setup in able]
         self._closer: dict[object, list[tuple[float, Any]]] = {}
 
     def best(
@@ -172,11 +249,11 @@ class Search:
         `auto` takes its turn on the winners, and is left out where it is no faster than they are. `memory_gib` is less
         than that of the question; plans that `accept` rejects are left out.
         """
-        limit = GIB * (self.question.memory_limit if memory_gib is None else memory_gib)
-        kept = [*islice(self._fastest_first(limit, accept, below), count)]
+        room = self.question.room if memory_gib is None else replace(self.question, memory_gib=memory_gib).room
+        kept = [*islice(self._fastest_first(room, accept, below), count)]
         if "auto" in self.question.families:
             for winner in kept[:]:
-                automatic = self._automatic(winner.candidate, limit)
+                automatic = self._automatic(winner.candidate, room)
                 if automatic is None or not accept(automatic.candidate) or automatic in kept:
                     continue
                 if automatic.prediction.seconds < winner.prediction.seconds:
@@ -185,9 +262,11 @@ class Search:
         self.progress(len(self._setups), len(self._setups))
         return kept
 
-    def _fastest_first(self, limit: float, accept: Callable[[Candidate], bool], below: float) -> Iterator[Plan]:
+    def _fastest_first(self, room: Room, accept: Callable[[Candidate], bool], below: float) -> Iterator[Plan]:
         waiting: list[tuple[float, int, object]] = [
-            (bound, number, setup) for number, (bound, setup) in enumerate(self._setups) if self._bytes[setup] <= limit
+            (max(bound, away), number, setup)
+            for number, (bound, setup) in enumerate(self._setups)
+            if (away := self._seconds_away(setup, "breadth-first", room)) < inf
         ]
         heapify(waiting)
         number, done = len(self._setups), 0  # numbers decide between equal bounds
@@ -203,44 +282,63 @@ class Search:
                 done += 1
             if first not in self._closer:
                 self._closer[first] = list(self._closer_bounds(first))
-            closer = self._closer[first]
-            if isinstance(first, _Scheduled):  # the best cut that fits
-                closer = [(at, each) for at, each in closer if accept(each) and fits(each.setup, limit)][:1]
+            closer: Iterable[tuple[float, Any]] = self._closer[first]
+            if isinstance(first, _Scheduled):
+                closer = self._fitting(first, [each for each in closer if accept(each[1])], room)
+            elif isinstance(first, _AwayInTime):
+                closer = _moved(first, room)
             for least, each in closer:
-                if not isinstance(each, Plan) or each.memory_gib * GIB <= limit:
+                if not isinstance(each, Plan) or _has_room(each, room):
                     heappush(waiting, (max(bound, least), number, each))
                     number += 1
 
+    def _fitting(
+        self, item: _Scheduled, by_cut: Sequence[tuple[float, Any]], room: Room
+    ) -> Iterator[tuple[float, Any]]:
+        """The best cut that fits, and the best of all if something of it can move to the host."""
+        presses = self._seconds_away(item.setup, item.family, room, item.segments) > 0
+        for number, (least, candidate) in enumerate(by_cut):
+            if not presses and fits(candidate.setup, room.device):
+                yield least, candidate
+                return
+            if room.host and item.family == "1f1b" and number == 0:
+                yield least, _Away(candidate, tuple(each for _, each in by_cut[1:]))
+
     def _closer_bounds(self, item: object) -> Iterator[tuple[float, Any]]:
         """What an item consists of, or is refined to, with lower bounds."""
-        machine, limit = self.question.machine, self.question.memory_limit * GIB
+        machine, room = self.question.machine, self.question.room
         match item:
             case TrainingSetup():
                 for family, segments in schedules(self.question, item):
-                    named = replace(item, family=family)
-                    if self._least_bytes(named, segments) <= limit:
-                        yield least_seconds_cut(named, machine, segments), _Scheduled(item, family, segments)
+                    away = self._seconds_away(item, family, room, segments)
+                    if away < inf:
+                        least = max(away, least_seconds_cut(replace(item, family=family), machine, segments))
+                        yield least, _Scheduled(item, family, segments)
             case _Scheduled():
                 by_cut = cuts(*item)
                 even = next(by_cut, None)
                 if even is None:
                     return
                 lean = partitioned(self.question, even.setup)
-                if fits(even.setup, limit) or (lean is not even.setup and fits(lean, limit)):
+                if room.host or fits(even.setup, room.device) or (lean is not even.setup and fits(lean, room.device)):
                     whole = [*by_cut, even]
                     shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in whole]
                     for each in dict.fromkeys(whole + shares):
                         yield least_seconds(each.setup, machine), each
+            case _Away(candidate, others):
+                yield shortest(candidate.setup, machine), _AwayInTime(candidate, others)
             case Candidate():
                 yield shortest(item.setup, machine), _Simulated(item)
             case _Simulated():
                 found = self.plans[item.candidate] = Plan(item.candidate, predict(item.candidate.setup, machine))
                 yield found.prediction.seconds, found
 
-    def _least_bytes(self, setup: TrainingSetup, segments: int | None = None) -> float:
-        return least_bytes(partitioned(self.question, setup), segments)
+    def _seconds_away(self, setup: TrainingSetup, family: str, room: Room, segments: int | None = None) -> float:
+        """`least_seconds_away` of the set-up under a family, with a partitioned state where that may be."""
+        lean = partitioned(self.question, replace(setup, family=family))
+        return least_seconds_away(lean if lean.partitions_state else setup, room, segments)
 
-    def _automatic(self, candidate: Candidate, limit: float) -> Plan | None:
+    def _automatic(self, candidate: Candidate, room: Room) -> Plan | None:
         """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""
         setup = replace(candidate.setup, family="auto")
         candidate = replace(candidate, setup=setup)
@@ -254,7 +352,20 @@ class Search:
                 return None
             self.plans[candidate] = predict_candidate(candidate, self.question)
         found = self.plans[candidate]
-        return found if found.memory_gib * GIB <= limit else None
+        return found if _has_room(found, room) else None
+
+
+def _moved(item: _AwayInTime, room: Room) -> Iterator[tuple[float, Any]]:
+    """The candidate with what has to move to the host, or the next cut if that is not enough."""
+    setup = fitted(item.candidate.setup, room)
+    if setup is not None:
+        yield copying(setup, room), _Simulated(replace(item.candidate, setup=setup))
+    elif item.others:
+        yield 0.0, _Away(item.others[0], item.others[1:])
+
+
+def _has_room(plan: Plan, room: Room) -> bool:
+    return plan.memory_gib * GIB <= room.device and plan.host_gib * GIB <= room.host
 
 
 def plan(question: Question, best: int = 5, progress: Progress = silent) -> list[Plan]:

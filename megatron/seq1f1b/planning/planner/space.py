@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
 from ..costs.layer_bytes import keeps_logits
 from ..costs.layer_times import fastest_cp_comm_type
-from ..costs.machine import OUTSIDE_GIB, Machine
+from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 
@@ -25,12 +25,23 @@ _FULL = 32768
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
+class Room(NamedTuple):
+    """Bytes of a device, and of its host for activations; bytes/s of each direction between them; whether what moves is
+    chosen by Megatron's modules, not by units."""
+
+    device: float
+    host: float
+    bandwidth: float
+    by_modules: bool
+
+
 @dataclass(frozen=True)
 class Question:
     """A model, a number of devices of a machine, a length in tokens and a batch in sequences.
 
     `memory_gib` is what the allocator may take; None: what a device has, less what lies outside the allocator. The
     tuples are the choices that the search has, `chunks` at most; `auto` is tried on the winners of the named families.
+    `host_gib` is what activations of a device may take of the memory of its host; 0: none moves there.
     With `by_megatron` Megatron's own schedules run, not those of this package.
     With `partitions_state` replicas keep shares of weights and gradients; None: under `breadth-first`, where a
     configuration does not fit otherwise.
@@ -42,6 +53,7 @@ class Question:
     sequence_length: int
     global_batch_size: int
     memory_gib: float | None = None
+    host_gib: float = 0.0
     families: tuple[str, ...] = _FAMILIES
     segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
@@ -52,7 +64,8 @@ class Question:
 
     def of_megatron(self) -> "Question":
         """The same to Megatron's own schedules: 1F1B and its interleaved form on whole sequences, with logits kept,
-        and with experts that exchange tokens beside the compute of another micro-batch."""
+        with experts that exchange tokens beside the compute of another micro-batch, and modules whose activations
+        move to the host."""
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
         return replace(
             self,
@@ -67,6 +80,11 @@ class Question:
     def memory_limit(self) -> float:
         """What the allocator may take, in GiB."""
         return self.machine.device.memory_gib - OUTSIDE_GIB if self.memory_gib is None else self.memory_gib
+
+    @property
+    def room(self) -> Room:
+        bandwidth = self.machine.device.host_bandwidth
+        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth, self.by_megatron)
 
     def setup(
         self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any

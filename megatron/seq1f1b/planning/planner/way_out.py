@@ -46,7 +46,9 @@ def _leanest(question: Question) -> Memory | None:
         for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]
         for schedule in schedules(lean, setup)
     )
-    fullest = (max(memory_in_flight(each.setup), key=lambda rank: rank.total) for each in evenly if each is not None)
+    away = 1.0 if question.room.host else 0.0
+    setups_away = (replace(each.setup, offloads=away) for each in evenly if each is not None)
+    fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in setups_away)
     return min(fullest, key=lambda memory: memory.total, default=None)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache, singledispatch
 from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, merged, moved, partition_state, simulate
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
-from ..costs.step_memory import Memory, moved_bytes, rank_memory
+from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
 from ..costs.training_setup import TrainingSetup
 from .estimate import extended
 from .lowered import ChunkCollectives, compute_only, execute_lowered
@@ -15,7 +15,7 @@ from .lowered import ChunkCollectives, compute_only, execute_lowered
 @dataclass(frozen=True)
 class Prediction:
     """`seconds` are those of the whole iteration, `pipeline` those of the schedule, `busy` those of each rank in
-    compute."""
+    compute, `host_bytes` the most that each has in the memory of its host."""
 
     setup: TrainingSetup
     machine: Machine
@@ -24,6 +24,7 @@ class Prediction:
     ends: tuple[StepEnd, ...]
     seconds: float
     memory: tuple[Memory, ...]
+    host_bytes: tuple[float, ...]
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,19 +52,22 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
     def predicted(num_microbatches: int) -> list[float]:
         short = replace(setup, num_microbatches=num_microbatches)
         costs = step_costs(short, machine)
-        actions = moved(schedule or _built(short.family, short.shape), short.offloads)
+        share = 0.0 if short.offloads_modules else short.offloads
+        actions = moved(schedule, share) if schedule else _built(short.family, short.shape, share)
         timeline = timeline_of(short, machine, actions, costs)
-        memory = [rank_memory(short, actions.ranks[rank], rank) for rank in range(short.pipeline_parallel)]
+        memory = [rank_memory(short, order, rank) for rank, order in enumerate(actions.ranks)]
+        on_host = [host_bytes(short, order) for order in actions.ranks]
         compute = compute_only(timeline)
         busy = [compute.busy(rank) for rank in range(short.pipeline_parallel)]
         sizes = [size for of_rank in memory for size in vars(of_rank).values()]
-        return [_seconds(timeline, ends, machine), compute.makespan, *busy, *sizes]
+        return [_seconds(timeline, ends, machine), compute.makespan, *busy, *on_host, *sizes]
 
     seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else extended(setup.shape, predicted)
-    busy, sizes = rest[: setup.pipeline_parallel], rest[setup.pipeline_parallel :]
-    count = len(sizes) // setup.pipeline_parallel
+    ranks = setup.pipeline_parallel
+    busy, on_host, sizes = rest[:ranks], rest[ranks : 2 * ranks], rest[2 * ranks :]
+    count = len(sizes) // ranks
     memory = tuple(Memory(*sizes[first : first + count]) for first in range(0, len(sizes), count))
-    return Prediction(setup, machine, pipeline, tuple(busy), ends, seconds, memory)
+    return Prediction(setup, machine, pipeline, tuple(busy), ends, seconds, memory, tuple(on_host))
 
 
 @singledispatch
@@ -97,9 +101,9 @@ def shortest(setup: TrainingSetup, machine: Machine) -> float:
 
 
 @lru_cache(maxsize=32)
-def _built(family: str, shape: Shape) -> Schedule:
+def _built(family: str, shape: Shape, offloads: float = 0.0) -> Schedule:
     """Many set-ups differ in other things than their schedule."""
-    return build(family, shape)
+    return moved(build(family, shape), offloads)
 
 
 def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollectives | None:

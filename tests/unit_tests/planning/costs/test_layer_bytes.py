@@ -15,7 +15,14 @@ from megatron.seq1f1b.planning.costs.layer_bytes import (
 )
 from megatron.seq1f1b.planning.costs.layer_times import repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, stage_kept
+from megatron.seq1f1b.planning.costs.stage_times import stage_rows
+from megatron.seq1f1b.planning.costs.step_memory import (
+    activation_tables,
+    host_bytes,
+    moved_bytes,
+    rank_memory,
+    stage_kept,
+)
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
 
@@ -145,3 +152,23 @@ def test_recurrent_layers_take_less_than_attention_when_long():
         rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
     )
     assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4
+
+
+def test_megatrons_modules_move_all_but_feed_forward_blocks():
+    """--fine-grained-activation-offloading: bytes of a token and hidden unit, and the time of a slow link."""
+    whole = TrainingSetup(preset("30b"), 4096, 2, placement=Placement(2), offloads=1.0, offloads_modules=True)
+    unit, layers = 4096 * whole.model.hidden_size, 32
+    log_sum_exp = 4096 * 4 * whole.model.num_heads
+    for recompute, stays, moves in (("none", 18, 14), ("layernorm mlp", 0, 12), ("full", 2, 0)):
+        setup = replace(whole, recompute=recompute)
+        kept = sum(stage_kept(setup, 0, 0)[:2]) / layers
+        moved = moved_bytes(setup, 0, 0) / layers
+        assert (kept, moved) == (stays * unit, moves * unit + log_sum_exp * (moves > 0))
+    machine = read_machine("h100-80gb")
+    slow = replace(machine, device=replace(machine.device, host_bandwidth=1e6))
+    action = slow.host.action
+    for setup in (whole, replace(whole, offloads=0.5)):
+        (_, (backward,), _) = stage_rows(setup, slow)[0]
+        assert backward + stage_rows(setup, slow)[0][2][0] == pytest.approx(moved_bytes(setup, 0, 0) / 1e6 + action)
+    order = build("1f1b", whole.shape).ranks[0]
+    assert host_bytes(whole, order) == 2 * moved_bytes(whole, 0, 0)

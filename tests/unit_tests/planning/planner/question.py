@@ -29,3 +29,9 @@ def small(**changes) -> Question:
         micro_batches=(1, 2),
     )
     return replace(question, **changes)
+
+
+def linked(bandwidth, **changes):
+    """The small question, with a link to the host of so many bytes/s."""
+    machine = small().machine
+    return small(machine=replace(machine, device=replace(machine.device, host_bandwidth=bandwidth)), **changes)

@@ -1,6 +1,7 @@
 """The flags of a plan mean what was planned, to the planner and to a training."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -11,12 +12,12 @@ from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import candidates
+from megatron.seq1f1b.planning.planner import candidates, plan
 from megatron.seq1f1b.planning.planner.space import Candidate
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.planning.simulator import predict
 from unit_tests.arguments.parsed import parsed
-from unit_tests.planning.planner.question import WORDS, small
+from unit_tests.planning.planner.question import WORDS, linked, small
 
 
 def words_of(candidate: Candidate, model: str = WORDS, by_megatron: bool = False) -> list[str]:
@@ -61,6 +62,18 @@ def test_a_plan_of_megatron_alone_has_no_flag_of_ours(model):
             assert setup.pipeline_parallel <= size <= setup.num_microbatches
             assert not 0 < setup.num_microbatches % size < setup.pipeline_parallel
     assert min(shares) < 1 and hidden == ({False, True} if model is EXPERTS else {False}) and more == {False, True}
+
+
+def test_what_moves_to_the_host_is_read_back():
+    for candidate in sample()[::4]:
+        setup = replace(candidate.setup, offloads=0.3125)
+        words = words_of(replace(candidate, setup=setup))
+        assert as_given(read_launch(words), small()).setup == setup
+        assert ("--no-gradient-accumulation-fusion" in words) == setup.overlaps_data_parallel
+        automatic = ["auto" if word == "0.3125" else word for word in words]
+        assert as_given(read_launch(automatic), small()).setup == candidate.setup
+    with pytest.raises(ValueError, match="--offload-activations 2 is not between 0 and 1"):
+        as_given(read_launch(["--tensor-model-parallel-size", "1", "--offload-activations", "2"]), small())
 
 
 def test_sizes_of_all_kinds_of_layers_are_read():
@@ -144,3 +157,12 @@ def test_training_cuts_sequences_where_the_plan_does():
         assert config.run.layers_per_stage == setup.layers_per_stage
         assert config.schedule.name == setup.family
         assert config.run.num_microbatches == setup.num_microbatches
+
+
+def test_what_megatron_alone_moves_is_read_back():
+    question = small(memory_gib=1.8, host_gib=8, machine=linked(1e12).machine).of_megatron()
+    found = [each.candidate for each in plan(question, best=20) if each.candidate.setup.offloads]
+    for candidate in found:
+        launch = read_launch(words_of(candidate, by_megatron=True))
+        assert launch.offload_activations == 0 and as_given(launch, question) == candidate
+    assert found

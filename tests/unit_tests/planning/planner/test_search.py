@@ -6,10 +6,18 @@ import pytest
 
 from megatron.seq1f1b.commands.plan_text import breakdown
 from megatron.seq1f1b.planning.planner import Search, candidates, plan, predict_candidate, way_out
-from megatron.seq1f1b.planning.planner.search import least_bytes, least_seconds, least_seconds_cut, least_seconds_of
+from megatron.seq1f1b.planning.planner.search import (
+    copying,
+    fitted,
+    least_bytes,
+    least_seconds,
+    least_seconds_away,
+    least_seconds_cut,
+    least_seconds_of,
+)
 from megatron.seq1f1b.planning.planner.space import cuts, schedules, setups
 from megatron.seq1f1b.report.frontier import Point, frontier
-from unit_tests.planning.planner.question import MODEL, small
+from unit_tests.planning.planner.question import MODEL, linked, small
 
 # From all that fits to hardly anything.
 LIMITS = (16, 4, 2.5, 1.7)
@@ -36,6 +44,41 @@ def test_the_best_of_everything_that_fits(everything, limit):
     assert [each.prediction.seconds for each in found] == pytest.approx(expected, rel=1e-12)
     assert all(each.memory_gib <= limit for each in found)
     assert 0 < len(fitting) < len(everything)
+
+
+def on_host(question):
+    """Every candidate of 1F1B that the question's memory holds, with what moves to the host."""
+    found = ((each, fitted(each.setup, question.room)) for each in candidates(question) if each.setup.family == "1f1b")
+    return [predict_candidate(replace(each, setup=setup), question) for each, setup in found if setup is not None]
+
+
+def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
+    question = linked(1e12, memory_gib=1.5, host_gib=2, recomputes=("none",))
+    moving = [each for each in on_host(question) if each.candidate.setup.offloads]
+    (best,) = plan(question, best=1)
+    assert best.candidate.setup.offloads and 0 < best.host_gib <= 2 and best.memory_gib <= 1.5
+    balanced = [each for each in moving if len(each.candidate.setup.segments) == 1 or each.candidate.strategy != "even"]
+    assert best.prediction.seconds <= min(each.prediction.seconds for each in balanced if each.host_gib <= 2)
+    assert best in moving
+    for each in moving:
+        setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
+        assert least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
+        assert least_seconds_away(setup, question.room) <= seconds and copying(setup, question.room) <= seconds
+    # A host that is full, or a link that is slow, is no use.
+    for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.5, host_gib=2, recomputes=("none",))):
+        assert plan(other, best=1) == plan(replace(other, host_gib=0), best=1)
+
+
+def test_where_memory_does_not_press_nothing_moves():
+    assert plan(small(host_gib=100)) == plan(small())
+
+
+def test_megatron_alone_may_move_what_its_modules_keep():
+    question = linked(1e12, memory_gib=2.2, host_gib=8).of_megatron()
+    (best,), (without,) = plan(question, best=1), plan(replace(question, host_gib=0), best=1)
+    setup = best.candidate.setup
+    assert setup.offloads_modules and setup.offloads and best.host_gib > 0
+    assert best.prediction.seconds < without.prediction.seconds
 
 
 def test_bounds_are_bounds(everything):
