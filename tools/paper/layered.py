@@ -6,20 +6,25 @@ micro-batches are left for each, so that 1F1B idles and exchanges gradients when
 before the next (`breadth-first`) with many chunks on a rank shrinks the bubble, and spreads the exchange over the step.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import log2
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import LAWS, Candidate, Question, Training, soonest
+from megatron.seq1f1b.planning.simulator import Prediction, predict
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
 COUNTS = (16384, 65536)
+PARTITIONED = "modular pipeline, state partitioned"
 METHODS: dict[str, Callable[[TrainingSetup], bool]] = {
     "1F1B": lambda setup: setup.family == "1f1b" and setup.placement.num_chunks == 1,
     "interleaved 1F1B": lambda setup: setup.family == "1f1b",
     "modular pipeline": lambda setup: setup.family == "breadth-first" and setup.placement.num_chunks > 1,
+    PARTITIONED: lambda setup: setup.partitions_state and setup.family == "breadth-first",
 }
 
 
@@ -49,10 +54,11 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
                 COUNTS[-1],
                 LENGTH,
                 1,
-                families=("1f1b", "breadth-first"),
+                families=("breadth-first",) if method == PARTITIONED else ("1f1b", "breadth-first"),
                 segments=(1,),
                 chunks=(1, 2, 4, 8, 16),
                 micro_batches=(1,),
+                partitions_state=method == PARTITIONED,
             )
 
             def accept(candidate: Candidate, is_its: Callable[[TrainingSetup], bool] = is_its) -> bool:
@@ -66,30 +72,39 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
                 yield Case(network, method, devices, training)
 
 
-def sharded_gib(training: Training) -> float:
-    """GiB of weights, gradients and state where data parallelism also shards the weights: every chunk is gathered once
-    a step and its gradients are reduced once, so only the chunk at work and the next one are whole."""
-    setup = training.candidate.setup
-    of_rank = [
-        [setup.stage_parameters(stage) for stage in setup.placement.stages_of(rank)]
-        for rank in range(setup.pipeline_parallel)
-    ]
-    fullest = max(of_rank, key=sum)
-    shards = sum(fullest) * (2 + setup.gradient_bytes + 12) / setup.data_group.size
-    return (shards + min(2, len(fullest)) * max(fullest) * (2 + setup.gradient_bytes)) / 2**30
+def slowest_network(setup: TrainingSetup, machine: Machine) -> float:
+    """The bandwidth of a node, in GB/s, below which a step takes 10 % longer than on this machine."""
+    allowed = 1.1 * predict(setup, machine).seconds
+
+    def is_slow(tenths: int) -> bool:
+        bandwidth = 1e9 * 2 ** (tenths / 10)
+        link = replace(
+            machine.network, bandwidth=bandwidth, message_bandwidth=min(machine.network.message_bandwidth, bandwidth)
+        )
+        return predict(setup, replace(machine, network=link)).seconds > allowed
+
+    most = int(10 * log2(machine.network.bandwidth / 1e9))
+    return float(2 ** (bisect_left(range(most), True, key=lambda tenths: not is_slow(tenths)) / 10))
+
+
+def state_gib(prediction: Prediction) -> float:
+    """Weights, gradients and state of the optimizer on the fullest rank."""
+    return max(rank.weights + rank.gradients + rank.optimizer for rank in prediction.memory) / 2**30
 
 
 def markdown(found: list[Case]) -> list[str]:
     lines = [
         "| network of a node | GPUs | method | days | to 1F1B | GPU hours | PP, DP, C, m | without bubble | GiB | "
-        "GiB of sharded state |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "of state | 10 % longer below |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    machines = networks()
+    fastest, *_ = machines.values()
     plain = {(each.network, each.devices): each.training for each in found if each.method == "1F1B"}
-    for each in sorted(found, key=lambda case: (list(networks()).index(case.network), case.devices)):
+    for each in sorted(found, key=lambda case: (list(machines).index(case.network), case.devices)):
         head = f"| {each.network} | {each.devices} | {each.method} |"
         if each.training is None:
-            lines.append(f"{head} does not fit | | | | | | |")
+            lines.append(f"{head} does not fit | | | | | | | |")
             continue
         training, setup = each.training, each.training.candidate.setup
         base = plain[each.network, each.devices]
@@ -100,47 +115,31 @@ def markdown(found: list[Case]) -> list[str]:
         )
         lines.append(
             f"{head} {training.days:.3g} | {ratio} | {training.device_hours:.3g} | {', '.join(map(str, sizes))} | "
-            f"{100 * ideal:.0f} % | {training.memory_gib:.0f} | {sharded_gib(training):.1f} |"
+            f"{100 * ideal:.0f} % | {training.memory_gib:.0f} | {state_gib(predict(setup, fastest)):.1f} | "
+            f"{slowest_network(setup, fastest):.0f} GB/s |"
         )
     return lines
 
 
 def findings(found: list[Case]) -> list[str]:
     """What the table comes to, beside what the paper claims."""
-    lines = []
+    lines, soonest_of = [], {}
     for network in networks():
-        days = {
-            method: min(
-                (
-                    each.training.days
-                    for each in found
-                    if (each.network, each.method) == (network, method) and each.training
-                ),
-                default=None,
-            )
-            for method in METHODS
-        }
-        if None in days.values():
+        for method in METHODS:
+            of_method = (each.training for each in found if (each.network, each.method) == (network, method))
+            days = min((training.days for training in of_method if training), default=None)
+            soonest_of[network, method] = days
+        plain, interleaved, *layered = (soonest_of[network, method] for method in METHODS)
+        if plain is None or interleaved is None or None in layered:
             continue
-        plain, modular = days["1F1B"], days["modular pipeline"]
+        modular, partitioned = layered
         lines.append(
-            f"- Nodes with {network}: the shortest training takes {plain:.3g} days with 1F1B, "
-            f"{days['interleaved 1F1B']:.3g} interleaved and {modular:.3g} with the modular pipeline, "
-            f"{modular / plain:.2f} of 1F1B (claimed: a half)."
+            f"- Nodes with {network}: the shortest training takes {plain:.3g} days with 1F1B, {interleaved:.3g} "
+            f"interleaved, {modular:.3g} with the modular pipeline and {partitioned:.3g} with its state partitioned, "
+            f"{modular / plain:.2f} and {partitioned / plain:.2f} of 1F1B (claimed: a half)."
         )
-    best = [
-        min(
-            (
-                each.training.days
-                for each in found
-                if each.network == network and each.method == "modular pipeline" and each.training
-            ),
-            default=None,
-        )
-        for network in networks()
-    ]
-    if None not in best:
-        lines.append(
-            f"- On the slow network the modular pipeline takes {best[1] / best[0]:.2f} times as long as on InfiniBand."
-        )
+    fast, slow = ([soonest_of[network, method] for method in METHODS] for network in networks())
+    if None not in (*fast, *slow):
+        ratios = ", ".join(f"{of_slow / of_fast:.2f}" for of_fast, of_slow in zip(fast, slow, strict=True))
+        lines.append(f"- On the slow network the four take {ratios} times as long as on InfiniBand.")
     return lines
