@@ -9,7 +9,7 @@ from itertools import islice
 from math import ceil, inf
 from typing import Any, NamedTuple
 
-from ...schedule import FAMILIES, Action, Kind, Shape, build, units_to_move, with_moves
+from ...schedule import FAMILIES, Action, Kind, Placement, Shape, build, units_to_move, with_moves
 from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
@@ -17,7 +17,19 @@ from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, held_bytes, host_bytes, moved_bytes, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator import Prediction, predict, shortest
-from .space import Candidate, Question, Room, cut, cuts, partitioned, schedules, setups, stage_costs
+from .space import (
+    Candidate,
+    Question,
+    Room,
+    all_sizes,
+    cut,
+    cuts,
+    families,
+    numbers_of_segments,
+    partitioned,
+    spread,
+    stage_costs,
+)
 
 # So many micro-batches at once fill all tiles and waves.
 _MANY = 256
@@ -45,6 +57,13 @@ class Plan:
     def host_gib(self) -> float:
         """The most that a rank has in the memory of its host."""
         return max(self.prediction.host_bytes) / GIB
+
+
+class _Sizes(NamedTuple):
+    """Parallel sizes and a number of segments, if that is decided, before layers are spread over stages."""
+
+    sizes: TrainingSetup
+    segments: int | None = None
 
 
 class _Scheduled(NamedTuple):
@@ -86,24 +105,40 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     return _least(setup, machine, work, around)
 
 
-def least_seconds_of(setup: TrainingSetup, machine: Machine) -> float:
-    """What no schedule of the set-up and no way to cut its sequences falls below.
+def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int | None = None) -> float:
+    """What no schedule falls below, however layers are spread and sequences cut: the ranks share the compute of an even
+    cut among them, and never idle; inf where there is no such cut.
 
-    The busiest rank never idles, and its kernels lose nothing to launches, nor to tiles and waves that are not full, as
-    it would be for ever larger micro-batches.
+    If the number of segments is open, kernels lose nothing to launches, nor to tiles and waves that are not full, as it
+    would be for ever larger micro-batches.
     """
-    endless = replace(
-        setup, micro_batch_size=_MANY * setup.micro_batch_size, keeps_logits=keeps_logits(setup), cp_comm_type=None
-    )
-    work = [(sum(f) + sum(i) + sum(w)) / _MANY for f, i, w in stage_rows(endless, machine)]
-    return _least(setup, machine, work, [0.0] * len(work))
+    one_stage: TrainingSetup | None
+    if segments is None:
+        alone, share = sizes.alone, 1 / _MANY
+        many = _MANY * alone.micro_batch_size
+        one_stage = replace(alone, micro_batch_size=many, keeps_logits=keeps_logits(alone), cp_comm_type=None)
+    else:
+        one_stage, share = _evenly_cut(sizes.alone, segments), _share(segments)
+    if one_stage is None:
+        return inf
+    work = share * sum(map(sum, stage_rows(one_stage, machine)[0]))
+    return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
     """What no way to cut sequences into so many segments falls below: kernels lose least to launches where all segments
     are alike, and no first segment is shorter than the mean. What tiles make of single lengths is allowed for."""
-    lengths = cut(setup, "even", segments)
-    return 0.0 if lengths is None else _ROUNDING * least_seconds(replace(setup, segments=lengths), machine)
+    evenly = _evenly_cut(setup, segments)
+    return 0.0 if evenly is None else _share(segments) * least_seconds(evenly, machine)
+
+
+def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
+    lengths, way = cut(setup, "even", segments), setup.cp_comm_type if segments == 1 else None
+    return None if lengths is None else replace(setup, segments=lengths, cp_comm_type=way)
+
+
+def _share(segments: int) -> float:
+    return _ROUNDING if segments > 1 else 1.0
 
 
 def _least(setup: TrainingSetup, machine: Machine, work: list[float], around: list[float]) -> float:
@@ -154,6 +189,27 @@ def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = 
     if _least_parts(setup)[1] > room.device or over > room.host:
         return inf
     return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
+
+
+def mean_seconds_away(sizes: TrainingSetup, room: Room, segments: int | None = None, chunks: int = 1) -> float:
+    """`least_seconds_away` of the mean rank, however layers are spread over so many chunks a rank: all ranks hold a
+    micro-batch at once, and on average half of what the first holds beside it."""
+    static, held = _of_all_layers(replace(sizes, num_microbatches=1))
+    ranks = sizes.pipeline_parallel
+    if segments is not None:
+        held *= min(sizes.num_microbatches, 1 + (ranks - 1) / (2 * segments * chunks))
+    over = (static + held) / ranks - room.device
+    if over <= 0:
+        return 0.0
+    return inf if static / ranks > room.device or over > room.host else 2 * over / room.bandwidth
+
+
+@lru_cache(maxsize=1024)
+def _of_all_layers(sizes: TrainingSetup) -> tuple[float, float]:
+    """Weights, gradients and optimizer state of all layers, nothing if they are partitioned, and what a micro-batch
+    leaves on them."""
+    one_stage = replace(sizes, placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
+    return 0.0 if sizes.partitions_state else sum(static_memory(one_stage, 0)), held_bytes(one_stage, 0, 0)
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
@@ -224,17 +280,20 @@ class Search:
     """The candidates of a question by their lower bounds, the predictions that have been made, and the winners whose
     schedule has too many actions for `auto`.
 
-    What is to be tried waits in the order of a lower bound of its step: first set-ups, from these schedules and numbers
-    of segments, from these their cuts, from these the simulation of the best cut that fits, each with a closer bound
-    than what it came from. What comes up first with its exact time is the fastest that is left.
+    What is to be tried waits in the order of a lower bound of its step: first sizes with numbers of segments, from
+    these chunks and schedules, from these their cuts, from these the simulation of the best cut that fits, each with a
+    closer bound than what it came from. What comes up first with its exact time is the fastest that is left.
     """
 
     def __init__(self, question: Question, progress: Progress = silent) -> None:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
-        able = (setup for setup in setups(question) if self._seconds_away(setup, "breadth-first", question.room) < inf)
-        self._setups = [(least_seconds_of(setup, question.machine), setup) for setup in able]
+        self._sizes = [
+            (least_seconds_of(sizes, question.machine), _Sizes(sizes))
+            for sizes in all_sizes(question)
+            if self._mean_seconds_away(sizes, question.room) < inf
+        ]
         self._closer: dict[object, list[tuple[float, Any]]] = {}
 
     def best(
@@ -259,17 +318,17 @@ class Search:
                 if automatic.prediction.seconds < winner.prediction.seconds:
                     kept.append(automatic)
             kept = sorted(kept, key=lambda each: each.prediction.seconds)[:count]
-        self.progress(len(self._setups), len(self._setups))
+        self.progress(len(self._sizes), len(self._sizes))
         return kept
 
     def _fastest_first(self, room: Room, accept: Callable[[Candidate], bool], below: float) -> Iterator[Plan]:
         waiting: list[tuple[float, int, object]] = [
-            (max(bound, away), number, setup)
-            for number, (bound, setup) in enumerate(self._setups)
-            if (away := self._seconds_away(setup, "breadth-first", room)) < inf
+            (max(bound, away), number, item)
+            for number, (bound, item) in enumerate(self._sizes)
+            if (away := self._mean_seconds_away(item.sizes, room)) < inf
         ]
         heapify(waiting)
-        number, done = len(self._setups), 0  # numbers decide between equal bounds
+        number, done = len(self._sizes), 0  # numbers decide between equal bounds
         while waiting:
             bound, _, first = heappop(waiting)
             if bound >= below:
@@ -277,8 +336,8 @@ class Search:
             if isinstance(first, Plan):
                 yield first
                 continue
-            if isinstance(first, TrainingSetup):
-                self.progress(done, len(self._setups))
+            if isinstance(first, _Sizes) and first.segments is None:
+                self.progress(done, len(self._sizes))
                 done += 1
             if first not in self._closer:
                 self._closer[first] = list(self._closer_bounds(first))
@@ -308,12 +367,19 @@ class Search:
         """What an item consists of, or is refined to, with lower bounds."""
         machine, room = self.question.machine, self.question.room
         match item:
-            case TrainingSetup():
-                for family, segments in schedules(self.question, item):
-                    away = self._seconds_away(item, family, room, segments)
+            case _Sizes(sizes, None):
+                most = min(max(self.question.chunks), self.question.model.num_layers // sizes.pipeline_parallel)
+                for segments in numbers_of_segments(self.question, sizes):
+                    away = self._mean_seconds_away(sizes, room, segments, most)
                     if away < inf:
-                        least = max(away, least_seconds_cut(replace(item, family=family), machine, segments))
-                        yield least, _Scheduled(item, family, segments)
+                        yield max(away, least_seconds_of(sizes, machine, segments)), _Sizes(sizes, segments)
+            case _Sizes(sizes, int(segments)):
+                for setup in spread(self.question, sizes):
+                    for family in families(self.question, setup):
+                        away = self._seconds_away(setup, family, room, segments)
+                        if away < inf:
+                            least = max(away, least_seconds_cut(replace(setup, family=family), machine, segments))
+                            yield least, _Scheduled(setup, family, segments)
             case _Scheduled():
                 by_cut = cuts(*item)
                 even = next(by_cut, None)
@@ -337,6 +403,12 @@ class Search:
         """`least_seconds_away` of the set-up under a family, with a partitioned state where that may be."""
         lean = partitioned(self.question, replace(setup, family=family))
         return least_seconds_away(lean if lean.partitions_state else setup, room, segments)
+
+    def _mean_seconds_away(
+        self, sizes: TrainingSetup, room: Room, segments: int | None = None, chunks: int = 1
+    ) -> float:
+        may_be_partitioned = self.question.partitions_state is not False
+        return mean_seconds_away(replace(sizes, partitions_state=may_be_partitioned), room, segments, chunks)
 
     def _automatic(self, candidate: Candidate, room: Room) -> Plan | None:
         """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""

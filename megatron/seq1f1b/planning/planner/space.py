@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from ..costs.layer_bytes import keeps_logits
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.stage_times import balanced_layers
-from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
+from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, even_layers
 
 # GPipe takes as long as 1F1B, in more memory.
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
@@ -121,42 +122,53 @@ def candidates(question: Question) -> Iterator[Candidate]:
 
 
 def setups(question: Question) -> Iterator[TrainingSetup]:
-    """All that does not depend on the schedule, on whole sequences.
+    """All that does not depend on the schedule, on whole sequences."""
+    for sizes in all_sizes(question):
+        yield from spread(question, sizes)
 
-    Layers are spread so that the busiest rank has least to do, embedding and loss included. Experts may be spread over
-    any of the ranks of a pipeline stage.
-    """
+
+def all_sizes(question: Question) -> Iterator[TrainingSetup]:
+    """Parallel sizes, micro-batches and what is recomputed, with one chunk a rank and layers spread evenly. Experts may
+    be spread over any of the ranks of a pipeline stage."""
     for sizes in layouts(question):
         tensor, context, pipeline, data = sizes
-        for chunks in question.chunks:
-            if pipeline * chunks > question.model.num_layers or (pipeline == 1 and chunks > 1):
+        for micro_batch in question.micro_batches:
+            is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
+            if is_full or question.global_batch_size % (data * micro_batch):
                 continue
-            for micro_batch in question.micro_batches:
-                is_full = micro_batch > 1 and micro_batch * question.sequence_length > _FULL * tensor * context
-                if is_full or question.global_batch_size % (data * micro_batch):
-                    continue
-                # Megatron interleaves groups of at least so many micro-batches as there are ranks.
-                if question.by_megatron and chunks > 1 and question.global_batch_size < data * micro_batch * pipeline:
-                    continue
-                setup = question.setup(
-                    sizes,
-                    chunks,
-                    micro_batch,
-                    sequence_parallel=tensor > 1,
-                    distributed_optimizer=True,
-                    overlaps_data_parallel=data * context > 1,
-                )
-                setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
-                for recompute in question.recomputes:
-                    for expert in expert_sizes(question.model, tensor * context * data):
-                        each = replace(setup, expert_parallel=expert, recompute=recompute)
-                        hides = question.by_megatron and expert > 1 and recompute != FULL and min(pipeline, 2) <= chunks
-                        each = replace(each, keeps_logits=question.by_megatron, hides_experts=hides)
-                        for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
-                            each = replace(each, recomputed_share=share)
-                            layers = balanced_layers(each, question.machine)
-                            whole = ceil(share * max(layers)) / max(layers)
-                            yield replace(each, layers_per_stage=layers, recomputed_share=whole)
+            setup = question.setup(
+                sizes,
+                1,
+                micro_batch,
+                sequence_parallel=tensor > 1,
+                distributed_optimizer=True,
+                overlaps_data_parallel=data * context > 1,
+                keeps_logits=question.by_megatron,
+            )
+            setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
+            experts = expert_sizes(question.model, tensor * context * data)
+            for expert, recompute in product(experts, question.recomputes):
+                hides = question.by_megatron and expert > 1 and recompute != FULL
+                each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
+                for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
+                    yield replace(each, recomputed_share=share)
+
+
+def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:
+    """The sizes with all numbers of model chunks, layers spread so that the busiest rank has least to do, embedding and
+    loss included."""
+    ranks = sizes.pipeline_parallel
+    for chunks in question.chunks if ranks > 1 else (1,):
+        # Megatron interleaves groups of at least as many micro-batches as there are ranks.
+        has_group = chunks == 1 or not question.by_megatron or sizes.num_microbatches >= ranks
+        if has_group and ranks * chunks <= question.model.num_layers:
+            hides = sizes.hides_experts and min(ranks, 2) <= chunks
+            layers = even_layers(question.model.num_layers, ranks * chunks)
+            placement = Placement(ranks, chunks)
+            setup = replace(sizes, placement=placement, layers_per_stage=layers, hides_experts=hides)
+            layers = balanced_layers(setup, question.machine)
+            whole = ceil(sizes.recomputed_share * max(layers)) / max(layers)
+            yield replace(setup, layers_per_stage=layers, recomputed_share=whole)
 
 
 def expert_sizes(model: ModelShape, ranks: int) -> list[int]:
@@ -191,20 +203,26 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
 
 def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, int]]:
     """Families, and numbers of segments, for a set-up."""
-    for family in question.families:
-        if family == "auto":  # takes its turn on the winners of the others
-            continue
-        if setup.pipeline_parallel == 1 and family != "1f1b":  # without a bubble all take equally long
-            continue
-        # Splitting undoes recomputation: W keeps nearly as much.
-        if replace(setup, family=family).splits_backward and setup.recompute != "none":
-            continue
-        # With one chunk a rank it is GPipe, with one micro-batch 1F1B.
-        if family == "breadth-first" and min(setup.placement.num_chunks, setup.num_microbatches) == 1:
-            continue
-        for segments in question.segments:
-            if segments <= max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel)):
-                yield family, segments
+    return product(families(question, setup), numbers_of_segments(question, setup))
+
+
+def families(question: Question, setup: TrainingSetup) -> list[str]:
+    """Those for a set-up; `auto` takes its turn on the winners of the others."""
+    if setup.pipeline_parallel == 1:  # without a bubble all take equally long
+        return [family for family in question.families if family == "1f1b"]
+    left_out = {"auto"}
+    # With one chunk a rank it is GPipe, with one micro-batch 1F1B.
+    if min(setup.placement.num_chunks, setup.num_microbatches) == 1:
+        left_out.add("breadth-first")
+    # Splitting undoes recomputation: W keeps nearly as much.
+    if setup.recompute != "none":
+        left_out |= {family for family in question.families if replace(setup, family=family).splits_backward}
+    return [family for family in question.families if family not in left_out]
+
+
+def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
+    most = max(2, setup.sequence_length // (_SHORTEST * setup.context_parallel))
+    return [segments for segments in question.segments if segments <= most]
 
 
 def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:

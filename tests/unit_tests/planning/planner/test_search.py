@@ -14,8 +14,9 @@ from megatron.seq1f1b.planning.planner.search import (
     least_seconds_away,
     least_seconds_cut,
     least_seconds_of,
+    mean_seconds_away,
 )
-from megatron.seq1f1b.planning.planner.space import cuts, schedules, setups
+from megatron.seq1f1b.planning.planner.space import Room, all_sizes, cuts, schedules, spread
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planning.planner.question import MODEL, linked, small
 
@@ -85,13 +86,16 @@ def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
         assert least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
-        assert least_bytes(setup) <= each.memory_gib * 2**30 * (1 + 1e-9)
+        memory = each.memory_gib * 2**30 * (1 + 1e-9)
+        assert least_bytes(setup) <= memory
+        whole, room = replace(setup, segments=(setup.sequence_length,)), Room(memory, 0, 1, False)
+        assert mean_seconds_away(whole, room, len(setup.segments), setup.placement.num_chunks) == 0
 
 
 def test_no_candidate_of_a_set_up_is_below_its_bound():
-    for setup in setups(small()):
-        least = least_seconds_of(setup, small().machine)
+    for sizes, setup in ((each, setup) for each in all_sizes(small()) for setup in spread(small(), each)):
         for family, segments in schedules(small(), setup):
+            least = least_seconds_of(sizes, small().machine, segments)
             closer = least_seconds_cut(replace(setup, family=family), small().machine, segments)
             for each in cuts(setup, family, segments):
                 assert max(least, closer) <= least_seconds(each.setup, small().machine) * (1 + 1e-9)
