@@ -121,7 +121,7 @@ def test_the_planner_counts_a_partitioned_state(launch, tmp_path):
     schedule = build("breadth-first", setup.shape)
     for rank, rehearsed in enumerate(report["pipeline_ranks"]):
         planned = rank_memory(setup, schedule.ranks[rank], rank)
-        step = [moment["peak"] for moment in rehearsed["moments"] if "F" in moment["name"] or "B" in moment["name"]]
+        step = [moment["peak"] for moment in rehearsed["moments"] if moment["name"] != "build"]
         most = {name: max(peak.get(name, 0) for peak in step) for name in ("weights", "gradients")}
         assert planned.weights == pytest.approx(most["weights"], rel=0.02), rank
         assert planned.gradients == pytest.approx(most["gradients"], rel=0.02), rank

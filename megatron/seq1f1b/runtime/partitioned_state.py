@@ -9,12 +9,14 @@ Buffers, collectives and optimizer are Megatron's. Storages of its buffers are e
 parameters, and the views that autograd and Megatron hold, stay the same objects.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Parameter
@@ -133,10 +135,20 @@ class PartitionedChunk:
             storage.drop()
 
     def lend(self) -> None:
-        """Gather the weights for whoever reads or writes them between steps."""
+        """Gather the weights for whoever writes to them between steps."""
         self.gather()
         self.wait_for_weights()
         self._is_lent = True
+
+    def copy_to_host(self, tensors: Iterable[Any]) -> None:
+        """Let `data` of Megatron's sharded tensors be copies of these weights."""
+        was_whole = self.has_weights
+        self.gather()
+        self.wait_for_weights()
+        for each in tensors:
+            each.data = each.data.detach().to("cpu", copy=True)
+        if not was_whole:
+            self.release()
 
     @property
     def has_weights(self) -> bool:
@@ -268,7 +280,8 @@ def patches() -> PatchTable:
         wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
         wrapping(f"{_OPTIMIZER}._copy_model_grads_to_main_grads", _take_gradients, "reads whole gradients"),
         wrapping(f"{_OPTIMIZER}._copy_main_params_to_model_params", _keep_weights, "writes to whole weights"),
-        wrapping("megatron.training.checkpointing.generate_state_dict", _lent_to_checkpoint, "reads whole weights"),
+        wrapping("megatron.training.training.setup_model_and_optimizer", _released, "leaves whole weights"),
+        wrapping("megatron.training.checkpointing.generate_state_dict", _with_weights, "takes weights to be whole"),
     )
 
 
@@ -342,12 +355,28 @@ def _parameters(optimizer: Any) -> Iterator[tuple[Parameter, Tensor, Share, slic
         yield model, main, optimizer.buffers[buffer].buckets[bucket].share, slice(place.start, place.end)
 
 
-def _lent_to_checkpoint(
+def _released(setup: Callable, *args: Any, **options: Any) -> Any:
+    chunks, *others = setup(*args, **options)
+    for chunk in chunks:
+        chunk.partitioned_state.release()
+    return chunks, *others
+
+
+def _with_weights(
     generate: Callable, args: Any, model: Sequence[torch.nn.Module], *rest: Any, **more: Any
-) -> Any:
-    for chunk in model:
-        unwrap_model(chunk).partitioned_state.lend()
-    return generate(args, model, *rest, **more)
+) -> dict[str, Any]:
+    """What is saved is copied to the host, chunk by chunk; what is loaded needs the weights themselves."""
+    states = [unwrap_model(chunk).partitioned_state for chunk in model]
+    is_loading = (more.get("optim_sd_kwargs") or {}).get("is_loading", False)
+    if is_loading:
+        for state in states:
+            state.lend()
+    found = generate(args, model, *rest, **more)
+    if not is_loading:
+        for number, state in enumerate(states):
+            saved = nested_values(found[f"model{number}" if len(states) > 1 else "model"])
+            state.copy_to_host(each for each in saved if isinstance(each, (ShardedTensor, ShardedTensorFactory)))
+    return found
 
 
 def _is_empty(tensor: Tensor) -> bool:
