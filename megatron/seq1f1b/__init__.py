@@ -7,7 +7,15 @@ lists all public names.
 """
 
 from .arguments import PipelineConfig, add_arguments
-from .install import install, local_hybrid_spec, pipeline_config, uninstall, use_segment_attention, validate
+from .install import (
+    install,
+    local_hybrid_spec,
+    pipeline_config,
+    uninstall,
+    use_segment_attention,
+    validate,
+    whole_weights,
+)
 
 __version__ = "0.1.0"
 
@@ -20,4 +28,5 @@ __all__ = [
     "uninstall",
     "use_segment_attention",
     "validate",
+    "whole_weights",
 ]

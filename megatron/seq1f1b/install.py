@@ -69,8 +69,6 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     """
     is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
-    if options is not None and options.partition_state:
-        raise ValueError("partition_state is for scripts with Megatron's arguments; drop it")
     is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
     if _installed() is not None:
         return
@@ -96,6 +94,10 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
         overlay.executor = ProgramExecutor(partial(_configured, options), keep_documents_apart)
+        if options.partition_state:
+            from .runtime import partitioned_state
+
+            patches.enter_context(patched(partitioned_state.patches()))
     with _names_of(version):
         overlay.patches.enter_context(patched(_patches(overlay, net, is_library, add_flags)))
     overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
@@ -193,6 +195,16 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     return room.use_segment_attention(model)
 
 
+@contextmanager
+def whole_weights(model: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """The weights of these model chunks whole, for a program that reads or writes them between steps with
+    `partition_state`; collective over the ranks of a pipeline stage. Does nothing where they always are."""
+    from .runtime.partitioned_state import whole
+
+    with whole(model):
+        yield
+
+
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
     """Megatron's own layers for its hybrid model, for which upstream has no specification without Transformer Engine.
 
@@ -222,7 +234,9 @@ class Overlay:
         if config.partitions_state:
             from .runtime import partitioned_state
 
-            self.patches.enter_context(patched(partitioned_state.patches()))
+            self.patches.enter_context(
+                patched(partitioned_state.patches() + partitioned_state.patches_of_training_loop())
+            )
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""

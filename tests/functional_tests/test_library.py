@@ -88,6 +88,24 @@ def test_documents_that_nobody_spoke_of_are_a_value_error(launch, tmp_path, docu
     assert sentence.endswith("for packed documents give keep_documents_apart, or drop sequence_splits")
 
 
+def test_a_partitioned_state_trains_a_program_alike(launch, tmp_path):
+    """Losses, norms and weights of three steps of Adam are the same numbers; between them no weights are there."""
+    found = []
+    for name in ("whole", "partition"):
+        options = ["pipeline_schedule=breadth-first", "sequence_splits=2", *[f"{name}_state=True"] * (name != "whole")]
+        launch(4, [tmp_path / name, *options], script=WORKER, env={"STEPS": "3"}).check()
+        found.append([torch.load(f"{tmp_path}/{name}.{rank}") for rank in range(4)])
+    for (losses, weights, there), (same_losses, same_weights, same_there) in zip(*found, strict=True):
+        assert there > 0 == same_there
+        assert str(losses) == str(same_losses) and len(losses) == 3
+        assert len(weights) > 10 and all(map(torch.equal, weights, same_weights))
+
+
+def test_a_partitioned_state_needs_a_distributed_optimizer(launch, tmp_path):
+    job = launch(2, [tmp_path / "refused", "partition_state=True"], script=WORKER)
+    assert job.code == 1 and "ValueError: partition_state needs DistributedDataParallelConfig(" in job.log
+
+
 def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
     """Results of both ranks."""
     for rank, ((reports, gradients), (own_reports, own_gradients)) in enumerate(zip(ours, own, strict=True)):

@@ -129,6 +129,10 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         offloads = costs.least_offload(schedule, lengths)
     if flags.partition_state:
         _refuse_megatrons_own(schedule, "--partition-state", "--pipeline-schedule breadth-first")
+        if not run.settings.get("partition_state"):  # a program's
+            raise ValueError(
+                "--partition-state is for chunks in Megatron's DistributedDataParallel; call install before it is made"
+            )
     if isinstance(schedule, Given):
         _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(

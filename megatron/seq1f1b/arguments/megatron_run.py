@@ -13,12 +13,13 @@ from .supported import BLOCKS
 if TYPE_CHECKING:
     from torch.nn import Module
 
-# Fields of a TransformerConfig whose names differ from those of Megatron's arguments.
+# Fields of a TransformerConfig, or of the configuration of DistributedDataParallel, that arguments name otherwise.
 _NAMES = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "nccl_ub": "use_nccl_ub",
 }
 
 
@@ -70,10 +71,12 @@ def run_of_program(
     from megatron.core.utils import get_model_config
 
     chunks = model if isinstance(model, list) else [model]
-    fields = vars(get_model_config(chunks[0]))
+    wrapper = getattr(chunks[0], "ddp_config", None)
+    fields = ({} if wrapper is None else vars(wrapper)) | vars(get_model_config(chunks[0]))
     settings = {_NAMES.get(name, name): value for name, value in fields.items()}
     settings |= {
         "keep_documents_apart": keep_documents_apart,
+        "partition_state": hasattr(chunks[0], "partitioned_state"),
         "virtual_pipeline_model_parallel_size": len(chunks),
         "group_query_attention": fields.get("num_query_groups") != fields.get("num_attention_heads"),
         # The configuration names the default, whatever the model is made of.

@@ -10,7 +10,7 @@ parameters, and the views that autograd and Megatron hold, stay the same objects
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -269,7 +269,7 @@ def gradient_sync(config: Any, chunks: list[torch.nn.Module], ends_last: bool) -
 
 
 def patches() -> PatchTable:
-    """What makes Megatron build, step and save chunks with a partitioned state."""
+    """What makes Megatron build and step chunks with a partitioned state."""
     return (
         wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
         wrapping(
@@ -280,9 +280,28 @@ def patches() -> PatchTable:
         wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
         wrapping(f"{_OPTIMIZER}._copy_model_grads_to_main_grads", _take_gradients, "reads whole gradients"),
         wrapping(f"{_OPTIMIZER}._copy_main_params_to_model_params", _keep_weights, "writes to whole weights"),
+    )
+
+
+def patches_of_training_loop() -> PatchTable:
+    """What makes Megatron's training loop release the weights that it built, and save them."""
+    return (
         wrapping("megatron.training.training.setup_model_and_optimizer", _released, "leaves whole weights"),
         wrapping("megatron.training.checkpointing.generate_state_dict", _with_weights, "takes weights to be whole"),
     )
+
+
+@contextmanager
+def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """The weights of all these model chunks, to read and write, where shares of them are kept."""
+    states = [chunk.partitioned_state for chunk in chunks if hasattr(chunk, "partitioned_state")]
+    for state in states:
+        state.lend()
+    try:
+        yield
+    finally:
+        for state in states:
+            state.release()
 
 
 def _is_summed_elsewhere(parameter: Parameter) -> bool:
@@ -293,6 +312,8 @@ def _is_summed_elsewhere(parameter: Parameter) -> bool:
 
 def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
     init(ddp, *args, **options)
+    if not ddp.ddp_config.use_distributed_optimizer:
+        raise ValueError("partition_state needs DistributedDataParallelConfig(use_distributed_optimizer=True)")
     # Megatron hands the training loop the wrapper, and checkpoints the model within.
     ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
 
@@ -325,6 +346,10 @@ def _take_gradients(upstream: Callable, optimizer: Any) -> None:
     if not _lacks(optimizer, "grad_data"):
         upstream(optimizer)
         return
+    if optimizer.config.use_precision_aware_optimizer or optimizer.config.optimizer_cpu_offload:
+        raise ValueError(
+            "partition_state does not go with use_precision_aware_optimizer and optimizer_cpu_offload; drop them"
+        )
     for model, main, share, place in _parameters(optimizer):
         share.take_back_gradients()
         main.grad = share.gradients[place].float()

@@ -3,7 +3,9 @@
 Started on two ranks. Writes its reports and gradients to the file RESULT.RANK; further arguments are `name=value` for
 `install`. DOCUMENTS is how the program tells of documents, if it has any: by a `mask` in its batches that its model
 gets, by `cu_seqlens` in its batches, or by `packed_seq_params` for its model. With IMPORTED_BEFORE the program imports
-Megatron's function before it installs our schedules. Has nothing of megatron.training.
+Megatron's function before it installs our schedules. With STEPS it trains so many steps of Adam, in fp32, with two
+model chunks on a rank and the distributed optimizer, and the file has its weights instead. Has nothing of
+megatron.training.
 """
 
 import os
@@ -12,7 +14,7 @@ import sys
 import megatron.seq1f1b
 from megatron.seq1f1b import cpu
 
-OPTIONS = dict(argument.split("=") for argument in sys.argv[2:])
+OPTIONS = {name: value == "True" or value for name, value in (argument.split("=") for argument in sys.argv[2:])}
 if "IMPORTED_BEFORE" in os.environ:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as imported_before
 if OPTIONS:
@@ -25,6 +27,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
@@ -32,10 +35,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 32, 2, 64, 3
 DOCUMENTS = os.environ.get("DOCUMENTS")
+STEPS = int(os.environ.get("STEPS", 0))
+TYPE = torch.float32 if STEPS else torch.float64
+CHUNKS = 2 if STEPS else None
 STARTS = [[0, 5, 18], [0, 16, 31]]
 
 
-def build() -> DistributedDataParallel:
+def build(chunk: int | None = None) -> DistributedDataParallel:
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
@@ -43,8 +49,9 @@ def build() -> DistributedDataParallel:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float64,
-        params_dtype=torch.float64,
+        virtual_pipeline_model_parallel_size=CHUNKS,
+        pipeline_dtype=TYPE,
+        params_dtype=TYPE,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
     )
@@ -54,12 +61,14 @@ def build() -> DistributedDataParallel:
         get_gpt_layer_local_spec(),
         VOCABULARY,
         SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        vp_stage=chunk,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-    ).double()
-    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    ).to(TYPE)
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**options if STEPS else {}), model)
 
 
 def batches():
@@ -101,8 +110,10 @@ def forward_step(data_iterator, model):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(1, 2)
+    parallel_state.initialize_model_parallel(1, 2, CHUNKS)
     model_parallel_cuda_manual_seed(1)
+    if STEPS:
+        return train([build(chunk) for chunk in range(CHUNKS)])
     model = build()
     get_function = imported_before if "IMPORTED_BEFORE" in os.environ else get_forward_backward_func
     reports = get_function()(
@@ -115,6 +126,32 @@ def main() -> None:
     )
     gradients = {name: param.main_grad for name, param in model.module.named_parameters()}
     torch.save((reports, gradients), f"{sys.argv[1]}.{dist.get_rank()}")
+
+
+def train(chunks) -> None:
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.1)
+    optimizer = get_megatron_optimizer(config, chunks)
+    losses = []
+    for _ in range(STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[batches() for _ in chunks],
+            model=chunks,
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+        )
+        _, norm, _ = optimizer.step()
+        losses.append(([report["loss"] for report in reports], norm))
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)  # which overlap_param_gather leaves to the next forward
+    there = sum(parameter.untyped_storage().nbytes() for chunk in chunks for parameter in chunk.parameters())
+    with megatron.seq1f1b.whole_weights(chunks):
+        weights = [parameter.clone() for chunk in chunks for parameter in chunk.parameters()]
+    torch.save((losses, weights, there), f"{sys.argv[1]}.{dist.get_rank()}")
 
 
 if __name__ == "__main__":
