@@ -118,6 +118,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         _refuse(run.settings, schedule, _asks_for_segments(flags))
         if flags.sequence_splits == "auto" and partition.file is None:
             partition = replace(partition, num_segments=_best_number(schedule, partition))
+        if isinstance(schedule, Planned) and schedule.placement == "v":
+            partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
         _refuse(run.settings, schedule, len(lengths) > 1)
     if flags.recompute_keeps_attention:

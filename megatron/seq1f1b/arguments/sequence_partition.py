@@ -3,10 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths, terapipe
+from ..schedule import Placement, Planned, Shape, simulate
 from .megatron_run import MegatronRun
 from .predictions import Predictions
+
+# `auto` plans some ten thousand actions a second; fewer trials find little.
+_ACTIONS_TO_PLAN, _LEAST_TRIALS, _MOST_TRIALS = 8_000, 8, 30
+# With more, the pipeline is full for most of the step, and equal times are as good.
+_FEW_MICROBATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -14,6 +21,7 @@ class SequencePartition:
     """A cut by `strategy`, which follows `costs`, unless `file` gives the lengths.
 
     `num_segments` is None where no number is given: a file determines it, or TeraPipe's dynamic programme finds it.
+    `balanced` looks at the steps of `planned`, if that is given and has few micro-batches.
     """
 
     run: MegatronRun
@@ -21,6 +29,7 @@ class SequencePartition:
     strategy: str
     num_segments: int | None
     file: Path | None
+    planned: Planned | None = None
 
     @property
     def follows_documents(self) -> bool:
@@ -54,13 +63,14 @@ class SequencePartition:
                 multiple_of=run.segment_multiple,
                 num_microbatches=run.num_microbatches,
             )
+        num_segments = 1 if num_segments is None else num_segments
         strategy = STRATEGIES[self.strategy]
         has_time = strategy.needs == "time" or strategy.needs == "measured time" and costs.is_measured
         return cut_sequence(
             self.strategy,
             Task(
                 sequence_length,
-                1 if num_segments is None else num_segments,
+                num_segments,
                 run.segment_multiple,
                 time=costs.time() if has_time and run.has_sizes else None,
                 flops=costs.flops,
@@ -68,5 +78,25 @@ class SequencePartition:
                 num_stages=len(run.layers_per_stage),
                 num_microbatches=run.num_microbatches,
                 documents=documents,
+                **self._trials(num_segments),
             ),
         )
+
+    def _trials(self, num_segments: int) -> dict[str, Any]:
+        """The step of a cut, and how many cuts can be tried in a second; nothing where they are too few."""
+        run, planned = self.run, self.planned
+        if planned is None or num_segments == 1 or run.num_microbatches > _FEW_MICROBATCHES or not run.has_sizes:
+            return {}
+        placement = Placement(run.pipeline_parallel_size, run.num_chunks, planned.placement)
+        shape = Shape(placement, run.num_microbatches, num_segments)
+
+        trials = _ACTIONS_TO_PLAN // (3 * shape.num_units * placement.num_stages)
+        if trials < _LEAST_TRIALS:
+            return {}
+
+        def seconds(lengths: tuple[int, ...]) -> float:
+            return simulate(
+                planned.plan(shape, lengths, self.costs.of_actions), self.costs.of_actions(lengths)
+            ).makespan
+
+        return {"step": seconds, "trials": min(_MOST_TRIALS, trials)}

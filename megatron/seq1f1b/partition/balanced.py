@@ -25,8 +25,10 @@ def balanced(
     multiple_of: int = 1,
     min_length: int = 1,
     documents: Sequence[Sequence[int]] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Cut so that the longest `time(start, end)` of a segment is the least; lengths in tokens, first to last.
+    """Cut so that the longest `time(start, end)` of a segment is the least; lengths in tokens, first to last. With
+    `weights`, one a segment, times are to be in proportion to them.
 
     Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
     segment, whose tokens are the cheapest, takes what is left over. No segment is shorter than `min_length`, unless
@@ -47,7 +49,8 @@ def balanced(
         found = [0]
         for left in reversed(range(num_segments)):
             start, end = found[-1], last - left * shortest
-            longest = bisect_right(range(start + 1, end + 1), most, key=partial(between, start))
+            here = most if weights is None else most * weights[-1 - left]
+            longest = bisect_right(range(start + 1, end + 1), here, key=partial(between, start))
             found.append(max(start + longest, start + shortest))
         return found
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from .balanced import balanced
 from .by_formula import even, uniform_comp
+from .by_step import shortest_step
 from .cut_positions import SegmentTime, segment_times
 from .terapipe import terapipe
 
@@ -19,7 +20,8 @@ class Task:
     `time` is that of a segment on the slowest of `num_stages` stages, and kernels are at full speed for segments of
     `full_speed_rows` tokens and more; `num_microbatches` sequences follow one another in a step. `flops` are per token
     and per pair of a query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a
-    micro-batch, the positions that documents start at. A strategy uses what `STRATEGIES` lists for it.
+    micro-batch, the positions that documents start at. `step` is the time of a whole step by the lengths of its
+    segments, for as many cuts as there are `trials`. A strategy uses what `STRATEGIES` lists for it.
     """
 
     sequence_length: int
@@ -31,6 +33,8 @@ class Task:
     num_stages: int = 1
     num_microbatches: int = 1
     documents: Sequence[Sequence[int]] | None = None
+    step: Callable[[tuple[int, ...]], float] | None = None
+    trials: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,13 @@ def _balanced(task: Task) -> tuple[int, ...]:
         return cut(documents=task.documents)
     # Where the kernels are slower for short segments, the time jumps as a segment shrinks, and equal times may not
     # exist; it can then be better to keep every segment long enough, or worse.
-    free = cut()
-    if min(free) >= task.full_speed_rows:
-        return free
-    return min((free, cut(min_length=task.full_speed_rows)), key=lambda lengths: max(segment_times(lengths, time)))
+    found = cut()
+    if min(found) < task.full_speed_rows:
+        long_enough = cut(min_length=task.full_speed_rows)
+        found = min((found, long_enough), key=lambda lengths: max(segment_times(lengths, time)))
+    if task.step is None:
+        return found
+    return shortest_step(found, lambda weights: cut(weights=weights), task.step, task.trials)
 
 
 def _terapipe(task: Task) -> tuple[int, ...]:

@@ -71,6 +71,27 @@ def test_chunks_lie_in_a_v_where_that_is_asked():
     assert not pipeline_config(parsed(*flags, **chunks)).places_chunks_in_a_v
 
 
+@pytest.mark.parametrize("ranks, microbatches, least_gain", [(2, 1, 0.04), (4, 1, 0.05), (4, 2, 0.01), (4, 4, 0)])
+def test_few_units_in_a_v_are_cut_for_the_shortest_step(ranks, microbatches, least_gain):
+    """With more micro-batches, and for other orders, segments have equal times."""
+    flags = ("--device", "cuda", "--pipeline-schedule", "auto", "--sequence-splits", "8")
+    sizes = {"seq_length": 131072, "micro_batch_size": 1, "data_parallel_size": 1, "tensor_model_parallel_size": 8}
+    sizes |= {"pipeline_model_parallel_size": ranks, "virtual_pipeline_model_parallel_size": 2}
+    looped = parsed(*flags, global_batch_size=microbatches, **sizes)
+    args = parsed(*flags, "--pipeline-placement", "v", global_batch_size=microbatches, **sizes)
+    costs, config = RunCosts(args, run_of_arguments(args)), pipeline_config(args)
+    equal = pipeline_config(looped).lengths
+    assert equal == replace(config.partition, planned=None).cut(131072) and sum(config.lengths) == 131072
+    shape = Shape(Placement(ranks, 2, "v"), microbatches, 8)
+    steps = [
+        simulate(config.schedule.plan(shape, lengths, costs.of_actions), costs.of_actions(lengths)).makespan
+        for lengths in (equal, config.lengths)
+    ]
+    assert steps[0] >= steps[1] * (1 + least_gain)
+    assert (equal == config.lengths) == (microbatches > 2)
+    assert pipeline_config(args).lengths == config.lengths
+
+
 @pytest.mark.parametrize(
     "sizes, multiple",
     [
