@@ -1,12 +1,13 @@
 """The automatic scheduler: the best of several plans for given costs and memory."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, product
 from math import inf
 
 from .action import Action, Kind
-from .clock import straight
+from .clock import first_turn, straight
 from .cost_tables import Costs, peak_memory
 from .dependencies import dependencies
 from .families import FAMILIES
@@ -81,16 +82,17 @@ def auto(
 
 def shortest_makespan(shape: Shape, costs: Costs) -> float:
     """No schedule is shorter: a rank waits for its first input, and then has all its work to do."""
-    segments, placement = range(shape.num_segments), shape.placement
+    columns, placement = range(len(shape.columns)), shape.placement
+    repeats = shape.num_units // len(columns)
     arrivals = [0.0]  # of the first segment at every stage
     for stage in range(shape.num_stages - 1):
         sent, needed = Action(Kind.F, stage, 0, 0), Action(Kind.F, stage + 1, 0, 0)
-        arrivals.append(arrivals[-1] + costs.f[stage][0] + costs.delay(sent, needed, placement))
+        arrivals.append(arrivals[-1] + costs.f[stage][0] + costs.delay(sent, needed, shape))
     whole = []
     for rank in range(shape.num_ranks):
         stages = placement.stages_of(rank)
-        work = sum(costs.f[each][n] + costs.i[each][n] + costs.w[each][n] for each in stages for n in segments)
-        whole.append(arrivals[min(stages)] + shape.num_microbatches * work)
+        work = sum(costs.f[each][n] + costs.i[each][n] + costs.w[each][n] for each in stages for n in columns)
+        whole.append(arrivals[min(stages)] + repeats * work)
     return max(whole)
 
 
@@ -119,37 +121,39 @@ def _list_schedules(shape: Shape, costs: Costs, limits: Sequence[float], split: 
 def _by_tick(shape: Shape, hop: int) -> Priority:
     """The order of a clock."""
     tick, last_stage = straight(shape, period=2, hop=hop), shape.num_stages - 1
-    turn = tick(shape.num_segments - 1, last_stage) + 1
+    turn = first_turn(shape, tick)
     return lambda kind, position, stage: (
         tick(position, stage) if kind is Kind.F else turn + tick(position, last_stage - stage)
     )
 
 
-# By whether it is a forward, stage and segment: the time from the start of an F or B to the end of all that needs it.
+# By whether it is a forward, stage and column: the time from the start of an F or B to the end of all that needs it.
 _Paths = dict[tuple[bool, int, int], float]
 
 
 def _by_path(shape: Shape, paths: _Paths, weight: float) -> Priority:
     """First what most depends on; a micro-batch later counts like `weight` of the time of one, over all of them."""
-    segments, later = shape.num_segments, weight * max(paths.values()) / shape.num_microbatches
+    later = weight * max(paths.values()) / shape.num_microbatches
 
     def priority(kind: Kind, position: int, stage: int) -> float:
-        microbatch, number = divmod(position, segments)
-        is_forward = kind is Kind.F
-        return later * microbatch - paths[is_forward, stage, number if is_forward else segments - 1 - number]
+        microbatch = bisect_right(shape.first_units, position) - 1
+        number, is_forward = position - shape.first_units[microbatch], kind is Kind.F
+        segment = number if is_forward else shape.segments_of(microbatch) - 1 - number
+        return later * microbatch - paths[is_forward, stage, shape.column(microbatch, segment)]
 
     return priority
 
 
 def _longest_paths(shape: Shape, costs: Costs) -> _Paths:
-    units = list(product(range(shape.num_stages), range(shape.num_segments)))
-    after = {Action(Kind.B, stage, 0, segment): costs.w[stage][segment] for stage, segment in units}
+    units = [(stage, *unit) for stage in range(shape.num_stages) for unit in shape.columns]
+    after = {Action(Kind.B, stage, *unit): costs.w[stage][shape.column(*unit)] for stage, *unit in units}
     paths: _Paths = {}
     # What needs an action comes before it.
     in_order = [*product([Kind.B], units), *product([Kind.F], reversed(units))]
-    for kind, (stage, segment) in in_order:
-        action, table = Action(kind, stage, 0, segment), costs.f if kind is Kind.F else costs.i
-        path = paths[kind is Kind.F, stage, segment] = after[action] + table[stage][segment]
+    for kind, (stage, *unit) in in_order:
+        action, table = Action(kind, stage, *unit), costs.f if kind is Kind.F else costs.i
+        column = shape.column(*unit)
+        path = paths[kind is Kind.F, stage, column] = after[action] + table[stage][column]
         for needed in dependencies(action, shape):
-            after[needed] = max(after.get(needed, 0.0), costs.delay(needed, action, shape.placement) + path)
+            after[needed] = max(after.get(needed, 0.0), costs.delay(needed, action, shape) + path)
     return paths

@@ -13,7 +13,7 @@ So a clock is one function and one number.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product, repeat
+from itertools import pairwise, repeat
 from math import ceil
 
 from .action import Action, Kind
@@ -61,14 +61,14 @@ class Clock:
     def timed_order(self, rank: int) -> tuple[list[Action], list[int]]:
         """The order of a rank, and the ticks in it; a W has that of the action before it."""
         shape, tick, turn = self.shape, self.tick, self.turn
-        microbatches, segments = range(shape.num_microbatches), range(shape.num_segments)
+        forwards, backwards = shape.units, shape.units_backward
         units, last_stage = range(shape.num_units), shape.num_stages - 1
         actions: list[Action] = []
         ticks: list[int] = []
         for stage in shape.placement.stages_of(rank):
-            actions += _product(Kind.F, stage, microbatches, segments)
+            actions += _each(Kind.F, stage, forwards)
             ticks += [tick(unit, stage) for unit in units]
-            actions += _product(Kind.B, stage, microbatches, reversed(segments))
+            actions += _each(Kind.B, stage, backwards)
             ticks += [turn + tick(unit, last_stage - stage) for unit in units]
         in_order = sorted(range(len(actions)), key=ticks.__getitem__)
         actions, ticks = [actions[index] for index in in_order], [ticks[index] for index in in_order]
@@ -96,9 +96,9 @@ def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[lis
     return result + list(pending), result_ticks + [ticks[-1]] * len(pending)
 
 
-def _product(kind: Kind, stage: int, microbatches: Iterable[int], segments: Iterable[int]) -> Iterator[Action]:
+def _each(kind: Kind, stage: int, units: Iterable[tuple[int, int]]) -> Iterator[Action]:
     # tuple.__new__ makes an Action without a call of Python code, several times faster.
-    return map(tuple.__new__, repeat(Action), product([kind], [stage], microbatches, segments))
+    return map(tuple.__new__, repeat(Action), ((kind, stage, *unit) for unit in units))
 
 
 def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
@@ -120,8 +120,14 @@ def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
     return lambda unit, stage: cycle * unit + starts[stage]
 
 
+def first_turn(shape: Shape, tick: Tick) -> int:
+    """The earliest turn of a clock: at the last stage each micro-batch is complete before it goes backward."""
+    last_stage = shape.num_stages - 1
+    return 1 + max(tick(end - 1, last_stage) - tick(first, 0) for first, end in pairwise(shape.first_units))
+
+
 def smallest_group(shape: Shape) -> int:
-    """Units of the fewest whole micro-batches that occupy all ranks at once: k * ceil(P / k)."""
+    """Units of the fewest whole micro-batches that occupy all ranks at once: k * ceil(P / k), with the largest k."""
     return shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
 
 
@@ -130,10 +136,10 @@ def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Tick:
 
     The next stage runs a unit `hop` ticks later. The clock counts full groups, so a last group
     that is short leaves ticks empty and nothing else changes. A group has to last until its first
-    unit is back on rank 0, so it must hold whole micro-batches and at least P units.
+    unit is back on rank 0, so it must hold at least P units.
     """
     num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
-    if period * group < hop * num_ranks or group % shape.num_segments:
+    if period * group < hop * num_ranks:
         raise ValueError(f"groups of {group} units do not fit {shape}")
 
     def tick(unit: int, stage: int) -> int:

@@ -2,6 +2,7 @@
 
 import csv
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 
 from .action import COMPUTE_KINDS, MOVE_KINDS, Action, parse_action
@@ -61,15 +62,15 @@ def _shape_of(path: str | Path, ranks: list[tuple[Action, ...]]) -> Shape:
     # The first stage of the second chunk shows which way that chunk runs.
     turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
     placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
-    shape = Shape(
-        placement,
-        1 + max(action.microbatch for rank in ranks for action in rank),
-        1 + max(action.segment for rank in ranks for action in rank),
-    )
-    count = sum(map(len, ranks))
-    if stages * shape.num_units > count:  # not even a forward for each; checked first, since sizes cost memory
+    segments: dict[int, int] = {}  # of each micro-batch in the file
+    for action in chain.from_iterable(ranks):
+        segments[action.microbatch] = max(segments.get(action.microbatch, 0), action.segment + 1)
+    count, microbatches = sum(map(len, ranks)), 1 + max(segments)
+    fewest = stages * (sum(segments.values()) + microbatches - len(segments))
+    if fewest > count:  # not even a forward for each unit; checked first, since sizes cost memory
+        largest = Shape(placement, microbatches, max(segments.values()))
         raise ValueError(
-            f"{path}: the largest numbers in it stand for {shape}, more than its {count} actions can be; "
+            f"{path}: the largest numbers in it stand for {largest}, more than its {count} actions can be; "
             "number stages, micro-batches and segments from 0"
         )
-    return shape
+    return Shape.of(placement, [segments.get(each, 1) for each in range(microbatches)])

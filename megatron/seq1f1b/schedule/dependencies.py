@@ -23,7 +23,7 @@ def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
         needs.append(Action(Kind.F, stage, microbatch, segment))
         if stage < shape.num_stages - 1:
             needs.append(Action(Kind.B, stage + 1, microbatch, segment))
-        if segment < shape.num_segments - 1:
+        if segment < shape.segments_of(microbatch) - 1:
             needs.append(Action(Kind.B, stage, microbatch, segment + 1))
     elif kind is Kind.W:
         needs.append(Action(Kind.B, stage, microbatch, segment))

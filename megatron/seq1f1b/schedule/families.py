@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from .clock import Clock, grouped, smallest_group, straight
+from .clock import Clock, first_turn, grouped, smallest_group, straight
 from .schedule import Shape
 
 
@@ -44,7 +44,7 @@ def one_f_one_b(shape: Shape) -> Clock:
         tick = straight(shape, period=2, hop=2)
     else:
         tick = grouped(shape, smallest_group(shape), period=2, hop=2)
-    return Clock(shape, tick, turn=tick(shape.num_segments - 1, shape.num_stages - 1) + 1)
+    return Clock(shape, tick, turn=first_turn(shape, tick))
 
 
 def zb_h1(shape: Shape) -> Clock:

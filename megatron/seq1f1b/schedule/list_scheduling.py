@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 
 from .action import Action, Kind
@@ -32,7 +32,7 @@ class _Rank:
     """What a rank has done and could do at one moment."""
 
     limit: float
-    whole: float  # memory of one micro-batch with all its chunks and segments
+    whole: float  # memory of the largest micro-batch with all its chunks and segments
     forwards_left: list[int]  # of each micro-batch
     held: list[float]  # memory of each micro-batch
     queues: dict[tuple[Kind, int], _Queue]  # by kind and stage
@@ -91,10 +91,7 @@ class ListScheduler:
         self._shape, self._costs, self._limits = shape, costs, limits
         self._backward = Kind.I if split else Kind.B
         self._rules = rules_of(shape, costs, (Kind.F, self._backward, Kind.W))
-        self._whole = [
-            sum(sum(costs.activation[stage]) for stage in shape.placement.stages_of(rank))
-            for rank in range(shape.num_ranks)
-        ]
+        self._whole = [_largest_microbatch(shape, costs, rank) for rank in range(shape.num_ranks)]
         for rank, (whole, limit) in enumerate(zip(self._whole, limits, strict=True)):
             if whole > limit:
                 raise ValueError(
@@ -103,8 +100,8 @@ class ListScheduler:
         # By kind and stage of an action, the queues in which one may need it, its own among them.
         queues = list(product((Kind.F, self._backward), range(shape.num_stages)))
         self._followers = {queue: {queue} for queue in queues}
-        for (kind, stage), segment in product(queues, range(shape.num_segments)):
-            for needed in dependencies(Action(kind, stage, 0, segment), shape):
+        for (kind, stage), unit in product(queues, shape.columns):
+            for needed in dependencies(Action(kind, stage, *unit), shape):
                 self._followers[self._own_kind(needed), needed.stage].add((kind, stage))
 
     def plan(
@@ -123,7 +120,7 @@ class ListScheduler:
         With `orders` each rank keeps to the order of the F and B (or I) there, in which the units of a stage come in
         their own order, and adds W only; None if that cannot be kept within the limits.
         """
-        stride = self._shape.num_segments
+        column_of, shift_of = self._shape.column, self._shape.shift
         ranks = [self._new_rank(index, orders) for index in range(self._shape.num_ranks)]
         queues = {key: queue for rank in ranks for key, queue in rank.queues.items()}
         end_of: dict[int, float] = {}
@@ -134,8 +131,8 @@ class ListScheduler:
             if queue.time < inf or queue.position == len(queue.actions):
                 return
             kind, stage, microbatch, segment = queue.actions[queue.position]
-            code, needs, _ = self._rules[kind][stage][segment]
-            code += microbatch * stride
+            code, needs, _ = self._rules[kind][stage][column_of(microbatch, segment)]
+            code += shift_of(microbatch)
             time = 0.0
             for difference, delay in needs:
                 if code + difference not in end_of:
@@ -162,12 +159,13 @@ class ListScheduler:
                 continue
             kind, stage, microbatch, segment = action
             end = now + self._duration(action)
-            rank.append(action, end, memory_change(self._costs, kind, stage, segment))
+            column = column_of(microbatch, segment)
+            rank.append(action, end, memory_change(self._costs, kind, stage, column))
             heappush(events, (end, index))
             if kind is Kind.I:
                 rank.weights.append(action._replace(kind=Kind.W))
             if kind is not Kind.W:
-                end_of[self._rules[kind][stage][segment].code + microbatch * stride] = end
+                end_of[self._rules[kind][stage][column].code + shift_of(microbatch)] = end
                 for follower in self._followers[kind, stage]:
                     release(queues[follower])
         if any(rank.order for rank in ranks):
@@ -179,7 +177,8 @@ class ListScheduler:
         chosen, best, soonest, backward, duration = None, inf, inf, inf, 0.0
         for queue in rank.candidates():
             kind, stage, microbatch, segment = queue.actions[queue.position]
-            if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][segment]):
+            column = self._shape.column(microbatch, segment)
+            if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][column]):
                 continue
             if queue.time > now:
                 soonest = min(soonest, queue.time)
@@ -189,26 +188,24 @@ class ListScheduler:
             value = priority(kind, queue.position, stage)
             if value < best:
                 chosen, best = queue, value
-                duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
+                duration = self._costs.f[stage][column] if kind is Kind.F else 0.0
         if chosen is not None and backward < now + hold * duration:
             return None, backward
         return chosen, soonest
 
     def _new_rank(self, index: int, orders: Sequence[Sequence[Action]] | None) -> _Rank:
         shape = self._shape
-        stages, segments = shape.placement.stages_of(index), range(shape.num_segments)
+        stages = shape.placement.stages_of(index)
         queues = {}
-        for stage in stages:
-            for kind, in_order in ((Kind.F, segments), (self._backward, segments[::-1])):
-                units = product([kind], [stage], range(shape.num_microbatches), in_order)
-                queues[kind, stage] = _Queue(index, [Action(*unit) for unit in units])
+        for stage, (kind, units) in product(stages, ((Kind.F, shape.units), (self._backward, shape.units_backward))):
+            queues[kind, stage] = _Queue(index, [Action(kind, stage, *unit) for unit in units])
         order = None
         if orders is not None:
             order = deque(a._replace(kind=self._own_kind(a)) for a in orders[index] if a.kind is not Kind.W)
         return _Rank(
             limit=self._limits[index],
             whole=self._whole[index],
-            forwards_left=[len(stages) * shape.num_segments] * shape.num_microbatches,
+            forwards_left=[len(stages) * shape.segments_of(each) for each in range(shape.num_microbatches)],
             held=[0.0] * shape.num_microbatches,
             queues=queues,
             order=order,
@@ -218,4 +215,10 @@ class ListScheduler:
         return Kind.F if action.kind is Kind.F else self._backward
 
     def _duration(self, action: Action) -> float:
-        return self._rules[action.kind][action.stage][action.segment].duration
+        return self._rules[action.kind][action.stage][self._shape.column(*action[2:])].duration
+
+
+def _largest_microbatch(shape: Shape, costs: Costs, rank: int) -> float:
+    rows = [costs.activation[stage] for stage in shape.placement.stages_of(rank)]
+    bounds = pairwise(shape.first_units) if shape.unequal else [(0, shape.num_segments)]
+    return max(sum(sum(row[first:end]) for row in rows) for first, end in bounds)

@@ -1,6 +1,10 @@
 """Which rank holds which stage, the sizes of a schedule, and the schedule itself."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Self
 
 from .action import COMPUTE_KINDS, MOVE_KINDS, Action
 
@@ -68,27 +72,72 @@ class Shape:
     """What a schedule has to cover: every stage of `placement` times every unit.
 
     A unit is one segment of one micro-batch; units are numbered micro-batch by micro-batch,
-    segments ascending.
+    segments ascending. `unequal` holds the number of segments of each micro-batch where these differ (see `of`);
+    `num_segments` is the largest.
     """
 
     placement: Placement
     num_microbatches: int
     num_segments: int = 1
+    unequal: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1 or self.num_segments < 1:
+        if self.num_microbatches < 1 or min((self.num_segments, *self.unequal)) < 1:
             raise ValueError(
                 "a schedule needs at least one micro-batch and one segment, "
                 f"not {self.num_microbatches} and {self.num_segments}"
             )
 
+    @classmethod
+    def of(cls, placement: Placement, segments: Sequence[int]) -> Self:
+        """The shape of micro-batches with so many segments each."""
+        are_equal = min(segments) == max(segments)
+        return cls(placement, len(segments), max(segments), () if are_equal else tuple(segments))
+
     def __str__(self) -> str:
         chunks = f" with {self.num_chunks} model chunks ({self.placement.style})" if self.num_chunks > 1 else ""
-        return f"{self.num_ranks} ranks{chunks}, {self.num_microbatches} micro-batches, {self.num_segments} segments"
+        segments = f"{min(self.unequal)} to {self.num_segments}" if self.unequal else self.num_segments
+        return f"{self.num_ranks} ranks{chunks}, {self.num_microbatches} micro-batches, {segments} segments"
+
+    def segments_of(self, microbatch: int) -> int:
+        """The number of segments of a micro-batch."""
+        return self.unequal[microbatch] if self.unequal else self.num_segments
+
+    @cached_property
+    def first_units(self) -> Sequence[int]:
+        """The number of the first unit of each micro-batch, and behind them the number of all units."""
+        if self.unequal:
+            return tuple(accumulate(self.unequal, initial=0))
+        return range(0, self.num_microbatches * self.num_segments + 1, self.num_segments)
 
     @property
     def num_units(self) -> int:
-        return self.num_microbatches * self.num_segments
+        return self.first_units[-1]
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """The columns of a table of units, as (micro-batch, segment): one for each segment, which stands for those of
+        all micro-batches, or one for each unit where the numbers of segments are unequal."""
+        microbatches = range(self.num_microbatches) if self.unequal else (0,)
+        return tuple((each, segment) for each in microbatches for segment in range(self.segments_of(each)))
+
+    def column(self, microbatch: int, segment: int) -> int:
+        """The one of a unit."""
+        return self.first_units[microbatch] + segment if self.unequal else segment
+
+    def shift(self, microbatch: int) -> int:
+        """From the column of a unit to its number."""
+        return 0 if self.unequal else self.first_units[microbatch]
+
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        """All units as (micro-batch, segment), in the order of forwards."""
+        return [(m, segment) for m in range(self.num_microbatches) for segment in range(self.segments_of(m))]
+
+    @property
+    def units_backward(self) -> list[tuple[int, int]]:
+        """The same in the order of backwards: segments descending."""
+        return [(m, segment) for m in range(self.num_microbatches) for segment in reversed(range(self.segments_of(m)))]
 
     @property
     def num_ranks(self) -> int:

@@ -74,6 +74,7 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
         "placement": placement.style,
         "num_microbatches": shape.num_microbatches,
         "num_segments": shape.num_segments,
+        "unequal_segments": shape.unequal,
         "time_unit": timeline.time_unit,
     }
     ranks = [
@@ -96,6 +97,11 @@ def from_json(data: Mapping[str, Any]) -> Timeline:
             raise ValueError(f"num_{name} is {size}, which its {count} actions cannot have")
     placement = Placement(sizes["ranks"], sizes["chunks"], meta.pop("placement"))
     shape = Shape(placement, sizes["microbatches"], sizes["segments"])
+    unequal = meta.pop("unequal_segments", ())
+    if unequal:
+        if {*map(type, unequal)} != {int} or (len(unequal), max(unequal)) != (sizes["microbatches"], sizes["segments"]):
+            raise ValueError(f"unequal_segments {unequal} are not of {shape}")
+        shape = Shape.of(placement, unequal)
     if len(data["ranks"]) != shape.num_ranks:
         raise ValueError(f"num_ranks is {shape.num_ranks}, but there are {len(data['ranks'])}")
     ranks = tuple(tuple(map(_span, rows)) for rows in data["ranks"])
@@ -118,7 +124,8 @@ def _is_of(shape: Shape, action: Action) -> bool:
         return False
     if action.kind in CHUNK_KINDS:
         return action.microbatch == action.segment == -1
-    return 0 <= action.microbatch < shape.num_microbatches and 0 <= action.segment < shape.num_segments
+    _, _, microbatch, segment = action
+    return 0 <= microbatch < shape.num_microbatches and 0 <= segment < shape.segments_of(microbatch)
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:

@@ -16,10 +16,10 @@ _ROW = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
 
 
 class Rule(NamedTuple):
-    """The rule of a kind, stage and segment, for all micro-batches.
+    """The rule of a kind, stage and column of units (see `Shape.columns`).
 
-    `code` numbers what the action gives for micro-batch 0; `needs` holds, for every dependency, the difference to its
-    code and the time that its message takes.
+    `code` numbers what the action gives for the unit of the column; `needs` holds, for every dependency, the difference
+    to its code and the time that its message takes.
     """
 
     code: int
@@ -37,46 +37,46 @@ class _Needs(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _needs(shape: Shape, kind: Kind) -> list[list[_Needs]]:
-    """`dependencies` as a table by stage and segment, so that millions of actions take seconds, whatever they cost.
+    """`dependencies` as a table by stage and column, so that millions of actions take seconds, whatever they cost.
 
-    Outcomes have codes, dense from 0; those of successive micro-batches differ by the number of segments. The
-    dependencies of an action never leave its micro-batch. Delays are numbered as in `_delays`.
+    Outcomes have codes, dense from 0, in the order of the units of a stage. The dependencies of an action never leave
+    its micro-batch. Delays are numbered as in `_delays`.
     """
-    stages, segments, rank_of = range(shape.num_stages), range(shape.num_segments), shape.placement.rank_of
+    stages, columns, rank_of = range(shape.num_stages), shape.columns, shape.placement.rank_of
 
     def code_of(action: Action) -> int:
-        value = outcome(action)
-        return (_ROW[value.kind] * len(stages) + value.stage) * shape.num_units + value.segment
+        kind, stage, *unit = outcome(action)
+        return (_ROW[kind] * len(stages) + stage) * shape.num_units + shape.column(*unit)
 
     def delay_of(needed: Action, action: Action) -> int:
         if rank_of(needed.stage) == rank_of(action.stage):
             return 0
-        return 1 + (_ROW[needed.kind] * len(stages) + needed.stage) * len(segments) + needed.segment
+        return 1 + (_ROW[needed.kind] * len(stages) + needed.stage) * len(columns) + shape.column(*needed[2:])
 
     def needs_of(action: Action) -> _Needs:
         code = code_of(action)
         needs = tuple((code_of(each) - code, delay_of(each, action)) for each in dependencies(action, shape))
-        return _Needs(code, needs, action.stage * len(segments) + action.segment)
+        return _Needs(code, needs, action.stage * len(columns) + shape.column(*action[2:]))
 
-    return [[needs_of(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages]
+    return [[needs_of(Action(kind, stage, *unit)) for unit in columns] for stage in stages]
 
 
 def _delays(costs: Costs) -> list[float]:
-    """Seconds from the end of an action until another may start: none, and those of messages by stage and segment."""
+    """Seconds from the end of an action until another may start: none, and those of messages by stage and column."""
     return [0.0, *chain(*costs.message_f), *chain(*costs.message_b)]
 
 
 def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
-    """The rules by kind, stage and segment."""
+    """The rules by kind, stage and column."""
     delays = _delays(costs)
 
-    def rule(kind: Kind, stage: int, segment: int) -> Rule:
-        code, needs, _ = _needs(shape, kind)[stage][segment]
-        duration = costs.duration(kind, stage, segment)
+    def rule(kind: Kind, stage: int, column: int) -> Rule:
+        code, needs, _ = _needs(shape, kind)[stage][column]
+        duration = costs.duration(kind, stage, column)
         return Rule(code, tuple((difference, delays[number]) for difference, number in needs), duration)
 
-    stages, segments = range(shape.num_stages), range(shape.num_segments)
-    return {kind: [[rule(kind, stage, segment) for segment in segments] for stage in stages] for kind in kinds}
+    stages, columns = range(shape.num_stages), range(len(shape.columns))
+    return {kind: [[rule(kind, stage, column) for column in columns] for stage in stages] for kind in kinds}
 
 
 class Run(NamedTuple):
@@ -93,10 +93,11 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     """
     shape = schedule.shape
     costs.check(shape)
-    stride, delays = shape.num_segments, _delays(costs)
+    delays, microbatches = _delays(costs), range(shape.num_microbatches)
+    firsts, shifts = [shape.column(each, 0) for each in microbatches], [*map(shape.shift, microbatches)]
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     rules = {kind: _needs(shape, kind) for kind in kinds}
-    cells = [*product(range(shape.num_stages), range(stride))]
+    cells = [*product(range(shape.num_stages), range(len(shape.columns)))]
     durations = {kind: [costs.duration(kind, *cell) for cell in cells] for kind in kinds}
     end_of = [-inf] * (len(_ROW) * shape.num_stages * shape.num_units)
     waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
@@ -107,8 +108,8 @@ def run(schedule: Schedule, costs: Costs) -> Run:
         """Runs a rank; yields the code of what it cannot go on without."""
         starts, ends, now = result.starts[rank], result.ends[rank], 0.0
         for kind, stage, microbatch, segment in schedule.ranks[rank]:
-            code, needs, cell = rules[kind][stage][segment]
-            code += microbatch * stride
+            code, needs, cell = rules[kind][stage][firsts[microbatch] + segment]
+            code += shifts[microbatch]
             for difference, delay in needs:
                 if end_of[code + difference] < 0:
                     yield code + difference

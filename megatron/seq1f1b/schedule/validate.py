@@ -1,7 +1,5 @@
 """Is a schedule of compute actions complete and can it run? If not, where is it wrong?"""
 
-from itertools import product
-
 from .action import COMPUTE_KINDS, Action, Kind
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
@@ -37,8 +35,7 @@ def validate(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
     shape = schedule.shape
-    stages, microbatches = shape.placement.stages_of(rank), range(shape.num_microbatches)
-    kinds_of = dict.fromkeys(product(stages, microbatches, range(shape.num_segments)), "")
+    kinds_of = {(stage, *unit): "" for stage in shape.placement.stages_of(rank) for unit in shape.units}
     for index, action in enumerate(schedule.ranks[rank]):
         kind, unit = action.kind, action[1:]
         if kind not in COMPUTE_KINDS or unit not in kinds_of:
@@ -85,8 +82,9 @@ def _why_foreign(shape: Shape, action: Action) -> str:
         return f"has no such stage; there are {shape.num_stages}"
     if not 0 <= action.microbatch < shape.num_microbatches:
         return f"has no such micro-batch; there are {shape.num_microbatches}"
-    if not 0 <= action.segment < shape.num_segments:
-        return f"has no such segment; there are {shape.num_segments}"
+    segments = shape.segments_of(action.microbatch)
+    if not 0 <= action.segment < segments:
+        return f"has no such segment; there are {segments}"
     return f"belongs to rank {shape.placement.rank_of(action.stage)}"
 
 

@@ -12,9 +12,13 @@ few = settings(derandomize=True, deadline=None, max_examples=20)
 
 
 @st.composite
-def shapes(draw, ranks=8, microbatches=12, segments=8, chunks=4, styles=("looped", "v")):
+def shapes(draw, ranks=8, microbatches=12, segments=8, chunks=4, styles=("looped", "v"), equal=False):
+    """Micro-batches may have unequal numbers of segments, unless `equal`."""
     placement = Placement(draw(st.integers(1, ranks)), draw(st.integers(1, chunks)), draw(st.sampled_from(styles)))
-    return Shape(placement, draw(st.integers(1, microbatches)), draw(st.integers(1, segments)))
+    count, segment = draw(st.integers(1, microbatches)), st.integers(1, segments)
+    if equal or draw(st.booleans()):
+        return Shape(placement, count, draw(segment))
+    return Shape.of(placement, draw(st.lists(segment, min_size=count, max_size=count)))
 
 
 @st.composite
@@ -28,12 +32,12 @@ def full_groups(draw, least_chunks=1, least_groups=1):
 
 @st.composite
 def costs(draw, shape):
-    """Costs without structure: every stage and segment its own, some of them zero."""
+    """Costs without structure: every stage and segment, or unit, its own, some of them zero."""
 
     def table(strategy):
-        row = st.tuples(*[strategy] * shape.num_segments)
+        row = st.tuples(*[strategy] * len(shape.columns))
         return draw(st.tuples(*[row] * shape.num_stages))
 
-    ones = ((1.0,) * shape.num_segments,) * shape.num_stages
+    ones = ((1.0,) * len(shape.columns),) * shape.num_stages
     cost, message = st.integers(0, 6), st.integers(0, 2)
     return Costs(table(cost), table(cost), table(cost), table(message), table(message), ones, ones)

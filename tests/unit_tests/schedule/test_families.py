@@ -55,7 +55,7 @@ def test_every_family_is_valid_for_every_size(family, shape):
 
 
 @fixed
-@given(shapes(chunks=1))
+@given(shapes(equal=True, chunks=1))
 def test_warm_up_of_1f1b(shape):
     ranks, k, units = shape.num_ranks, shape.num_segments, shape.num_units
     schedule = build("1f1b", shape)
@@ -78,7 +78,7 @@ def test_warm_up_of_interleaved_1f1b(shape):
 
 
 @fixed
-@given(shapes(styles=["looped"]))
+@given(shapes(equal=True, styles=["looped"]))
 def test_backwards_follow_the_groups_with_segments_reversed(shape):
     k, microbatches = shape.num_segments, group_of(shape) // shape.num_segments
     for rank, actions in enumerate(build("1f1b", shape).ranks):
@@ -99,8 +99,8 @@ def test_backwards_follow_the_groups_with_segments_reversed(shape):
         assert [tuple(action[1:]) for action in actions if action.kind is B] == backward
 
 
-ENOUGH = shapes(styles=["looped"]).filter(lambda shape: shape.num_units >= shape.num_ranks)
-SIZES = [("gpipe", shapes(chunks=1)), ("1f1b", shapes(chunks=1)), ("1f1b", full_groups()), ("breadth-first", ENOUGH)]
+ENOUGH = shapes(equal=True, styles=["looped"]).filter(lambda shape: shape.num_units >= shape.num_ranks)
+SIZES = [("gpipe", shapes(equal=True, chunks=1)), ("1f1b", shapes(equal=True, chunks=1)), ("1f1b", full_groups()), ("breadth-first", ENOUGH)]
 
 
 @pytest.mark.parametrize("family, sizes", SIZES, ids=["gpipe", "1f1b", "interleaved", "breadth-first"])
@@ -121,13 +121,13 @@ def test_bubble_of_zb_h1(shape, unit):
 
 
 @fixed
-@given(shapes())
+@given(shapes(equal=True))
 def test_zb_h1_holds_no_more_units_than_1f1b(shape):
     assert max(peaks(build("zb-h1", shape))) <= max(peaks(build("1f1b", shape)))
 
 
 @fixed
-@given(shapes())
+@given(shapes(equal=True))
 def test_zb_h1_splits_every_backward_and_keeps_segments_reversed(shape):
     for actions in build("zb-h1", shape).ranks:
         inputs = [tuple(action[1:]) for action in actions if action.kind is I]
@@ -137,14 +137,14 @@ def test_zb_h1_splits_every_backward_and_keeps_segments_reversed(shape):
 
 
 @fixed
-@given(shapes(chunks=1))
+@given(shapes(equal=True, chunks=1))
 def test_zb_h1_is_never_slower_than_1f1b_with_one_chunk(shape):
     costs = Costs.uniform(shape)
     assert idle(build("zb-h1", shape), costs) <= idle(build("1f1b", shape), costs)
 
 
 @fixed
-@given(shapes(chunks=6, styles=["v"]))
+@given(shapes(equal=True, chunks=6, styles=["v"]))
 def test_a_rank_in_a_v_has_one_action_a_tick(shape):
     clock = FAMILIES["1f1b"](shape)
     for rank in range(shape.num_ranks):
@@ -168,7 +168,7 @@ def test_v_shaped_1f1b_beats_one_chunk_at_the_same_memory(k):
 
 
 @fixed
-@given(shapes())
+@given(shapes(equal=True))
 def test_breadth_first_runs_chunk_after_chunk(shape):
     for actions in build("breadth-first", shape).ranks:
         forward = [action.stage for action in actions if action.kind is F]
@@ -226,7 +226,7 @@ def eager(shape):
 
 
 @fixed
-@given(shapes(chunks=1))
+@given(shapes(equal=True, chunks=1))
 def test_the_example_is_valid_and_warms_up_as_it_says(shape):
     schedule = eager(shape)
     validate(schedule)
