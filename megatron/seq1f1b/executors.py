@@ -14,7 +14,7 @@ from .arguments import MegatronRun, PipelineConfig, keywords_in_errors, run_of_p
 from .model import PIECE
 from .model.kernels import AttentionRule, KernelChoice
 from .ranks import warn_on_rank_0
-from .runtime import Packing, PipelineExecutor, Segmentation, Tracer, run_traced
+from .runtime import Packing, PipelineExecutor, Repacking, Segmentation, Tracer, run_traced
 from .v_chunks import in_forward_step
 
 _log = logging.getLogger(__name__)
@@ -90,14 +90,14 @@ def _executor(
     **options: Any,
 ) -> PipelineExecutor:
     """To be called when the first step is about to run: its one line shows whose schedule a program runs."""
-    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, segments: {config.num_segments}")
+    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {_cut_in_words(config)}")
     packing = None
     if config.follows_documents:
         cut = config.cut if config.partition.follows_documents else None
         packing = Packing(end_of_document() if end_of_document else None, cut)
     executor = PipelineExecutor(
         config.schedule,
-        Segmentation(config.num_segments, cache(config.cut), packing),  # cuts in every step
+        _segmentation(config, packing),
         costs=config.partition.costs.of_actions if config.run.has_sizes else None,
         piece=None if config.keeps_logits else PIECE,
         **options,
@@ -108,6 +108,26 @@ def _executor(
     if config.keeps_attention:
         executor.keep_attention()
     return executor
+
+
+def _cut_in_words(config: PipelineConfig) -> str:
+    if config.unit_tokens is not None:
+        return f"units of at most {config.unit_tokens} tokens"
+    return f"segments: {config.num_segments}"
+
+
+def _segmentation(config: PipelineConfig, packing: Packing | None) -> Segmentation:
+    cut = cache(config.cut)  # in every step
+    if config.unit_tokens is None or packing is None:
+        return Segmentation(config.num_segments, cut, packing)
+    per_token, per_pair = config.partition.costs.flops or (1, 0)
+    return Repacking(
+        cut,
+        packing,
+        config.unit_tokens,
+        config.run.segment_multiple,
+        lambda length: per_token * length + per_pair * length**2 / 2,
+    )
 
 
 def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:

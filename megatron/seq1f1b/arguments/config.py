@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..partition import DEFAULT_STRATEGY
-from ..schedule import Given, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
+from ..schedule import FAMILIES, Given, Named, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .device import is_on_cpu
 from .flags import AUTO
 from .megatron_run import MegatronRun
@@ -25,7 +25,8 @@ class PipelineConfig:
     `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens. `keeps_attention`:
     layers are recomputed all but their attention. `keeps_logits`: the loss is not computed in pieces. `offloads`: the
     share of the activations that a rank would hold which waits in the memory of its host. `partitions_state`:
-    data-parallel ranks keep shares of weights and gradients.
+    data-parallel ranks keep shares of weights and gradients. `unit_tokens`: sequences are put into units of at most so
+    many tokens, and `lengths` are those of the longest that there can be.
     """
 
     run: MegatronRun
@@ -36,6 +37,7 @@ class PipelineConfig:
     keeps_logits: bool
     offloads: float
     partitions_state: bool
+    unit_tokens: int | None
     trace_directory: Path | None
     trace_iterations: tuple[int, ...]
     is_on_cpu: bool
@@ -66,10 +68,12 @@ class PipelineConfig:
         """Resolved flags, by name, to write back to parsed arguments; empty under Megatron's own schedule."""
         if self.schedule is None:
             return {}
-        found: dict[str, Any] = {"sequence_splits": self.num_segments, "offload_activations": self.offloads}
+        found: dict[str, Any] = {"offload_activations": self.offloads}
+        if self.unit_tokens is None:
+            found["sequence_splits"] = self.num_segments
         if not isinstance(self.schedule, Given):
             found["pipeline_schedule"] = self.schedule.name
-        if self.num_segments > 1 and self.partition.file is None:
+        if self.num_segments > 1 and self.partition.file is None and self.unit_tokens is None:
             found["sequence_split_strategy"] = self.partition.strategy
         return found
 
@@ -102,14 +106,20 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
 
     Raises ValueError for what is not supported: a sentence that names the flag and the way out.
     """
+    schedule, in_units = _schedule(flags, run.settings), flags.unit_tokens is not None
+    if in_units:
+        _check_units(flags, schedule, run)
     partition = SequencePartition(
         run=run,
         costs=costs,
-        strategy=_strategy(flags, run),
-        num_segments=None if flags.sequence_splits == "auto" else flags.sequence_splits,
+        strategy="even" if in_units else _strategy(flags, run),
+        num_segments=-(-run.sequence_length // flags.unit_tokens)
+        if in_units
+        else None
+        if flags.sequence_splits == "auto"
+        else flags.sequence_splits,
         file=flags.sequence_split_file,
     )
-    schedule = _schedule(flags, run.settings)
     if flags.pipeline_placement != "looped":
         _check_placement(flags.pipeline_placement, schedule, run)
     lengths: tuple[int, ...] = (run.sequence_length,)
@@ -121,7 +131,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         if isinstance(schedule, Planned) and schedule.placement == "v":
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
-        _refuse(run.settings, schedule, len(lengths) > 1)
+        _refuse(run.settings, schedule, len(lengths) > 1 or in_units)
     if flags.recompute_keeps_attention:
         _check_recomputation(schedule, run.settings)
     offloads = flags.offload_activations
@@ -146,6 +156,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         keeps_logits=flags.keep_logits,
         offloads=offloads,
         partitions_state=flags.partition_state,
+        unit_tokens=flags.unit_tokens,
         trace_directory=flags.pipeline_trace,
         trace_iterations=tuple(flags.pipeline_trace_iterations),
         is_on_cpu=is_on_cpu(flags),
@@ -153,7 +164,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
 
 
 def _asks_for_segments(flags: argparse.Namespace) -> bool:
-    return flags.sequence_splits not in (None, 1) or flags.sequence_split_file is not None
+    given = flags.sequence_split_file, flags.unit_tokens
+    return flags.sequence_splits not in (None, 1) or any(each is not None for each in given)
 
 
 def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
@@ -173,6 +185,38 @@ def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
         )
     length = partition.run.sequence_length
     return partition.costs.best_num_segments(schedule, lambda number: partition.cut(length, number))
+
+
+def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
+    """Raise ValueError for what does not go with sequences in units of equal size."""
+    most, settings = flags.unit_tokens, run.settings
+    others = "sequence_splits", "sequence_split_file", "sequence_split_strategy", "sequence_split_profile"
+    other = next((name for name in others if getattr(flags, name) is not None), None)
+    if other is not None:
+        raise ValueError(f"--unit-tokens determines where sequences are cut; drop --{other.replace('_', '-')}")
+    if not isinstance(schedule, Named):
+        raise ValueError(
+            "--unit-tokens gives each step other numbers of segments, for which no order is planned in time; take a "
+            f"--pipeline-schedule of {', '.join(FAMILIES)}"
+        )
+    if most < 1 or most % run.segment_multiple:
+        raise ValueError(
+            f"--unit-tokens {most} is no multiple of {run.segment_multiple}, as tensor and context parallelism need it"
+        )
+    if not packs_documents(settings):
+        raise ValueError(
+            "--unit-tokens is for sequences that do not see one another; add --sft, --reset-attention-mask or "
+            "--dataloader-inter-document-masking"
+        )
+    if not settings.get("calculate_per_token_loss"):
+        raise ValueError(
+            "--unit-tokens moves sequences between micro-batches, so each token has to count the same; add "
+            "--calculate-per-token-loss"
+        )
+    if run.micro_batch_size != 1:
+        raise ValueError(
+            f"--unit-tokens makes micro-batches itself; give --micro-batch-size 1, not {run.micro_batch_size}"
+        )
 
 
 def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
@@ -226,6 +270,7 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
             raise ValueError(str(error)) from error
     name = flags.pipeline_schedule
     has_segments = flags.sequence_splits is not None or flags.sequence_split_file is not None
+    has_segments |= flags.unit_tokens is not None
     if name is None and (has_segments or flags.sequence_split_strategy == "terapipe"):
         name = "1f1b"
     if name is None:

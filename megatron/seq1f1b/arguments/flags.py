@@ -248,6 +248,15 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
         "number of the shortest predicted step that fits the device's memory. Default: 1, sequences stay whole.",
     )
     group.add_argument(
+        "--unit-tokens",
+        type=int,
+        metavar="N",
+        help="Instead of a number of segments: put the sequences of a step, long and short, into units of at most N "
+        "tokens. Longer ones are cut, shorter ones share a unit, padding is left out, and data-parallel ranks get "
+        "equal work. For --sft and other packed documents, with --calculate-per-token-loss and --micro-batch-size 1. "
+        "See docs/long-and-short.md.",
+    )
+    group.add_argument(
         "--sequence-split-strategy",
         "--pipe-sp-strategy",
         type=lambda name: _STRATEGY_ALIASES.get(name, name),

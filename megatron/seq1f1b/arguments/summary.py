@@ -36,6 +36,8 @@ def summary(config: PipelineConfig, attention: str) -> str:
 
 
 def _segments(config: PipelineConfig) -> str:
+    if config.unit_tokens is not None:
+        return f"units of at most {config.unit_tokens} tokens, of sequences as the data have them"
     if config.num_segments == 1:
         return f"1, sequences of {config.run.sequence_length} tokens stay whole"
     lengths = list(map(str, config.lengths))

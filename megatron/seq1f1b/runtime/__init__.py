@@ -2,5 +2,6 @@
 
 from .executor import PipelineExecutor
 from .recorder import Reading
+from .repacking import Repacking
 from .segmentation import Packing, Segmentation
 from .tracer import Tracer, run_traced

@@ -1,6 +1,6 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 from ..model import (
     PIECE,
-    Documents,
     HostMemory,
     MovableResults,
     SegmentContext,
@@ -29,7 +28,6 @@ from ..ranks import check_agreement
 from ..schedule import CostsOfLengths, Placement, ScheduleChoice, Shape
 from .call import Call
 from .communication import Communicator, channels_of
-from .data import SegmentIterator
 from .gradient_sync import add_up_tied_embeddings
 from .interpreter import Interpreter, Services, Step
 from .loss import LossLedger
@@ -37,7 +35,7 @@ from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
 from .recorder import Recorder
-from .segmentation import Segmentation, documents_of_step
+from .segmentation import Segmentation
 from .tracer import Tracer
 
 
@@ -114,19 +112,14 @@ class PipelineExecutor:
                     "--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments"
                 )
         placement = Placement(call.pipeline.size(), len(call.chunks), self._programs.placement)
-        shape = Shape(placement, call.num_microbatches, self._segmentation.num_segments)
-        if shape.num_ranks > 1:  # a rank without neighbours may run alone
-            self._agree(shape, call)
+        if placement.num_ranks > 1:  # a rank without neighbours may run alone
+            self._agree(placement, call)
         lengths = self._segmentation.lengths(call.seq_length)
         communicator = self._communicator(call, placement)
         kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
         in_turn = communicator.is_on_device and kernels not in self._ran_before
-        program = self._programs.program(shape, lengths, call.pipeline.rank(), call.forward_only, in_turn)
-        if is_partitioned(call.chunks):
-            program = program.with_partitioned_state
         # Else nothing is needed, and the model keeps its own attention.
         if not self._segmentation.is_trivial or self._context.kept_attention is not None:
-            self._context.splits_backwards = program.splits_backwards
             attach(call.chunks, self._context)
         add_up_all_weight_gradients(call.chunks)
         num_tokens = call.seq_length * (call.micro_batch_size or 0) // call.groups.cp.size()
@@ -136,11 +129,16 @@ class PipelineExecutor:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=call.config.barrier_with_L1_time)
         try:
+            step = self._step(call, placement)
+            program = self._programs.program(step.shape, lengths, step.rank, call.forward_only, in_turn)
+            if is_partitioned(call.chunks):
+                program = program.with_partitioned_state
+            self._context.splits_backwards = program.splits_backwards
             with communicator.in_turn() if in_turn else nullcontext():
-                reports = self._run(self._step(call, shape), program, communicator)
+                reports = self._run(step, program, communicator)
             self._ran_before.add(kernels)
         except BaseException as error:
-            if shape.num_ranks > 1:
+            if placement.num_ranks > 1:
                 self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -151,25 +149,14 @@ class PipelineExecutor:
             timers("forward-backward").stop()
         return reports
 
-    def _step(self, call: Call, shape: Shape) -> Step:
-        """The call cut into segments."""
-        check = None
-        if shape.num_segments > 1 and self._segmentation.packing is None:
-            check = partial(self._context.masks.require_causal, may_be_inverted=True)
-        batches = [iterator and SegmentIterator(iterator, check) for iterator in call.iterators]
-        documents: Sequence[Documents | None] = [None] * shape.num_microbatches
-        if self._segmentation.packing is not None:
-            end_of_document = self._segmentation.packing.end_of_document
-            documents = documents_of_step(call, shape.placement, batches, end_of_document)
-        segments = [
-            self._segmentation.segments(number, call.seq_length, packed) for number, packed in enumerate(documents)
-        ]
-        return Step(call, shape.placement, call.pipeline.rank(), segments, batches)
+    def _step(self, call: Call, placement: Placement) -> Step:
+        check = partial(self._context.masks.require_causal, may_be_inverted=True)
+        call, segments, batches = self._segmentation.cut_step(call, placement, check)
+        return Step(call, Shape.of(placement, list(map(len, segments))), call.pipeline.rank(), segments, batches)
 
     def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
-        call, lengths = step.call, self._segmentation.common_lengths(step.call.seq_length)
-        shape = Shape(step.placement, call.num_microbatches, self._segmentation.num_segments)
+        call, shape, lengths = step.call, step.shape, self._segmentation.common_lengths(step.call.seq_length)
         losses = LossLedger(call.config.calculate_per_token_loss, call.groups.cp)
         sync = gradient_sync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
@@ -238,14 +225,14 @@ class PipelineExecutor:
             )
         return self._communicators[key]
 
-    def _agree(self, shape: Shape, call: Call) -> None:
+    def _agree(self, placement: Placement, call: Call) -> None:
         """Compare this step with that of the other ranks, the first time that a step like it runs."""
         plan = (
-            f"{self._programs.name}, {'evaluation' if call.forward_only else 'training'} on {shape.num_ranks} ranks "
-            f"with {shape.num_chunks} model chunks ({shape.placement.style}), {shape.num_microbatches} micro-batches "
-            f"of {call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}, of a model with "
-            f"{getattr(call.config, 'num_layers', 'its own')} layers and messages of {call.config.hidden_size} "
-            f"{call.config.pipeline_dtype}"
+            f"{self._programs.name}, {'evaluation' if call.forward_only else 'training'} on {placement.num_ranks} "
+            f"ranks with {placement.num_chunks} model chunks ({placement.style}), {call.num_microbatches} "
+            f"micro-batches of {call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}, "
+            f"of a model with {getattr(call.config, 'num_layers', 'its own')} layers and messages of "
+            f"{call.config.hidden_size} {call.config.pipeline_dtype}"
         )
         if plan not in self._agreed:
             check_agreement(plan)

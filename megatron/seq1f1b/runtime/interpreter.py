@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..model import HostMemory, Segment, SegmentContext, WeightGradientStore
-from ..schedule import Action, Kind, Placement
+from ..schedule import Action, Kind, Placement, Shape
 from .call import Call
 from .communication import Communicator, channels_of
 from .data import SegmentIterator
@@ -38,15 +38,19 @@ class Step:
     """
 
     call: Call
-    placement: Placement
+    shape: Shape
     rank: int
     segments: Sequence[Sequence[Segment]]
     batches: Sequence[SegmentIterator | None]
 
+    @property
+    def placement(self) -> Placement:
+        return self.shape.placement
+
     def message_shape(self, length: int, stage: int) -> tuple[int, ...]:
         """Of the activations of `length` tokens that `stage` sends, and of their gradients."""
         # As Megatron's functions have it: interleaved ones do not look at the length of the decoder's sequences.
-        is_plain = len(self.call.chunks) == len(self.segments[0]) == 1
+        is_plain = len(self.call.chunks) == self.shape.num_segments == 1
         rows, *sizes = self.call.message_shape(length, self.call.decoder_seq_length if is_plain else None)
         return (rows * rows_per_token(self.call.config, self.placement, stage), *sizes)
 
@@ -132,8 +136,8 @@ class Interpreter:
         order = [action for action in program if action.kind in (Kind.F, Kind.B, Kind.I)]
         in_flight = next((index for index, action in enumerate(order) if action.kind is not Kind.F), len(order))
         forwards = (action for action in order if action.kind is Kind.F)
-        num_segments = len(self._step.segments[0])
-        return frozenset(f for index, f in enumerate(forwards) if index % in_flight >= limit * num_segments)
+        limit *= self._step.shape.num_segments
+        return frozenset(f for index, f in enumerate(forwards) if index % in_flight >= limit)
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch, index = action

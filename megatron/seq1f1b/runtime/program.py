@@ -44,6 +44,8 @@ _SERVED = {
 _ALL_QUEUES = "32"
 # Forwards of all stages from which on planning takes seconds.
 _MANY_FORWARDS = 5_000
+# Programs that are kept: those of training and evaluation, of the first step and later ones, of a few batch sizes.
+_KEPT = 16
 
 
 def streams_share_queues() -> bool:
@@ -72,7 +74,7 @@ class Program:
 
 
 class Programs:
-    """The program of this rank for every shape of a step, made when a step first has it.
+    """The program of this rank for the shape of a step, kept for the next ones like it.
 
     A planned schedule is planned for `costs(lengths)` of segments of certain lengths, equal ones if `costs` is None.
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
@@ -86,7 +88,7 @@ class Programs:
         self._choice = choice
         self._one_queue = one_queue
         self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
-        self._programs: dict[tuple[Shape, tuple[int, ...], int, bool, bool], Program] = {}
+        self._made = lru_cache(maxsize=_KEPT)(self._make)
 
     def program(
         self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool, in_turn: bool = False
@@ -95,13 +97,10 @@ class Programs:
 
         Raises ValueError if the schedule is a given one of another shape.
         """
-        key = shape, tuple(lengths), rank, forward_only, in_turn
-        if key not in self._programs:
-            with _without_collection():
-                self._programs[key] = self._made(*key)
-        return self._programs[key]
+        with _without_collection():
+            return self._made(shape, tuple(lengths), rank, forward_only, in_turn)
 
-    def _made(self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool) -> Program:
+    def _make(self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool) -> Program:
         if forward_only:  # in an order that fits any shape
             named = self._choice if isinstance(self._choice, Named) else Named("1f1b")
             actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)

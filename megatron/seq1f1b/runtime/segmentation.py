@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,15 @@ class Packing:
 
     end_of_document: int | None
     cut: Callable[[int, Documents], Sequence[int]] | None = None
+
+
+class Cut(NamedTuple):
+    """A step cut into segments: `segments[m][s]` is segment s of micro-batch m of `call`, `batches` are the data of the
+    model chunks of this rank."""
+
+    call: Call
+    segments: list[list[Segment]]
+    batches: list[SegmentIterator | None]
 
 
 class Segmentation:
@@ -64,8 +73,18 @@ class Segmentation:
             return self.packing.cut(sequence_length, documents)
         return self._cut(sequence_length)
 
-    def segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
-        """The segments of a micro-batch."""
+    def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
+        """The call cut into segments. `check(mask, where)` gets the attention masks of batches where all segments see
+        all that comes before."""
+        checks = self.num_segments > 1 and self.packing is None
+        batches = [iterator and SegmentIterator(iterator, check if checks else None) for iterator in call.iterators]
+        documents: Sequence[Documents | None] = [None] * call.num_microbatches
+        if self.packing is not None:
+            documents = documents_of_step(call, placement, batches, self.packing.end_of_document)
+        segments = [self._segments(number, call.seq_length, packed) for number, packed in enumerate(documents)]
+        return Cut(call, segments, batches)
+
+    def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
         lengths = self.lengths(sequence_length, documents)
         return [
             Segment(microbatch, index, end - length, end, sequence_length, documents)

@@ -1,0 +1,87 @@
+"""Long and short sequences in units of at most so many tokens: a long one is cut, short ones share a unit.
+
+The chunks of ChunkFlow (arXiv 2503.02356, section 4.1), made for all replicas of a model at once.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import batched
+
+from .by_formula import even
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens.
+
+    Only the first sequence may be in more than one segment. The last segment ends with tokens of no sequence where
+    its length has to be a multiple.
+    """
+
+    sequences: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def packs_of_step(
+    lengths: Sequence[int],
+    most: int,
+    multiple_of: int = 1,
+    replicas: int = 1,
+    work: Callable[[int], float] = float,
+    alike: bool = False,
+) -> list[list[Pack]]:
+    """For each replica its micro-batches, of sequences of `lengths` tokens in units of at most `most` tokens.
+
+    `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and
+    each at least one micro-batch; what takes least comes first, so that the last stage waits least. With `alike` the
+    micro-batches of all replicas have equal numbers of segments, for collectives between them.
+    """
+    packs = _packs(lengths, most, multiple_of)
+    work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
+    packs.sort(key=lambda pack: (len(pack.lengths) if alike else 0, work_of[pack]), reverse=True)
+    shares: list[list[Pack]] = [[] for _ in range(replicas)]
+    loads = [0.0] * replicas
+    # One after the other to who has least; where all are to be alike, in rounds with one for each.
+    for round_ in batched(packs, replicas if alike else 1):
+        free = sorted(range(replicas), key=loads.__getitem__)
+        for pack, replica in zip(sorted(round_, key=work_of.__getitem__, reverse=True), free, strict=False):
+            shares[replica].append(pack)
+            loads[replica] += work_of[pack]
+        for replica in free[len(round_) :] if alike else ():
+            shares[replica].append(Pack((), (multiple_of,)))
+    filled = [share or [Pack((), (multiple_of,))] for share in shares]
+    if alike:
+        filled = [*map(list, zip(*(_alike(row, multiple_of) for row in zip(*filled, strict=True)), strict=True))]
+    return [share[::-1] for share in filled]
+
+
+def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
+    """Sequences by falling length, each where the room left is smallest (best fit)."""
+    members: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # in the last unit of a pack, and which, ascending
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        place = bisect_left(room, (lengths[number], -1))
+        if lengths[number] > most or place == len(room):
+            members.append([number])
+            insort(room, (-lengths[number] % most, len(members) - 1))
+        else:
+            left, pack = room.pop(place)
+            members[pack].append(number)
+            insort(room, (left - lengths[number], pack))
+    packs = []
+    for numbers in members:
+        whole, last = divmod(sum(lengths[number] for number in numbers) - 1, most)
+        packs.append(Pack(tuple(numbers), (most,) * whole + (-(-(last + 1) // multiple_of) * multiple_of,)))
+    return packs
+
+
+def _alike(packs: Sequence[Pack], multiple_of: int) -> list[Pack]:
+    """The same with as many segments each as the longest has."""
+    most = max(len(pack.lengths) for pack in packs)
+    return [
+        pack
+        if len(pack.lengths) == most
+        else Pack(pack.sequences, even(max(sum(pack.lengths), most * multiple_of), most, multiple_of))
+        for pack in packs
+    ]

@@ -1,0 +1,229 @@
+"""The sequences of a step in units of at most so many tokens, whatever the batches that they come in.
+
+The data of all replicas are read before the step, and every rank plans it from the lengths of all sequences. Tokens
+behind the last one of a sequence that has a loss are left out: causal attention shows them to no other loss.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..model import Segment
+from ..partition import Pack, packs_of_step
+from ..ranks import warn_on_rank_0
+from ..schedule import Placement
+from .call import Call
+from .data import SegmentIterator
+from .segmentation import Cut, Packing, Segmentation, document_starts
+
+_log = logging.getLogger(__name__)
+
+# Entries of a batch that follow from the lengths of its sequences.
+_BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
+# One sequence: its part [n] of every entry of a batch.
+_Sequence = Mapping[str, Tensor]
+
+
+class Repacking(Segmentation):
+    """Units of at most `most` tokens, multiples of `multiple_of`, of the sequences or documents of a step.
+
+    `cut` gives the lengths for a sequence alone, `work` what a sequence of so many tokens takes, in any unit.
+    """
+
+    def __init__(
+        self,
+        cut: Callable[[int], Sequence[int]],
+        packing: Packing,
+        most: int,
+        multiple_of: int = 1,
+        work: Callable[[int], float] = float,
+    ) -> None:
+        super().__init__(0, cut, packing)
+        self._most = most
+        self._multiple_of = multiple_of
+        self._work = work
+        self._has_reported = False
+
+    def common_lengths(self, sequence_length: int) -> Sequence[int] | None:
+        return None
+
+    def description(self, sequence_length: int) -> str:
+        return f"units of at most {self._most} tokens"
+
+    def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
+        """The call with micro-batches of one row each, as many as this replica has."""
+        if not call.config.calculate_per_token_loss:
+            raise ValueError(
+                "--unit-tokens moves sequences between micro-batches, so each token has to count the same; add "
+                "--calculate-per-token-loss"
+            )
+        read = [[next(batches) for _ in range(call.num_microbatches)] for batches in call.iterators if batches]
+        entries = _Entries(read[0][0]) if read else None
+        shape = call.micro_batch_size, call.seq_length
+        sequences = [each for batch in read[0] for each in self._sequences(batch, shape)] if read else []
+        lengths = _of_all_replicas(call, placement, list(map(_length, sequences)))
+        firsts = list(accumulate(map(len, lengths), initial=0))
+        flat = [length for each in lengths for length in each]
+        replica, alike = call.groups.dp.rank(), getattr(call.config, "expert_model_parallel_size", 1) > 1
+        shares = packs_of_step(flat, self._most, self._multiple_of, len(lengths), self._work, alike)
+        packs = shares[replica]
+        self._report(call, flat, shares)
+        owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
+        batches: list[SegmentIterator | None] = [None] * len(call.iterators)
+        if entries is not None:
+            own = _exchanged(call, entries, dict(enumerate(sequences, firsts[replica])), owners, flat, firsts)
+            whole = [entries.joined([own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
+            batches = [iterator and SegmentIterator(iter(whole)) for iterator in call.iterators]
+        call = copy(call)
+        call.num_microbatches, call.micro_batch_size = len(packs), 1
+        return Cut(call, [_segments(number, pack, flat) for number, pack in enumerate(packs)], batches)
+
+    def _sequences(self, batch: Any, shape: tuple[int, int]) -> list[_Sequence]:
+        """Those of a batch, without what follows the last token with a loss; those without a loss are left out."""
+        if isinstance(batch, (list, tuple)):
+            found = list(batch)
+        else:
+            starts = document_starts(batch, shape, self.packing.end_of_document)
+            rows = {name: leaf for name, leaf in batch.items() if name not in _BOUNDS}
+            found = []
+            for row, of_row in enumerate(starts):
+                bounds = [*of_row.nonzero().view(-1).tolist(), shape[1]]
+                for start, end in zip(bounds, bounds[1:], strict=False):
+                    found.append({name: leaf[row, start:end] for name, leaf in rows.items()})
+        return [each for each in map(_trimmed, found) if _length(each)]
+
+    def _report(self, call: Call, lengths: Sequence[int], shares: Sequence[Sequence[Pack]]) -> None:
+        if self._has_reported or call.forward_only:
+            return
+        self._has_reported = True
+        packs = [pack for share in shares for pack in share]
+        units, tokens = Counter(len(pack.lengths) for pack in packs), sum(lengths)
+        filled = sum(sum(pack.lengths) for pack in packs)
+        given = call.num_microbatches * (call.micro_batch_size or 1) * call.seq_length * len(shares)
+        warn_on_rank_0(
+            _log,
+            f"The first step has {len(lengths)} sequences of {min(lengths, default=0)} to {max(lengths, default=0)} "
+            f"tokens: {len(packs)} micro-batches of {min(units)} to {max(units)} units. "
+            f"{100 * (1 - tokens / filled):.1f} % of their tokens are padding, of the batches' "
+            f"{100 * (1 - tokens / given):.1f} %.",
+        )
+
+
+class _Entries:
+    """The entries of the batches of a step, and how sequences are joined to such a batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._bounds: dict[str, torch.dtype] = {}
+        if isinstance(batch, (list, tuple)):
+            self.dtypes = {name: leaf.dtype for name, leaf in batch[0].items()}
+            return
+        shape = batch["tokens"].shape
+        unfit = [name for name, leaf in batch.items() if name not in _BOUNDS and leaf.shape != shape]
+        if unfit:
+            raise ValueError(
+                f"{unfit[0]} {list(batch[unfit[0]].shape)} in a batch does not go with --unit-tokens, which takes "
+                f"sequences of {list(shape)} tokens apart"
+                + ("; add --no-create-attention-mask-in-dataloader" if unfit[0] == "attention_mask" else "")
+            )
+        self._bounds = {name: leaf.dtype for name, leaf in batch.items() if name in _BOUNDS}
+        self.dtypes = {name: leaf.dtype for name, leaf in batch.items() if name not in _BOUNDS}
+
+    def joined(self, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
+        """Sequences one after the other in one row of `length` tokens, which zeros without a loss fill up.
+
+        Positions count from the start of each sequence.
+        """
+        lengths = list(map(_length, sequences))
+        lengths += [length - sum(lengths)] if length > sum(lengths) else []
+        batch = {
+            name: torch.cat([*(each[name] for each in sequences), torch.zeros(length, dtype=dtype)])[None, :length]
+            for name, dtype in self.dtypes.items()
+        }
+        if "position_ids" in batch:
+            positions = torch.cat([torch.arange(each) for each in lengths])
+            batch["position_ids"] = positions[None].to(batch["position_ids"])
+        bounds = {"max_seqlen": [max(lengths)]}
+        for name, dtype in self._bounds.items():
+            values = bounds.get(name, [[0, *accumulate(lengths)]])
+            batch[name] = torch.tensor(values, dtype=dtype)
+        return batch
+
+
+def _length(sequence: _Sequence) -> int:
+    return len(next(iter(sequence.values())))
+
+
+def _trimmed(sequence: _Sequence) -> _Sequence:
+    mask = sequence.get("loss_mask")
+    if mask is None:
+        return sequence
+    last = int(mask.nonzero().max()) if mask.any() else -1
+    return {name: leaf[: last + 1] for name, leaf in sequence.items()}
+
+
+def _segments(number: int, pack: Pack, lengths: Sequence[int]) -> list[Segment]:
+    own = [lengths[each] for each in pack.sequences]
+    length = sum(pack.lengths)
+    starts = tuple(start for start in accumulate(own, initial=0) if start < length)
+    ends = accumulate(pack.lengths)
+    return [
+        Segment(number, index, end - each, end, length, (starts,))
+        for index, (each, end) in enumerate(zip(pack.lengths, ends, strict=True))
+    ]
+
+
+def _of_all_replicas(call: Call, placement: Placement, lengths: list[int]) -> list[list[int]]:
+    """The lengths of the sequences that each replica has read, on all ranks.
+
+    The rank of the first stage has them, and of its tensor-parallel ranks the first.
+    """
+    source, pipeline, tensor, replicas = placement.rank_of(0), call.pipeline, call.groups.tp, call.groups.dp
+    gathered: list[Any] = [None] * replicas.size()
+    if pipeline.rank() == source and tensor.rank() == 0:
+        dist.all_gather_object(gathered, lengths, group=replicas)
+    if tensor.rank() == 0:
+        dist.broadcast_object_list(gathered, dist.get_global_rank(pipeline, source), group=pipeline)
+    dist.broadcast_object_list(gathered, dist.get_global_rank(tensor, 0), group=tensor)
+    return gathered
+
+
+def _exchanged(
+    call: Call,
+    entries: _Entries,
+    read: Mapping[int, _Sequence],
+    owners: Mapping[int, int],
+    lengths: Sequence[int],
+    firsts: Sequence[int],
+) -> Mapping[int, _Sequence]:
+    """The sequences that this replica owns, by number, from those that each has `read`.
+
+    Replica r has read the sequences from `firsts[r]` on.
+    """
+    group = call.groups.dp
+    if group.size() == 1:
+        return read
+    outgoing = [[number for number in read if owners[number] == replica] for replica in range(group.size())]
+    incoming = [
+        [number for number in range(first, end) if owners[number] == group.rank()]
+        for first, end in zip(firsts, firsts[1:], strict=False)
+    ]
+    sent = [sum(lengths[number] for number in numbers) for numbers in outgoing]
+    received = [sum(lengths[number] for number in numbers) for numbers in incoming]
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else call.device
+    parts: dict[int, dict[str, Tensor]] = {number: {} for numbers in incoming for number in numbers}
+    for name, dtype in entries.dtypes.items():
+        own = [read[number][name] for numbers in outgoing for number in numbers]
+        given = torch.cat([*own, torch.empty(0, dtype=dtype)]).to(device)
+        taken = torch.empty(sum(received), dtype=dtype, device=device)
+        dist.all_to_all_single(taken, given, received, sent, group=group)
+        for number, part in zip(parts, taken.split([lengths[number] for number in parts]), strict=True):
+            parts[number][name] = part.cpu()
+    return parts
