@@ -182,7 +182,7 @@ class PipelineExecutor:
                 sync=sync,
                 around_forward=self._around_forward,
                 recorder=recorder,
-                around=partial(self._programs.around, shape, lengths, step.rank),
+                around=partial(self._programs.around, shape, self._segmentation.lengths(call.seq_length), step.rank),
                 host_memory=self._host_memory,
             )
             Interpreter(step, services).run(program)
