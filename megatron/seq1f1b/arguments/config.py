@@ -189,7 +189,7 @@ def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
 
 def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
     """Raise ValueError for what does not go with sequences in units of equal size."""
-    most, settings = flags.unit_tokens, run.settings
+    most = flags.unit_tokens
     others = "sequence_splits", "sequence_split_file", "sequence_split_strategy", "sequence_split_profile"
     other = next((name for name in others if getattr(flags, name) is not None), None)
     if other is not None:
@@ -202,20 +202,6 @@ def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice | None, run
     if most < 1 or most % run.segment_multiple:
         raise ValueError(
             f"--unit-tokens {most} is no multiple of {run.segment_multiple}, as tensor and context parallelism need it"
-        )
-    if not packs_documents(settings):
-        raise ValueError(
-            "--unit-tokens is for sequences that do not see one another; add --sft, --reset-attention-mask or "
-            "--dataloader-inter-document-masking"
-        )
-    if not settings.get("calculate_per_token_loss"):
-        raise ValueError(
-            "--unit-tokens moves sequences between micro-batches, so each token has to count the same; add "
-            "--calculate-per-token-loss"
-        )
-    if run.micro_batch_size != 1:
-        raise ValueError(
-            f"--unit-tokens makes micro-batches itself; give --micro-batch-size 1, not {run.micro_batch_size}"
         )
 
 
@@ -291,6 +277,8 @@ def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments:
         uses.add(Use.V_CHUNKS)
     if settings.get("partition_state"):
         uses.add(Use.PARTITIONED_STATE)
+    if settings.get("unit_tokens") is not None:
+        uses.add(Use.UNITS)
     sentence = first_unsupported(settings, uses)
     if sentence is not None:
         raise ValueError(sentence)

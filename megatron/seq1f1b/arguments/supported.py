@@ -34,6 +34,7 @@ class Use(Enum):
     V_CHUNKS = "with --pipeline-placement v"
     OFFLOAD = "with --offload-activations"
     PARTITIONED_STATE = "with --partition-state"
+    UNITS = "with --unit-tokens"
 
 
 class Unsupported(NamedTuple):
@@ -79,6 +80,11 @@ def _hybridep_needs_equal_lengths(settings: Mapping[str, Any]) -> bool:
     is_used = settings.get("moe_token_dispatcher_type") == "flex"
     is_used &= settings.get("moe_flex_dispatcher_backend") == "hybridep"
     return is_used and packs_documents(settings) and not settings.get("moe_hybridep_pad_uneven_dispatch_inputs")
+
+
+def _gathers_tokens(settings: Mapping[str, Any]) -> bool:
+    is_used = settings.get("moe_token_dispatcher_type") == "allgather"
+    return is_used and (settings.get("expert_model_parallel_size") or 1) > 1
 
 
 def _has_layers(symbol: str, settings: Mapping[str, Any]) -> bool:
@@ -350,6 +356,37 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             lambda settings: bool(
                 settings.get("partition_state") and settings.get("ckpt_format") not in (None, "torch_dist")
             ),
+        ),
+    ),
+    Use.UNITS: (
+        Unsupported(
+            "a run whose documents see one another",
+            "has sequences of one length",
+            "add --sft, --reset-attention-mask or --dataloader-inter-document-masking, or take --sequence-splits",
+            lambda settings: not packs_documents(settings),
+        ),
+        Unsupported(
+            "a run without --calculate-per-token-loss",
+            "weighs a token by the micro-batch that it is in, which units change",
+            "add --calculate-per-token-loss",
+            lambda settings: not settings.get("calculate_per_token_loss"),
+        ),
+        Unsupported(
+            "--mtp-num-layers",
+            "weighs predictions by the micro-batch that they are in, which units change",
+            "take --sequence-splits instead of --unit-tokens",
+        ),
+        Unsupported(
+            "--micro-batch-size above 1",
+            "puts several sequences side by side, where units put them one after the other",
+            "give --micro-batch-size 1",
+            lambda settings: (settings.get("micro_batch_size") or 1) > 1,
+        ),
+        Unsupported(
+            "--moe-token-dispatcher-type allgather with expert parallelism",
+            "needs as many tokens on every rank, where each has its own",
+            "use --moe-token-dispatcher-type alltoall",
+            _gathers_tokens,
         ),
     ),
 }

@@ -60,11 +60,6 @@ class Repacking(Segmentation):
 
     def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
         """The call with micro-batches of one row each, as many as this replica has."""
-        if not call.config.calculate_per_token_loss:
-            raise ValueError(
-                "--unit-tokens moves sequences between micro-batches, so each token has to count the same; add "
-                "--calculate-per-token-loss"
-            )
         read = [[next(batches) for _ in range(call.num_microbatches)] for batches in call.iterators if batches]
         entries = _Entries(read[0][0]) if read else None
         shape = call.micro_batch_size, call.seq_length

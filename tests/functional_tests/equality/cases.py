@@ -48,7 +48,7 @@ class Layout:
 @dataclass(frozen=True)
 class Case:
     """One step. Segments are multiples of `multiple` tokens; `packed` is how a batch marks the documents of its
-    sequences.
+    sequences, which "units" of as many tokens as the first segment take apart.
     """
 
     family: str

@@ -13,6 +13,7 @@ from math import inf, isclose
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 
@@ -26,7 +27,7 @@ from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.costs import AnalyticTime
-from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Segmentation
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Kind, choose
 
 # Logits of one or a few tokens on a rank, where a step has several micro-batches; where it has one, all are kept.
@@ -142,8 +143,7 @@ def compare(
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     for (name, case), expected in zip(cases.items(), expectations, strict=True):
         expected_reports, expected_grads, expected_logs, expected_evaluation = expected
-        packing = Packing(0, cut_by_documents(case)) if case.packed else None
-        cut = Segmentation(case.k, lambda length, case=case: case.lengths, packing)
+        cut = segmentation(case)
         piece = None if case.m == 1 else _PIECE
         schedule = choose(case.family, layout.style)
         executor = PipelineExecutor(schedule, cut, piece=piece)
@@ -160,7 +160,10 @@ def compare(
 
         errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
         for got, wanted in ((reports, expected_reports), *((each, expected_evaluation) for each in evaluations)):
-            wanted = wanted[first::replicas] if has_loss(layout) else []
+            if case.packed == "units":
+                got, wanted = in_all(got, wanted, layout)
+            else:
+                wanted = wanted[first::replicas] if has_loss(layout) else []
             if len(got) != len(wanted):
                 errors[f"{len(got)} reports instead of {len(wanted)}"] = inf
             for microbatch, (mine, theirs) in enumerate(zip(got, wanted, strict=False)):
@@ -192,6 +195,26 @@ def compare(
             if not isclose(logs[name], value, rel_tol=2e-6)
         ]
         yield name, Verdict(len(grads), max(errors.values(), default=0.0), wrong)
+
+
+def segmentation(case: Case) -> Segmentation:
+    """Where our run cuts its sequences."""
+
+    def lengths(length: int) -> tuple[int, ...]:
+        return case.lengths
+
+    if case.packed == "units":
+        return Repacking(lengths, Packing(0), case.lengths[0], case.multiple)
+    return Segmentation(case.k, lengths, Packing(0, cut_by_documents(case)) if case.packed else None)
+
+
+def in_all(got: list[dict], wanted: list[dict], layout: Layout) -> tuple[list[dict], list[dict]]:
+    """Sums over all micro-batches and replicas: units are of other micro-batches than the reference has."""
+    if not has_loss(layout):
+        return got, []
+    total = sum(report["lm loss"] for report in got)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return [{"lm loss": total}], [{"lm loss": sum(report["lm loss"] for report in wanted)}]
 
 
 def cut_by_documents(case: Case):

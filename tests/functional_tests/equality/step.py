@@ -126,6 +126,8 @@ def batches(case: Case, first: int, step: int):
         }
         if case.packed == "apart":
             yield from apart(batch | packed(tokens[:, :-1], "tokens"), microbatch)
+        elif case.packed == "units":
+            yield batch | packed(tokens[:, :-1], "cu_seqlens")
         else:
             yield batch | packed(tokens[:, :-1], case.packed) if case.packed else batch
 

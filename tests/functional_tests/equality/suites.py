@@ -79,11 +79,16 @@ DOCUMENTS = [
         (7, 2, "uneven", "cu_seqlens"),
     )
 ]
+UNITS = [
+    Case(family, k, m, "even", "random", "units")
+    for family, k, m in (("1f1b", 3, 2), ("zb-h1", 7, 3), ("breadth-first", 4, 2), ("gpipe", 2, 1))
+]
 OFFLOADED = [Case(each, 4, 3, "uneven", "random") for each in ("gpipe", "zb-h1")]
 PREDICTED = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for case in (FEW[0], *FEW[2:4])]
 
 EXACT, LEARNED = Model(), {"tied": True, "positions": "learned_absolute"}
 LEARNED_RECOMPUTED = LEARNED | {"recompute": "full"}
+SUMMED = replace(EXACT, per_token_loss=True)
 FP32 = {"dtype": torch.float32, "per_token_loss": True}
 KEPT = {"recompute": "full", "keeps_attention": True}
 WINDOW = {"window_size": (9, 0), "window_attn_skip_freq": 2}
@@ -202,6 +207,29 @@ SUITES = {
         (replace(EXACT, offloads=1.0), V, [Case(each, 4, 3, "uneven", "random") for each in ("1f1b", "auto")]),
         (replace(EXACT, offloads=1.0), TENSOR, OFFLOADED),
         (replace(EXACT, offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
+    ],
+    # Units of equal size, whatever the micro-batches of the data.
+    "units": [
+        (SUMMED, PIPELINE, UNITS),
+        *(
+            (replace(model, per_token_loss=True), PIPELINE, UNITS[:2])
+            for model in (SLIDING, LATENT_PLAIN, mixture(), replace(EXACT, **LEARNED_RECOMPUTED))
+        ),
+        *((replace(hybrid(pattern), per_token_loss=True), PIPELINE, UNITS[:2]) for pattern in ("GE*-", "M*M-")),
+        (replace(SUMMED, **KEPT), PIPELINE, UNITS[:2]),
+        (replace(SUMMED, offloads=1.0), PIPELINE, UNITS[:2]),
+        (SUMMED, CHUNKS, UNITS),
+        (SUMMED, V, UNITS),
+        (SUMMED, TENSOR, UNITS[:2]),
+        (SUMMED, CONTEXT, [replace(case, multiple=4) for case in UNITS[:2]]),
+        (SUMMED, Layout(**SHARDED), UNITS[:2]),
+        (replace(mixture(**ALL_TO_ALL), per_token_loss=True), Layout(expert=2), UNITS[:2]),
+    ],
+    "pp1-units": [(SUMMED, ONE, UNITS[:2])],
+    "pp4-units": [(SUMMED, Layout(pipeline=4), UNITS), (replace(SUMMED, layers=8), replace(V, pipeline=4), UNITS)],
+    "pp2-dp2-units": [
+        (SUMMED, Layout(pipeline=2, **SHARDED), UNITS),
+        (replace(mixture(**ALL_TO_ALL), per_token_loss=True), Layout(pipeline=2, expert=2), UNITS[:2]),
     ],
     # Megatron's --recompute-modules; some discard an output and make it again when its gradient comes.
     "recompute-modules": [

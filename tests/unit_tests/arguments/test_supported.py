@@ -90,6 +90,13 @@ SETTINGS = {
     "--num-distributed-optimizer-instances above 1": {"num_distributed_optimizer_instances": 2},
     "--optimizer other than adam and sgd": {"optimizer": "muon"},
     "--ckpt-format other than torch_dist": {"ckpt_format": "zarr"},
+    "a run whose documents see one another": {"reset_attention_mask": False},
+    "a run without --calculate-per-token-loss": {"calculate_per_token_loss": False},
+    "--micro-batch-size above 1": {"micro_batch_size": 2},
+    "--moe-token-dispatcher-type allgather with expert parallelism": {
+        "moe_token_dispatcher_type": "allgather",
+        "expert_model_parallel_size": 2,
+    },
     "--overlap-grad-reduce without --no-gradient-accumulation-fusion": {
         "overlap_grad_reduce": True,
         "gradient_accumulation_fusion": True,
@@ -102,7 +109,9 @@ FLAGS = {
     Use.V_CHUNKS: ("--pipeline-schedule", "1f1b", "--pipeline-placement", "v"),
     Use.OFFLOAD: ("--pipeline-schedule", "1f1b", "--offload-activations", "1"),
     Use.PARTITIONED_STATE: ("--pipeline-schedule", "1f1b", "--partition-state"),
+    Use.UNITS: ("--unit-tokens", "16"),
 }
+IN_UNITS = {"calculate_per_token_loss": True, "reset_attention_mask": True, "micro_batch_size": 1}
 ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
 
 
@@ -118,13 +127,13 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, use, row):
         monkeypatch.setattr(packages, "find_spec", lambda module: None)
         monkeypatch.setattr(packages, "_version", versions.get)
         monkeypatch.setattr(packages, "_is_hopper", lambda: True)
-    args = parsed(*FLAGS[use], **settings_of(row))
+    args = parsed(*FLAGS[use], **(IN_UNITS if use is Use.UNITS else {}) | settings_of(row))
     with pytest.raises(ValueError) as error:
         validate(args)
     assert str(error.value) == f"{row.feature} {row.because}; {row.way_out}"
-    # By itself, too: another row does not stand in for it, nor does any use but its own.
+    # By itself, too: another row does not stand in for it, nor does any use but its own; units need several flags.
     settings = run_of_arguments(parsed(**settings_of(row))).settings
-    assert first_unsupported(settings, {*Use} - {use}) is None
+    assert first_unsupported(settings, {*Use} - {use, Use.UNITS}) is None
     validate(parsed(**settings_of(row)))
 
 

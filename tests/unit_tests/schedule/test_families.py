@@ -100,7 +100,12 @@ def test_backwards_follow_the_groups_with_segments_reversed(shape):
 
 
 ENOUGH = shapes(equal=True, styles=["looped"]).filter(lambda shape: shape.num_units >= shape.num_ranks)
-SIZES = [("gpipe", shapes(equal=True, chunks=1)), ("1f1b", shapes(equal=True, chunks=1)), ("1f1b", full_groups()), ("breadth-first", ENOUGH)]
+SIZES = [
+    ("gpipe", shapes(equal=True, chunks=1)),
+    ("1f1b", shapes(equal=True, chunks=1)),
+    ("1f1b", full_groups()),
+    ("breadth-first", ENOUGH),
+]
 
 
 @pytest.mark.parametrize("family, sizes", SIZES, ids=["gpipe", "1f1b", "interleaved", "breadth-first"])
