@@ -48,6 +48,7 @@ esac
 : "${PIPELINE_SCHEDULE:=1f1b}" # megatron: Megatron's own, for comparison
 : "${SEQUENCE_SPLITS:=4}" # or auto: the number of the shortest predicted step that fits the memory
 : "${SEQUENCE_SPLIT_STRATEGY:=balanced}" # the paper: uniform_comp
+: "${UNIT_TOKENS:=}" # instead of both, for documents that stay apart: the most tokens of a unit; docs/long-and-short.md
 
 # --------------------------------------------------------------------------------- the training
 : "${DEVICE:=cuda}" # cuda, cpu
@@ -134,6 +135,7 @@ check_world() {
     check_numbers TP PP CP NUM_LAYERS HIDDEN_SIZE NUM_HEADS SEQ_LENGTH VOCAB_SIZE MICRO_BATCH_SIZE NUM_MICRO_BATCHES \
         TRAIN_ITERS SAVE_INTERVAL
     [ "$SEQUENCE_SPLITS" = auto ] || check_numbers SEQUENCE_SPLITS
+    [ -z "$UNIT_TOKENS" ] || check_numbers UNIT_TOKENS
     check_switches DRY_RUN RECOMPUTE
     local model="TP=$TP x PP=$PP"
     [ "$CP" = 1 ] || model+=" x --context-parallel-size $CP"
@@ -208,11 +210,12 @@ make_flags() {
         flags+=(--num-layers "$NUM_LAYERS")
     fi
     if [ "$PIPELINE_SCHEDULE" != megatron ]; then
-        flags+=(
-            --pipeline-schedule "$PIPELINE_SCHEDULE"
-            --sequence-splits "$SEQUENCE_SPLITS"
-            --sequence-split-strategy "$SEQUENCE_SPLIT_STRATEGY"
-        )
+        flags+=(--pipeline-schedule "$PIPELINE_SCHEDULE")
+        if [ -n "$UNIT_TOKENS" ]; then
+            flags+=(--unit-tokens "$UNIT_TOKENS" --calculate-per-token-loss)
+        else
+            flags+=(--sequence-splits "$SEQUENCE_SPLITS" --sequence-split-strategy "$SEQUENCE_SPLIT_STRATEGY")
+        fi
     fi
     case $PRECISION in
         bf16) flags+=(--bf16) ;;

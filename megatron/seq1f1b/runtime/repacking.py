@@ -70,7 +70,8 @@ class Repacking(Segmentation):
         replica, alike = call.groups.dp.rank(), getattr(call.config, "expert_model_parallel_size", 1) > 1
         shares = packs_of_step(flat, self._most, self._multiple_of, len(lengths), self._work, alike)
         packs = shares[replica]
-        self._report(call, flat, shares)
+        given = call.num_microbatches * (call.micro_batch_size or 1) * call.seq_length * len(lengths)
+        self._report(call, flat, shares, sum(flat) if read and not isinstance(read[0][0], dict) else given)
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         batches: list[SegmentIterator | None] = [None] * len(call.iterators)
         if entries is not None:
@@ -95,14 +96,14 @@ class Repacking(Segmentation):
                     found.append({name: leaf[row, start:end] for name, leaf in rows.items()})
         return [each for each in map(_trimmed, found) if _length(each)]
 
-    def _report(self, call: Call, lengths: Sequence[int], shares: Sequence[Sequence[Pack]]) -> None:
+    def _report(self, call: Call, lengths: Sequence[int], shares: Sequence[Sequence[Pack]], given: int) -> None:
+        """Once, on rank 0; `given` are the tokens of the batches."""
         if self._has_reported or call.forward_only:
             return
         self._has_reported = True
         packs = [pack for share in shares for pack in share]
         units, tokens = Counter(len(pack.lengths) for pack in packs), sum(lengths)
         filled = sum(sum(pack.lengths) for pack in packs)
-        given = call.num_microbatches * (call.micro_batch_size or 1) * call.seq_length * len(shares)
         warn_on_rank_0(
             _log,
             f"The first step has {len(lengths)} sequences of {min(lengths, default=0)} to {max(lengths, default=0)} "

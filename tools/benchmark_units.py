@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Steps of a few long sequences and many short ones, side by side: padded, packed, packed and cut, and in units.
+
+    torchrun --nproc-per-node 2 tools/benchmark_units.py --sequences 96 --longest 4096 --unit-tokens 512
+
+Lengths are log-normal around --median tokens, the longest set to --longest, as in sets for fine-tuning (99.89 % of
+those of Llama 3 have less than 1k tokens, the longest 128k; arXiv 2407.21783, table 7). `padded`: each
+sequence has --longest tokens. `packed`: as many as fit share a sequence of --longest tokens (best fit), kept apart, in
+Megatron's order. `packed, cut`: the same in segments of --unit-tokens. `units`: --unit-tokens. All run the same
+kernels. Tokens are those of the data alone; steps are medians, without optimizer, of the slowest rank.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from megatron.seq1f1b import cpu  # noqa: E402
+
+if not torch.cuda.is_available():
+    cpu.activate()
+
+import torch.distributed as dist  # noqa: E402
+
+from benchmarking.device import use_own_gpu  # noqa: E402
+from benchmarking.model import build_model, use_ranks  # noqa: E402
+from megatron.seq1f1b.partition import even, packs_of_step  # noqa: E402
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation  # noqa: E402
+from megatron.seq1f1b.schedule import Placement, Shape, Timeline, choose, write_timeline  # noqa: E402
+
+Batch = dict[str, torch.Tensor]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=96, help="of a step")
+    parser.add_argument("--median", type=int, default=64, help="tokens")
+    parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logarithm")
+    parser.add_argument("--longest", type=int, nargs="+", default=[4096], metavar="TOKENS", help="a table for each")
+    parser.add_argument("--unit-tokens", type=int, default=512)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--num-layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-attention-heads", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--recompute", action="store_true", help="keep the input of each stage alone")
+    parser.add_argument("--leave-out-padded", action="store_true", help="it takes longest")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--timelines", type=Path, metavar="DIR", help="write the last step of each")
+    args = parser.parse_args()
+    args.hybrid_layer_pattern = None
+    return args
+
+
+def sequences(args: argparse.Namespace, longest: int) -> list[Batch]:
+    random = Random(1)
+    lengths = [random.lognormvariate(0, args.spread) * args.median for _ in range(args.sequences - 1)]
+    lengths = [longest, *(max(1, min(longest, int(length))) for length in lengths)]
+    random.shuffle(lengths)
+    generator = torch.Generator().manual_seed(1)
+    return [_sequence(torch.randint(args.vocab_size, (length + 1,), generator=generator)) for length in lengths]
+
+
+def _sequence(tokens: torch.Tensor) -> Batch:
+    return {
+        "tokens": tokens[:-1],
+        "labels": tokens[1:],
+        "loss_mask": torch.ones(len(tokens) - 1),
+        "position_ids": torch.arange(len(tokens) - 1),
+    }
+
+
+def filled(some: Sequence[Batch], length: int) -> Batch:
+    """One sequence of `length` tokens."""
+    batch = {}
+    for name in some[0]:
+        row = torch.cat([each[name] for each in some])
+        batch[name] = torch.cat([row, row.new_zeros(length - len(row))])[None]
+    bounds = [0, *accumulate(len(each["tokens"]) for each in some)]
+    bounds += [length] if bounds[-1] < length else []
+    return batch | {"cu_seqlens": torch.tensor([bounds], dtype=torch.int32)}
+
+
+def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    part = next(batches)
+    output = model(part["tokens"], part["position_ids"], None, labels=part["labels"])
+
+    def loss_func(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        return (losses * part["loss_mask"]).sum(), part["loss_mask"].sum().int(), {}
+
+    return output, loss_func
+
+
+def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[PipelineExecutor, list]]:
+    """Executors and batches, by name."""
+    found, most = sequences(args, longest), args.unit_tokens
+    [packs] = packs_of_step([len(each["tokens"]) for each in found], longest)
+    packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs]
+    k = longest // most
+    make = partial(PipelineExecutor, choose(args.schedule))
+    whole = Segmentation(packing=Packing(None))
+    cut = Segmentation(k, lambda length: even(length, k), Packing(None))
+    named = {
+        "packed": (make(whole), packed),
+        "packed, cut": (make(cut), packed),
+        "units": (make(Repacking(lambda length: even(length, k), Packing(None), most)), [found]),
+    }
+    if not args.leave_out_padded:
+        named["padded"] = make(whole), [filled([each], longest) for each in found]
+    return named
+
+
+def step(executor: PipelineExecutor, batches: list, longest: int, model: list[torch.nn.Module]) -> float:
+    """Seconds of the slowest rank."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    dist.barrier()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    executor(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches)],
+        model=model,
+        num_microbatches=len(batches),
+        seq_length=longest,
+        micro_batch_size=1,
+    )
+    torch.cuda.synchronize()
+    seconds = [None] * dist.get_world_size()
+    dist.all_gather_object(seconds, time.perf_counter() - start)
+    return max(seconds)
+
+
+def compare(args: argparse.Namespace, longest: int) -> list[str]:
+    """The rows of a table."""
+    args.seq_length = longest
+    use_ranks(1)
+    model = build_model(args, 1)
+    model[0].config.calculate_per_token_loss = True
+    if args.recompute:
+        block = model[0].module.decoder.config
+        block.recompute_granularity, block.recompute_method = "full", "uniform"
+        block.recompute_num_layers = args.num_layers // dist.get_world_size()
+    compared = variants(args, longest)
+    seconds: dict[str, list[float]] = {name: [] for name in compared}
+    for repeat in range(args.repeats + 1):
+        for name, (executor, batches) in compared.items():
+            last = step(executor, batches, longest, model)
+            if repeat:  # the first warms up
+                seconds[name].append(last)
+            if dist.get_rank() == 0:
+                print(f"{f'repeat {repeat}/{args.repeats}' if repeat else 'warm-up'}  {name}: {last:.3f} s", flush=True)
+    tokens = sum(len(each["tokens"]) for each in compared["units"][1][0])
+    rows = [f"longest {longest}, {tokens} tokens in all"]
+    rows.append(f"{'':12} {'s/step':>8} {'tokens/s':>9} {'ratio':>6} {'idle %':>7} {'peak MB by rank':>16}")
+    for name, (executor, _) in compared.items():
+        readings = [None] * dist.get_world_size()
+        dist.all_gather_object(readings, executor.recorder.reading())
+        pairs = zip(seconds["packed"], seconds[name], strict=True)
+        median, ratio = statistics.median(seconds[name]), statistics.median(packed / own for packed, own in pairs)
+        idle = 1 - sum(each.busy for each in readings) / len(readings) / max(each.duration for each in readings)
+        peaks = " ".join(f"{each.peak_memory / 2**20:.0f}" for each in readings)
+        rows.append(f"{name:12} {median:8.3f} {tokens / median:9.0f} {ratio:6.2f} {100 * idle:7.1f} {peaks:>16}")
+        if args.timelines:
+            write(args, executor, f"{name.replace(', ', '-')}-{longest}.json")
+    return rows
+
+
+def write(args: argparse.Namespace, executor: PipelineExecutor, name: str) -> None:
+    spans = [None] * dist.get_world_size()
+    dist.all_gather_object(spans, executor.recorder.spans())
+    last: dict[int, int] = {}
+    for span in spans[0]:
+        last[span.action.microbatch] = max(last.get(span.action.microbatch, 0), span.action.segment)
+    shape = Shape.of(Placement(len(spans)), [last[number] + 1 for number in range(len(last))])
+    if dist.get_rank() == 0:
+        args.timelines.mkdir(parents=True, exist_ok=True)
+        timeline = Timeline(shape, tuple(map(tuple, spans)), "s", {"schedule": f"1f1b, {name.removesuffix('.json')}"})
+        write_timeline(timeline, args.timelines / name)
+
+
+def main() -> None:
+    args = parse()
+    use_own_gpu()
+    dist.init_process_group()
+    tables = [compare(args, longest) for longest in args.longest]
+    if dist.get_rank() == 0:
+        print(
+            f"\n{dist.get_world_size()} pipeline ranks, {args.sequences} sequences of a median of {args.median} "
+            f"tokens, units of {args.unit_tokens}, {args.num_layers} layers, hidden {args.hidden_size}; medians of "
+            f"{args.repeats}"
+        )
+        print("\n" + "\n\n".join("\n".join(rows) for rows in tables))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
