@@ -34,7 +34,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
-from megatron.seq1f1b.partition import even, packs_of_step  # noqa: E402
+from megatron.seq1f1b.partition import Pack, even, packs_of_step  # noqa: E402
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation  # noqa: E402
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, choose, write_timeline  # noqa: E402
 
@@ -107,13 +107,17 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     [packs] = packs_of_step([len(each["tokens"]) for each in found], longest)
     packed = [filled([found[number] for number in pack.sequences], longest) for pack in packs]
     k = longest // most
+
+    def pack(lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
+        return packs_of_step(lengths, most, replicas=replicas, alike=alike)
+
     make = partial(PipelineExecutor, choose(args.schedule))
     whole = Segmentation(packing=Packing(None))
     cut = Segmentation(k, lambda length: even(length, k), Packing(None))
     named = {
         "packed": (make(whole), packed),
         "packed, cut": (make(cut), packed),
-        "units": (make(Repacking(lambda length: even(length, k), Packing(None), most)), [found]),
+        "units": (make(Repacking(lambda length: even(length, k), Packing(None), pack)), [found]),
     }
     if not args.leave_out_padded:
         named["padded"] = make(whole), [filled([each], longest) for each in found]

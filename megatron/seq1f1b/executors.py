@@ -120,14 +120,7 @@ def _segmentation(config: PipelineConfig, packing: Packing | None) -> Segmentati
     cut = cache(config.cut)  # in every step
     if config.unit_tokens is None or packing is None:
         return Segmentation(config.num_segments, cut, packing)
-    per_token, per_pair = config.partition.costs.flops or (1, 0)
-    return Repacking(
-        cut,
-        packing,
-        config.unit_tokens,
-        config.run.segment_multiple,
-        lambda length: per_token * length + per_pair * length**2 / 2,
-    )
+    return Repacking(cut, packing, config.pack)
 
 
 def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:

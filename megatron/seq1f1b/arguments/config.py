@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..partition import DEFAULT_STRATEGY
+from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step
 from ..schedule import FAMILIES, Given, Named, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
 from .device import is_on_cpu
 from .flags import AUTO
@@ -52,6 +52,16 @@ class PipelineConfig:
         if sequence_length == self.run.sequence_length and documents is None:
             return self.lengths
         return self.partition.cut(sequence_length, self.num_segments, documents)
+
+    def pack(self, lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
+        """The micro-batches of each replica, of sequences of `lengths` tokens in units; see `packs_of_step`."""
+        assert self.unit_tokens is not None
+        per_token, per_pair = self.partition.costs.flops or (1, 0)
+
+        def work(length: int) -> float:
+            return per_token * length + per_pair * length**2 / 2
+
+        return packs_of_step(lengths, self.unit_tokens, self.run.segment_multiple, replicas, work, alike)
 
     @property
     def places_chunks_in_a_v(self) -> bool:

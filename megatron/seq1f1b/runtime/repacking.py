@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..model import Segment
-from ..partition import Pack, packs_of_step
 from ..ranks import warn_on_rank_0
 from ..schedule import Placement
 from .call import Call
@@ -32,31 +31,36 @@ _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 _Sequence = Mapping[str, Tensor]
 
 
-class Repacking(Segmentation):
-    """Units of at most `most` tokens, multiples of `multiple_of`, of the sequences or documents of a step.
+class Pack(Protocol):
+    """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens."""
 
-    `cut` gives the lengths for a sequence alone, `work` what a sequence of so many tokens takes, in any unit.
+    @property
+    def sequences(self) -> Sequence[int]: ...
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+
+PackStep = Callable[[Sequence[int], int, bool], Sequence[Sequence[Pack]]]
+
+
+class Repacking(Segmentation):
+    """Units of the sequences or documents of a step.
+
+    `pack(lengths, replicas, alike)` gives the micro-batches of each replica, see `packs_of_step`; `cut` the lengths of
+    the segments of a sequence alone.
     """
 
-    def __init__(
-        self,
-        cut: Callable[[int], Sequence[int]],
-        packing: Packing,
-        most: int,
-        multiple_of: int = 1,
-        work: Callable[[int], float] = float,
-    ) -> None:
+    def __init__(self, cut: Callable[[int], Sequence[int]], packing: Packing, pack: PackStep) -> None:
         super().__init__(0, cut, packing)
-        self._most = most
-        self._multiple_of = multiple_of
-        self._work = work
+        self._pack = pack
         self._has_reported = False
 
     def common_lengths(self, sequence_length: int) -> Sequence[int] | None:
         return None
 
     def description(self, sequence_length: int) -> str:
-        return f"units of at most {self._most} tokens"
+        return f"units, {list(self.lengths(sequence_length))} tokens of a sequence alone"
 
     def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
         """The call with micro-batches of one row each, as many as this replica has."""
@@ -68,7 +72,7 @@ class Repacking(Segmentation):
         firsts = list(accumulate(map(len, lengths), initial=0))
         flat = [length for each in lengths for length in each]
         replica, alike = call.groups.dp.rank(), getattr(call.config, "expert_model_parallel_size", 1) > 1
-        shares = packs_of_step(flat, self._most, self._multiple_of, len(lengths), self._work, alike)
+        shares = self._pack(flat, len(lengths), alike)
         packs = shares[replica]
         given = call.num_microbatches * (call.micro_batch_size or 1) * call.seq_length * len(lengths)
         self._report(call, flat, shares, sum(flat) if read and not isinstance(read[0][0], dict) else given)

@@ -24,7 +24,7 @@ from functional_tests.equality.step import BATCH, logged, run
 from megatron.seq1f1b.model import host_memory, latents
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.partition import balanced
+from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
@@ -204,7 +204,11 @@ def segmentation(case: Case) -> Segmentation:
         return case.lengths
 
     if case.packed == "units":
-        return Repacking(lengths, Packing(0), case.lengths[0], case.multiple)
+
+        def pack(found, replicas, alike):
+            return packs_of_step(found, case.lengths[0], case.multiple, replicas, alike=alike)
+
+        return Repacking(lengths, Packing(0), pack)
     return Segmentation(case.k, lengths, Packing(0, cut_by_documents(case)) if case.packed else None)
 
 
