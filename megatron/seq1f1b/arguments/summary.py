@@ -62,9 +62,10 @@ def _gathers(config: PipelineConfig) -> str:
 
 
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
-    """Predictions of the cost model that also balances segments; none for a model of unknown sizes."""
+    """Predictions of the cost model that also balances segments; none for a model of unknown sizes, or for sequences
+    of unknown lengths."""
     schedule = config.schedule
-    if not config.run.has_sizes or schedule is None:
+    if not config.run.has_sizes or schedule is None or config.unit_tokens is not None:
         return []
     try:
         ours = config.partition.costs.forecast(schedule, config.lengths)

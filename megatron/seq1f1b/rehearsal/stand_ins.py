@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +43,7 @@ def is_fused_on_gpu(args: Namespace) -> bool:
 
 
 def _runs_megatrons_own_schedule(args: Namespace) -> bool:
-    return args.sequence_splits is args.pipeline_schedule is args.pipeline_schedule_file is None
+    return args.sequence_splits is args.unit_tokens is args.pipeline_schedule is args.pipeline_schedule_file is None
 
 
 def _is_packed(args: Namespace) -> bool:
@@ -68,6 +68,7 @@ def in_words(args: Namespace) -> str:
         schedule = f"Megatron's own {'interleaved ' if chunks else ''}1F1B"
     else:
         segments = f" with {args.sequence_splits} segments" if (args.sequence_splits or 1) > 1 else ""
+        segments = segments if args.unit_tokens is None else f" in units of at most {args.unit_tokens} tokens"
         schedule = f"{args.pipeline_schedule or '1f1b'}{segments}"
     kept = " of all but attention" if args.recompute_keeps_attention else ""
     return (
@@ -120,7 +121,8 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
         )
     if _is_packed(args):
         *lengths, last = map(str, _lengths(args.seq_length))
-        notes.append(f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens")
+        but = "" if args.unit_tokens is None else ", the first of a step but one"
+        notes.append(f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens{but}")
     return tuple(notes)
 
 
@@ -148,6 +150,21 @@ def documents_of_step(call: Call, *_: Any) -> list[Documents]:
     """Those of every micro-batch, as the function of the same name in the runtime finds them in batches."""
     starts = tuple(accumulate(_lengths(call.seq_length)[:-1], initial=0))
     return [(starts,) * call.micro_batch_size] * call.num_microbatches
+
+
+def _lengths_of_step(call: Call, *_: Any) -> list[list[int]]:
+    """For units: in each replica one sequence as long as there can be, else documents as above."""
+    return [[call.seq_length, *_lengths(call.seq_length) * (call.num_microbatches - 1)]] * call.groups.dp.size()
+
+
+def _sequences_of_step(
+    call: Call, entries: Any, read: Any, owners: Mapping[int, int], lengths: Sequence[int], *_: Any
+) -> dict[int, dict[str, Tensor]]:
+    own = (number for number, owner in owners.items() if owner == call.groups.dp.rank())
+    return {
+        number: {name: torch.empty(lengths[number], dtype=dtype) for name, dtype in entries.dtypes.items()}
+        for number in own
+    }
 
 
 def spared(args: Namespace) -> PatchTable:
@@ -221,6 +238,7 @@ def _always(*args: Any) -> bool:
     return True
 
 
+_SEGMENTATION, _REPACKING = "megatron.seq1f1b.runtime.segmentation", "megatron.seq1f1b.runtime.repacking"
 _CHOICE = "megatron.seq1f1b.model.kernels.choice.KernelChoice"
 _TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_parallel"
 _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
@@ -249,7 +267,10 @@ _FOR_FAKES = (
         "compiles what shares memory of tensors, which here have none",
     ),
     Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "tests work that nobody does"),
-    Patch("megatron.seq1f1b.runtime.executor.documents_of_step", documents_of_step, "looks for documents in tokens"),
+    Patch(f"{_SEGMENTATION}.documents_of_step", documents_of_step, "looks for documents in tokens"),
+    Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
+    Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
+    Patch(f"{_REPACKING}._exchanged", _sequences_of_step, "moves values"),
     Patch("megatron.seq1f1b.model.host_copies._copy", lambda pairs, *_: pairs.clear(), "copies values"),
 )
 
