@@ -78,6 +78,17 @@ def test_losses_go_on(launch, saved, source, target):
     assert job.losses() == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_partitioned_state_is_saved_in_the_background(launch, saved, tmp_path):
+    """While the next steps change the weights."""
+    _, expected = saved("partitioned state")
+    ranks, layout = LAYOUTS["partitioned state"]
+    flags = ("--save", tmp_path, "--save-interval", "2", "--async-save")
+    assert launch(ranks, [*MODEL, *SAVES, *layout, *flags]).check().losses()[2:] == expected
+    ranks, layout = LAYOUTS["chunks"]
+    job = launch(ranks, [*MODEL, *SAVES, *layout, "--load", tmp_path, "--ckpt-step", "2"]).check()
+    assert job.losses() == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("segments", ["1", pytest.param("4", marks=pytest.mark.exhaustive)])
 def test_a_gpt_goes_on_as_a_hybrid_model(launch, saved, segments):
     """Each layer of a GPT is an attention and an MLP there."""

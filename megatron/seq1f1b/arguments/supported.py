@@ -348,7 +348,6 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported("--use-nccl-ub", "registers buffers, which cannot be emptied then", "drop it"),
         Unsupported("--log-params-norm", _READS_WEIGHTS, "drop it"),
         Unsupported("--check-weight-hash-across-dp-replicas-interval", _READS_WEIGHTS, "drop it"),
-        Unsupported("--async-save", _READS_WEIGHTS, "drop it"),
         Unsupported(
             "--ckpt-format other than torch_dist",
             "saves weights on some ranks alone, which would wait for the others",
