@@ -260,8 +260,7 @@ class Overlay:
 
     def last_step(self) -> Reading | None:
         """What our executor measured on this rank in the last training step."""
-        recorder = getattr(self.executor, "recorder", None)
-        return None if recorder is None else recorder.reading()
+        return None if self.executor is None else self.executor.last_step()
 
     def parse_with_our_flags(
         self, parse_args: Callable, extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any

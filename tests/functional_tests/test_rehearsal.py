@@ -188,12 +188,14 @@ HYBRID = (
     "--linear-key-head-dim 16 --linear-value-head-dim 16 --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 "
     "--mamba-state-dim 16"
 )
+UNITS = "--unit-tokens 48 --micro-batch-size 1 --calculate-per-token-loss --dataloader-inter-document-masking"
 # Flags, and what is reported besides the memory.
 LAUNCHES = {
     "allgather": (f"{EXPERTS} allgather", OF_EXPERTS),
     "alltoall": (f"{EXPERTS} alltoall --moe-grouped-gemm", OF_EXPERTS),
     "v": (f"{SHARED} a2a {CHUNKS} --pipeline-placement v", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
     "prediction-heads": (f"{SHARED} all_gather --mtp-num-layers 1", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
+    "units": (UNITS, ["in units of at most 48 tokens", "the first of a step but one."]),
     "hybrid": (HYBRID, ["the kernels of recurrent layers by plain PyTorch, which keeps more for the backward."]),
 }
 
@@ -202,7 +204,8 @@ LAUNCHES = {
 def test_what_is_not_a_plain_gpt(launch, name):
     words, found = LAUNCHES[name]
     is_hybrid = name == "hybrid"  # whose pattern has the number of layers
-    flags = [*MODEL[2 * is_hybrid :], *TWO_STAGES, "--device", "cuda", "--bf16", "--sequence-splits", 2, *words.split()]
+    flags = [*MODEL[2 * is_hybrid :], *TWO_STAGES, "--device", "cuda", "--bf16", *words.split()]
+    flags += [] if name == "units" else ["--sequence-splits", 2]
     script = ROOT / ("pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py")
     log = launch(1, [*flags, "--dry-run"], script, env={"WORLD_SIZE": "4"}, timeout=400).check().log
     assert all(each in log for each in ("Memory: fits. ", *found)), log[-3000:]

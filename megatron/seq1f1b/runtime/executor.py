@@ -34,7 +34,7 @@ from .loss import LossLedger
 from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
-from .recorder import Recorder
+from .recorder import Reading, Recorder
 from .segmentation import Segmentation
 from .tracer import Tracer
 
@@ -93,6 +93,10 @@ class PipelineExecutor:
         """Let a `share` of what forwards leave for their backwards wait in the memory of the host, see
         `units_to_move`."""
         self._programs.offloaded = share
+
+    def last_step(self) -> Reading | None:
+        """What was measured in the last training step, if there was one."""
+        return self.recorder and self.recorder.reading()._replace(tokens=self._segmentation.num_tokens)
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.

@@ -34,10 +34,12 @@ def print_rank_last(
         return
     flags, iteration = args(), int(line["iteration"])
     seconds = float(line["milliseconds"]) / 1e3
-    values = {"tokens-per-second-per-gpu": int(batch[1]) * flags.seq_length / seconds / flags.world_size}
+    readings = _of_all_stages(last_step())
+    tokens = readings[0].tokens if readings else 0
+    tokens = tokens or int(batch[1]) * flags.seq_length
+    values = {"tokens-per-second-per-gpu": tokens / seconds / flags.world_size}
     unit = "GPU" if _is_on_gpu() else "process"
     words = [f"tokens/s per {unit}: {values['tokens-per-second-per-gpu']:.1f}"]
-    readings = _of_all_stages(last_step())
     if readings:
         step = max(reading.duration for reading in readings)
         idle = [1 - reading.busy / step for reading in readings]

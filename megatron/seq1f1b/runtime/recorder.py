@@ -31,12 +31,13 @@ class PeakMemory:
 
 class Reading(NamedTuple):
     """One rank in one step: seconds in actions, seconds from its start to the end of the last action, bytes beyond
-    those before it.
+    those before it; tokens of all replicas where padding is left out, else 0.
     """
 
     busy: float
     duration: float
     peak_memory: float
+    tokens: float = 0.0
 
 
 class Recorder:

@@ -74,6 +74,7 @@ class Repacking(Segmentation):
         replica, alike = call.groups.dp.rank(), getattr(call.config, "expert_model_parallel_size", 1) > 1
         shares = self._pack(flat, len(lengths), alike)
         packs = shares[replica]
+        self.num_tokens = self.num_tokens if call.forward_only else sum(flat)
         given = call.num_microbatches * (call.micro_batch_size or 1) * call.seq_length * len(lengths)
         self._report(call, flat, shares, sum(flat) if read and not isinstance(read[0][0], dict) else given)
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}

@@ -54,6 +54,7 @@ class Segmentation:
     ) -> None:
         self.num_segments = num_segments
         self.packing = packing
+        self.num_tokens = 0  # of the last training step, in all replicas, where padding is left out
         self._cut = cut
 
     @property
