@@ -108,7 +108,7 @@ def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -
     """
     schedule = _schedule(flags, settings)
     if schedule is not None:
-        _refuse(settings, schedule, _asks_for_segments(flags))
+        _refuse(settings, schedule, _asks_for_segments(flags), flags.unit_tokens is not None)
 
 
 def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> PipelineConfig:
@@ -135,13 +135,13 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     lengths: tuple[int, ...] = (run.sequence_length,)
     if schedule is not None:
         # Before a cut, which takes costs that an unsupported layer may not have, and when their number is known.
-        _refuse(run.settings, schedule, _asks_for_segments(flags))
+        _refuse(run.settings, schedule, _asks_for_segments(flags), in_units)
         if flags.sequence_splits == "auto" and partition.file is None:
             partition = replace(partition, num_segments=_best_number(schedule, partition))
         if isinstance(schedule, Planned) and schedule.placement == "v":
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
-        _refuse(run.settings, schedule, len(lengths) > 1 or in_units)
+        _refuse(run.settings, schedule, len(lengths) > 1 or in_units, in_units)
     if flags.recompute_keeps_attention:
         _check_recomputation(schedule, run.settings)
     offloads = flags.offload_activations
@@ -277,7 +277,7 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
     return schedule
 
 
-def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments: bool) -> None:
+def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments: bool, in_units: bool) -> None:
     uses = {Use.ANY_SCHEDULE}
     if has_segments:
         uses.add(Use.SEGMENTS)
@@ -287,7 +287,7 @@ def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments:
         uses.add(Use.V_CHUNKS)
     if settings.get("partition_state"):
         uses.add(Use.PARTITIONED_STATE)
-    if settings.get("unit_tokens") is not None:
+    if in_units:
         uses.add(Use.UNITS)
     sentence = first_unsupported(settings, uses)
     if sentence is not None:

@@ -1,0 +1,80 @@
+"""Batches of sequences become micro-batches in units: joined, trimmed, with positions of their own."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.seq1f1b.partition import packs_of_step
+from megatron.seq1f1b.runtime import Packing, Repacking
+from megatron.seq1f1b.schedule import Placement
+
+
+def pack(lengths, replicas, alike):
+    return packs_of_step(lengths, 4, 2, replicas, alike=alike)
+
+
+def cut(*batches, size=1, length=12):
+    alone = dist.group.WORLD
+    call = SimpleNamespace(
+        config=SimpleNamespace(),
+        iterators=[iter(batches)],
+        num_microbatches=len(batches),
+        micro_batch_size=size,
+        seq_length=length,
+        forward_only=False,
+        groups=SimpleNamespace(tp=alone, dp=alone),
+        pipeline=alone,
+    )
+    return Repacking(lambda length: (4, 4, 4), Packing(9), pack).cut_step(call, Placement(1), None)
+
+
+def read(found):
+    """What a model gets, unit by unit."""
+    [batches] = found.batches
+    return [[next(batches.at(segment)) for segment in row] for row in found.segments]
+
+
+def sequence(*tokens, losses=None):
+    return {
+        "tokens": torch.tensor(tokens),
+        "loss_mask": torch.ones(len(tokens)) if losses is None else torch.tensor(losses),
+        "position_ids": torch.zeros(len(tokens), dtype=torch.long),
+    }
+
+
+def test_lists_of_sequences(alone):
+    """The last unit of the long one, six tokens, has room for the shorter two; what has no loss at its end is gone."""
+    found = cut([sequence(1, 2, 3, 4, 5, 6), sequence(7), sequence(8, 8, 8, losses=[0.0, 0.0, 0.0])], [sequence(3)])
+    assert found.call.num_microbatches == 1 and found.call.micro_batch_size == 1
+    [[first, second]] = read(found)
+    assert first["tokens"].tolist() == [[1, 2, 3, 4]] and second["tokens"].tolist() == [[5, 6, 7, 3]]
+    assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and second["position_ids"].tolist() == [[4, 5, 0, 0]]
+    assert found.segments[0][0].documents == ((0, 6, 7),)
+
+
+def test_documents_of_a_batch(alone):
+    """Two rows with documents that 9 ends, and tokens without a loss behind the last."""
+    tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
+    batch = {
+        "tokens": tokens,
+        "loss_mask": (tokens > 0).double(),
+        "cu_seqlens": torch.tensor([[0, 3, 9, 12], [0, 12, 12, 12]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([6, 12], dtype=torch.int32),
+    }
+    found = cut(batch, size=2)
+    joined = [torch.cat([unit["tokens"] for unit in row], dim=1)[0].tolist() for row in read(found)]
+    assert sorted(joined, key=len) == [[1, 2, 9, 0], [3, 4, 5, 6, 7, 9], [8] * 12]
+    for row in found.segments:
+        assert [segment.start for segment in row] == [0, *(segment.end for segment in row[:-1])]
+        assert all(segment.sequence_length == row[-1].end for segment in row)
+    [whole] = [row for row in found.segments if len(row) == 3]
+    assert [(one.end, two.start) for one, two in pairwise(whole)] == [(4, 4), (8, 8)]
+
+
+def test_an_entry_that_no_sequence_has_a_part_of(alone):
+    batch = {"tokens": torch.ones(1, 12), "attention_mask": torch.ones(1, 1, 12, 12, dtype=torch.bool)}
+    with pytest.raises(ValueError, match="attention_mask .* add --no-create-attention-mask-in-dataloader"):
+        cut(batch)
