@@ -53,6 +53,10 @@ class Predictions(Protocol):
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
         """The least share of the activations, in sixteenths, without which a step fits the device; 1 if none does."""
 
+    def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> tuple[float, float]:
+        """Bytes/s to the host, and as many back, and how much longer, relative, a step takes for the copies of a share
+        of the activations."""
+
     def forecast_of_megatron(self) -> Forecast:
         """A step of Megatron's own 1F1B."""
 

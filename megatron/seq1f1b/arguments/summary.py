@@ -22,6 +22,7 @@ def summary(config: PipelineConfig, attention: str) -> str:
         rows.append(("recomputation", "all of a layer but its attention"))
     if config.offloads:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
+        rows += _copies(config)
     if config.partition.costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
     if config.partitions_state:
@@ -82,6 +83,17 @@ def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
             f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}",
         ),
     ]
+
+
+def _copies(config: PipelineConfig) -> list[tuple[str, str]]:
+    """What of the copies to the host is predicted not to hide."""
+    if not config.run.has_sizes or config.schedule is None:
+        return []
+    try:
+        rate, longer = config.partition.costs.copies(config.schedule, config.lengths, config.offloads)
+    except ValueError:
+        return []
+    return [("predicted copies", f"at {rate / 1e9:.3g} GB/s each way, {100 * longer:.1f} % of a step beside nothing")]
 
 
 def _size(size: float) -> str:

@@ -45,6 +45,7 @@ from .costs.step_memory import activation_tables, rank_memory
 from .costs.training_setup import RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape, recompute_of
 from .simulator import extended
+from .simulator.step import timeline_of
 
 # Numbers of segments to try; one between two of these makes a step at most a few percent shorter.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -182,8 +183,7 @@ class RunCosts:
         """
         setup = self._training_setup(schedule, lengths)
         costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, self.machine)
-        settings = self.run.settings
-        scale = 1 if settings.get("bf16") or settings.get("fp16") else 2  # the formulas are for 16 bits
+        scale = self._scale
         table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
         costs = replace(costs, activation=table, kept=table)
 
@@ -205,9 +205,31 @@ class RunCosts:
         seconds, busy, activations, total = found
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
+    def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> tuple[float, float]:
+        """By the machine file that is most like the run's."""
+        setup = replace(self._training_setup(schedule, lengths), offloads=share)
+        device = self.machine.device
+        machine = replace(self.machine, device=replace(device, host_bandwidth=device.host_bandwidth / self._scale))
+        costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, machine)
+
+        def simulated(num_microbatches: int) -> list[float]:
+            step = replace(setup, num_microbatches=num_microbatches)
+            actions = _of_length(schedule, step.shape)
+            steps = (actions.without_moves(), moved(actions, share))
+            return [timeline_of(step, machine, each, costs).end for each in steps]
+
+        is_given = isinstance(schedule, Given)
+        without, with_moves = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
+        return device.host_bandwidth, with_moves / without - 1
+
     def forecast_of_megatron(self) -> Forecast:
         flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True, "offload_activations": 0.0})
         return replace(self, flags=flags).forecast(Named("1f1b"), (self.run.sequence_length,))
+
+    @property
+    def _scale(self) -> int:
+        """Of the formulas of memory, which are for 16 bits."""
+        return 1 if self.run.settings.get("bf16") or self.run.settings.get("fp16") else 2
 
     @property
     def _recompute(self) -> str:

@@ -1,10 +1,13 @@
 """The block at the start, and the lines of the iterations."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
 from megatron.seq1f1b import validate
+from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.runtime import Reading, iteration_log
 from unit_tests.arguments.parsed import parsed
 
@@ -27,6 +30,20 @@ def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, ran
         # With equal stages (P - 1) / (m k + P - 1) and (P - 1) / (m + P - 1); the head makes the last one longer.
         assert 100 * 7 / 39 < ours < 100 * 7 / 15 < own < 100
         assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]
+
+
+def test_the_block_tells_what_of_the_copies_does_not_hide(capsys, monkeypatch):
+    """Of a link that is a thousand times slower, most."""
+    found, machine = [], read_machine("h100-80gb")
+    flags = parsed("--sequence-splits", "4", "--offload-activations", "0.5", bf16=True, **SIZES)
+    for slower in (1, 1000):
+        link = replace(machine.device, host_bandwidth=machine.device.host_bandwidth / slower)
+        monkeypatch.setattr(RunCosts, "machine", replace(machine, device=link))
+        validate(flags)
+        words = capsys.readouterr().out.split("predicted copies")[1].split()
+        found.append((float(words[1]), float(words[5])))
+    assert found[0][0] == machine.device.host_bandwidth / 1e9 and found[0][1] < 1
+    assert found[1][0] == pytest.approx(found[0][0] / 1000) and found[1][1] > 100
 
 
 @pytest.mark.parametrize(
