@@ -5,25 +5,32 @@
 
 The ending of --output determines what is written: .png, .svg, .pdf (a figure), .trace.json (a
 trace that ui.perfetto.dev opens), .json (the timeline), .csv (the schedule, to be changed by hand
-and given to --pipeline-schedule-file). --timeline draws measured timelines.
+and given to --pipeline-schedule-file). --timeline draws measured timelines. Moves to the host and back are drawn below
+the compute of their rank.
 """
 
 import argparse
 from collections.abc import Iterator, Mapping
-from math import isfinite
+from dataclasses import replace
+from math import inf, isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..planning.simulator import execute_lowered
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
     PLACEMENTS,
     Costs,
     Placement,
+    Schedule,
     Shape,
     Timeline,
     build,
+    lower,
+    merged,
+    moved,
     read_csv,
     read_json,
     read_timeline,
@@ -65,6 +72,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=count, metavar="M", help="default: 8")
     parser.add_argument("--sequence-splits", type=count, metavar="K", help="segments of each sequence; default: 1")
     parser.add_argument("--num-virtual-stages", type=count, metavar="C", help="model chunks on each rank; default: 1")
+    parser.add_argument(
+        "--offload-activations",
+        type=float,
+        metavar="FRACTION",
+        help="share of the activations that waits on the host; with move=1 in --costs a copy takes 1; default: 0",
+    )
     parser.add_argument("--placement", choices=PLACEMENTS, help="of the model chunks; default: looped")
     parser.add_argument(
         "--costs",
@@ -95,18 +108,22 @@ def check_sources(args: argparse.Namespace) -> None:
     file = "--timeline" if args.timeline else "--pipeline-schedule-file" if args.pipeline_schedule_file else None
     if file is None:
         return
-    for name in (*SIZES, "memory_limit", *(["costs"] if args.timeline else [])):
+    for name in (*SIZES, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
 
 
-def read_costs(shape: Shape, text: str) -> Costs:
-    """Raises ValueError for what is no set of costs."""
+def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
+    """With the time of a copy to the host, or back. Raises ValueError for what is no set of costs."""
     try:
-        costs = Costs.from_mapping(shape, read_json(text) if Path(text).suffix == ".json" else dict(_pairs(text)))
+        values = read_json(text) if Path(text).suffix == ".json" else dict(_pairs(text))
+        move = values.pop("move", 0.0) if isinstance(values, dict) else 0.0
+        if not isinstance(move, float | int) or not 0 <= move < inf:
+            raise ValueError("move is no number from 0 on")
+        costs = Costs.from_mapping(shape, values)
         if not any(value for table in (costs.f, costs.i, costs.w) for row in table for value in row):
             raise ValueError("nothing takes any time")
-        return costs
+        return costs, move
     except ValueError as error:
         raise ValueError(f"--costs {text}: {error}") from None
 
@@ -118,6 +135,17 @@ def _pairs(text: str) -> Iterator[tuple[str, float]]:
             yield name.strip(), float(value)
         except ValueError:
             raise ValueError(f"'{part}' is not a name and a number, such as f=1") from None
+
+
+def simulated(schedule: Schedule, costs: Costs, move: float) -> Timeline:
+    """The schedule in time, each of its moves beside compute."""
+    plain = schedule.without_moves()
+    if not schedule.has_moves:
+        return simulate(plain, costs)
+    lowered = lower(plain)
+    ranks = (tuple(merged(*orders)) for orders in zip(lowered.ranks, schedule.ranks, strict=True))
+    copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
+    return execute_lowered(replace(lowered, ranks=tuple(ranks)), costs, copies=copies)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -136,19 +164,19 @@ def main(argv: list[str] | None = None) -> None:
         text = args.costs or EQUAL_COSTS
         if args.pipeline_schedule_file:
             schedule = read_csv(args.pipeline_schedule_file)
-            costs, title = read_costs(schedule.shape, text), args.pipeline_schedule_file.name
+            (costs, move), title = read_costs(schedule.shape, text), args.pipeline_schedule_file.name
         else:
             ranks, microbatches, segments, chunks, style = (getattr(args, each) or SIZES[each] for each in SIZES)
             shape = Shape(Placement(ranks, chunks, style), microbatches, segments)
             check_size(shape, MOST_ACTIONS)
-            costs, title = read_costs(shape, text), family
-            schedule = build(family, shape, costs, args.memory_limit)
+            (costs, move), title = read_costs(shape, text), family
+            schedule = moved(build(family, shape, costs, args.memory_limit), args.offload_activations or 0.0)
         if name.endswith(".csv"):
             return write_csv(schedule, output)
-        simulated = simulate(schedule.without_moves(), costs)
-        if not isfinite(simulated.makespan):
+        timeline = simulated(schedule, costs, move)
+        if not isfinite(timeline.makespan):
             raise ValueError(f"--costs {text}: the step takes longer than a number can be; give smaller costs")
-        timelines = [Timeline(schedule.shape, simulated.ranks, meta={"schedule": title, "costs": text})]
+        timelines = [Timeline(schedule.shape, timeline.ranks, meta={"schedule": title, "costs": text})]
 
     if name.endswith(PICTURES):
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)

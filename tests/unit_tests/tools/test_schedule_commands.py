@@ -7,7 +7,7 @@ import pytest
 
 from megatron.seq1f1b.commands import compare, run
 from megatron.seq1f1b.commands.compare import TrainingLog, read_training_log
-from megatron.seq1f1b.schedule import Placement, Shape, build, read_csv, read_timeline
+from megatron.seq1f1b.schedule import MOVE_KINDS, Placement, Shape, build, read_csv, read_timeline
 from support.partition_profile import write_example
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
@@ -31,6 +31,19 @@ def test_every_output_of_the_command(tmp_path):
     timelines = ["--timeline", tmp_path / "a.json", tmp_path / "a.json"]
     assert seq1f1b("plot", *timelines, "--output", tmp_path / "a.png") == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_moves_to_the_host_have_spans_of_their_own(tmp_path):
+    words = [*SIZES, "--costs", "f=1,i=1,w=1,move=0.5", "--offload-activations", 1]
+    for end in ("csv", "json"):
+        assert seq1f1b("plot", *words, "--output", tmp_path / f"a.{end}") == 0
+    assert read_csv(tmp_path / "a.csv").has_moves
+    own = ["--pipeline-schedule-file", tmp_path / "a.csv", *words[len(SIZES) : -2]]
+    assert seq1f1b("plot", *own, "--output", tmp_path / "b.json") == 0
+    timeline = read_timeline(tmp_path / "a.json")
+    assert read_timeline(tmp_path / "b.json").ranks == timeline.ranks
+    moves = [span for rank in timeline.ranks for span in rank if span.action.kind in MOVE_KINDS]
+    assert moves and {round(span.end - span.start, 9) for span in moves} == {0.5}
 
 
 def test_costs_from_a_file_for_auto(tmp_path):
