@@ -64,10 +64,10 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
     return [rows[stage] for stage in setup.alike]
 
 
-def balanced_layers(setup: TrainingSetup, machine: Machine) -> tuple[int, ...]:
+def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
     """Layers for each stage, so that the rank, and then the stage, that takes longest takes as little as can be, the
-    embedding and the loss included. Every stage has a layer; of equal ones the later takes more, since fewer units are
-    in flight there."""
+    embedding and the loss included. Every stage has `least` layers; of equal ones the later takes more, since fewer
+    units are in flight there."""
     alone, placement = setup.alone, setup.placement
     layers = tuple(alone.stage_layers(0).items())
     layer, first, last = (
@@ -76,11 +76,11 @@ def balanced_layers(setup: TrainingSetup, machine: Machine) -> tuple[int, ...]:
     )
     layer /= setup.model.num_layers
     stages = range(placement.num_stages)
-    loads = [layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
-    counts, ranks = [1] * placement.num_stages, [0.0] * placement.num_ranks
+    loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
+    counts, ranks = [least] * placement.num_stages, [0.0] * placement.num_ranks
     for stage in stages:
         ranks[placement.rank_of(stage)] += loads[stage]
-    for _ in range(setup.model.num_layers - placement.num_stages):
+    for _ in range(setup.model.num_layers - least * placement.num_stages):
         rank = min(reversed(range(placement.num_ranks)), key=ranks.__getitem__)
         stage = min(reversed(placement.stages_of(rank)), key=loads.__getitem__)
         counts[stage] += 1
