@@ -205,6 +205,11 @@ SUITES = {
         (replace(hybrid("GM*-"), recompute="selective", offloads=1.0), PIPELINE, OFFLOADED),
         (replace(EXACT, recompute="full", offloads=1.0), CHUNKS, OFFLOADED),
         (replace(EXACT, offloads=1.0), V, [Case(each, 4, 3, "uneven", "random") for each in ("1f1b", "auto")]),
+        (
+            replace(SHARED_EXPERTS, layers=4, offloads=1.0),
+            V,
+            packed([Case("1f1b", 4, 3, "uneven", "random")], "tokens"),
+        ),
         (replace(EXACT, offloads=1.0), TENSOR, OFFLOADED),
         (replace(EXACT, offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
     ],
