@@ -44,6 +44,7 @@ NAMES = ("megatron", "seq1f1b", "data", "build", "bin", "quickstart", "logs")  #
 VALUES = (".", "..", "../home", "../home/megatron", "../home/file", "../link", "-rf", "a b", "*", "megatron", "")
 PATHS = (
     ("scripts/quickstart.sh", "OUTPUT"),
+    ("scripts/finetune.sh", "OUTPUT"),
     ("scripts/site.sh", "FOLDER"),
     ("scripts/setup.sh", "PYTHON"),
     ("scripts/setup.sh", "PYENV_ROOT"),

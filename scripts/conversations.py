@@ -1,0 +1,39 @@
+"""Write conversations of very unequal lengths, made of the standard library: a function or a module is described, and
+the answer is its source. FOLDER/chats.jsonl for Megatron's --sft, FOLDER/text.jsonl to train a tokenizer."""
+
+import ast
+import json
+import random
+import sys
+import sysconfig
+from pathlib import Path
+
+FUNCTIONS, MODULES = 600, 8
+
+
+def chat(asked: str, answer: str) -> dict:
+    roles = {"system": "You write Python.", "user": asked, "assistant": answer}
+    return {"messages": [{"role": role, "content": content} for role, content in roles.items()]}
+
+
+def main(folder: Path) -> None:
+    functions, modules = [], []
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if len(text) > 8_000 and ast.get_docstring(tree := ast.parse(text)):
+            modules.append(chat(f"Write the module {path.stem}.", text))
+            for node in ast.walk(tree):
+                source = ast.get_source_segment(text, node) if isinstance(node, ast.FunctionDef) else None
+                if source and ast.get_docstring(node):
+                    functions.append(chat(f"Write {node.name}: {ast.get_docstring(node)}", source))
+    draw = random.Random(1)
+    chats = draw.sample(functions, FUNCTIONS) + draw.sample(modules, MODULES)
+    draw.shuffle(chats)
+    with open(folder / "chats.jsonl", "w") as file:
+        file.writelines(json.dumps(each) + "\n" for each in chats)
+    with open(folder / "text.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": each["messages"][-1]["content"]}) + "\n" for each in chats)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
