@@ -176,11 +176,11 @@ def compare(args: argparse.Namespace, longest: int) -> list[str]:
         peaks = " ".join(f"{each.peak_memory / 2**20:.0f}" for each in readings)
         rows.append(f"{name:12} {median:8.3f} {tokens / median:9.0f} {ratio:6.2f} {100 * idle:7.1f} {peaks:>16}")
         if args.timelines:
-            write(args, executor, f"{name.replace(', ', '-')}-{longest}.json")
+            write(args, executor, name, longest)
     return rows
 
 
-def write(args: argparse.Namespace, executor: PipelineExecutor, name: str) -> None:
+def write(args: argparse.Namespace, executor: PipelineExecutor, name: str, longest: int) -> None:
     spans = [None] * dist.get_world_size()
     dist.all_gather_object(spans, executor.recorder.spans())
     last: dict[int, int] = {}
@@ -189,8 +189,8 @@ def write(args: argparse.Namespace, executor: PipelineExecutor, name: str) -> No
     shape = Shape.of(Placement(len(spans)), [last[number] + 1 for number in range(len(last))])
     if dist.get_rank() == 0:
         args.timelines.mkdir(parents=True, exist_ok=True)
-        timeline = Timeline(shape, tuple(map(tuple, spans)), "s", {"schedule": f"1f1b, {name.removesuffix('.json')}"})
-        write_timeline(timeline, args.timelines / name)
+        timeline = Timeline(shape, tuple(map(tuple, spans)), "s", {"schedule": f"{args.schedule}, {name}"})
+        write_timeline(timeline, args.timelines / f"{name.replace(', ', '-')}-{longest}.json")
 
 
 def main() -> None:

@@ -34,8 +34,9 @@ def packs_of_step(
     """For each replica its micro-batches, of sequences of `lengths` tokens in units of at most `most` tokens.
 
     `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and
-    each at least one micro-batch; what takes least comes first, so that the last stage waits least. With `alike` the
-    micro-batches of all replicas have equal numbers of segments, for collectives between them.
+    each at least one micro-batch; what takes most is in the middle of a step, since at its ends stages wait for one
+    another. With `alike` the micro-batches of all replicas have equal numbers of segments, for collectives between
+    them.
     """
     packs = _packs(lengths, most, multiple_of)
     work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
@@ -53,7 +54,7 @@ def packs_of_step(
     filled = [share or [Pack((), (multiple_of,))] for share in shares]
     if alike:
         filled = [*map(list, zip(*(_alike(row, multiple_of) for row in zip(*filled, strict=True)), strict=True))]
-    return [share[::-1] for share in filled]
+    return [[*share[::-2], *share[-2::-2][::-1]] for share in filled]
 
 
 def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:

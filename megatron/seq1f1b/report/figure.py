@@ -91,7 +91,8 @@ def _title(timeline: Timeline) -> str:
     name = timeline.meta.get("schedule", "schedule")
     name = _PAPERS.get((name, shape.num_segments > 1, shape.num_chunks > 1), name)
     chunks = f", C = {shape.num_chunks} ({shape.placement.style})" if shape.num_chunks > 1 else ""
-    sizes = f"P = {shape.num_ranks}, m = {shape.num_microbatches}, k = {shape.num_segments}{chunks}"
+    k = f"{min(shape.unequal)} to {shape.num_segments}" if shape.unequal else shape.num_segments
+    sizes = f"P = {shape.num_ranks}, m = {shape.num_microbatches}, k = {k}{chunks}"
     return f"{name}   {sizes}   bubble ratio {timeline.bubble_ratio:.3f}"
 
 
