@@ -109,7 +109,7 @@ class PipelineExecutor:
                 "end the program, and start it again from a checkpoint"
             )
         call = Call(**arguments)
-        if self._segmentation.num_segments > 1:
+        if self._segmentation.cuts_sequences:
             refuse_attention_to_later_tokens(call.chunks)
             if call.decoder_seq_length not in (None, call.seq_length):
                 raise ValueError(

@@ -56,6 +56,10 @@ class Repacking(Segmentation):
         self._pack = pack
         self._has_reported = False
 
+    @property
+    def cuts_sequences(self) -> bool:
+        return True
+
     def common_lengths(self, sequence_length: int) -> Sequence[int] | None:
         return None
 
@@ -64,6 +68,7 @@ class Repacking(Segmentation):
 
     def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
         """The call with micro-batches of one row each, as many as this replica has."""
+        # The data of all model chunks are the same.
         read = [[next(batches) for _ in range(call.num_microbatches)] for batches in call.iterators if batches]
         entries = _Entries(read[0][0]) if read else None
         shape = call.micro_batch_size, call.seq_length
@@ -123,8 +128,11 @@ class _Entries:
 
     def __init__(self, batch: Any) -> None:
         self._bounds: dict[str, torch.dtype] = {}
-        if isinstance(batch, (list, tuple)):
-            self.dtypes = {name: leaf.dtype for name, leaf in batch[0].items()}
+        one = batch[0] if isinstance(batch, (list, tuple)) else batch
+        self.device = next(iter(one.values())).device
+        self._are_pinned = any(leaf.is_pinned() for leaf in one.values())
+        if one is not batch:
+            self.dtypes = {name: leaf.dtype for name, leaf in one.items()}
             return
         shape = batch["tokens"].shape
         unfit = [name for name, leaf in batch.items() if name not in _BOUNDS and leaf.shape != shape]
@@ -144,10 +152,10 @@ class _Entries:
         """
         lengths = list(map(_length, sequences))
         lengths += [length - sum(lengths)] if length > sum(lengths) else []
-        batch = {
-            name: torch.cat([*(each[name] for each in sequences), torch.zeros(length, dtype=dtype)])[None, :length]
-            for name, dtype in self.dtypes.items()
-        }
+        batch = {}
+        for name, dtype in self.dtypes.items():
+            filler = torch.zeros(length, dtype=dtype, device=self.device)
+            batch[name] = torch.cat([*(each[name] for each in sequences), filler])[None, :length]
         if "position_ids" in batch:
             positions = torch.cat([torch.arange(each) for each in lengths])
             batch["position_ids"] = positions[None].to(batch["position_ids"])
@@ -155,6 +163,8 @@ class _Entries:
         for name, dtype in self._bounds.items():
             values = bounds.get(name, [[0, *accumulate(lengths)]])
             batch[name] = torch.tensor(values, dtype=dtype)
+        if self._are_pinned:  # a GPU copies from elsewhere while the host waits
+            return {name: leaf.pin_memory() for name, leaf in batch.items()}
         return batch
 
 
@@ -222,9 +232,9 @@ def _exchanged(
     parts: dict[int, dict[str, Tensor]] = {number: {} for numbers in incoming for number in numbers}
     for name, dtype in entries.dtypes.items():
         own = [read[number][name] for numbers in outgoing for number in numbers]
-        given = torch.cat([*own, torch.empty(0, dtype=dtype)]).to(device)
+        given = torch.cat([*own, torch.empty(0, dtype=dtype, device=entries.device)]).to(device)
         taken = torch.empty(sum(received), dtype=dtype, device=device)
         dist.all_to_all_single(taken, given, received, sent, group=group)
         for number, part in zip(parts, taken.split([lengths[number] for number in parts]), strict=True):
-            parts[number][name] = part.cpu()
+            parts[number][name] = part.to(entries.device)
     return parts

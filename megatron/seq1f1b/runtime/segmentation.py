@@ -62,6 +62,11 @@ class Segmentation:
         """Whether sequences are neither cut nor packed."""
         return self.num_segments == 1 and self.packing is None
 
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether a sequence may be in several segments."""
+        return self.num_segments > 1
+
     def common_lengths(self, sequence_length: int) -> Sequence[int] | None:
         """Tokens of each segment, first to last, if they are the same in all micro-batches."""
         return None if self._follows_documents else self.lengths(sequence_length)
