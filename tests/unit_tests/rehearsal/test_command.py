@@ -42,6 +42,7 @@ LAUNCH = Namespace(
     sequence_splits=None,
     pipeline_schedule=None,
     pipeline_schedule_file=None,
+    unit_tokens=None,
 )
 
 
