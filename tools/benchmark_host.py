@@ -119,7 +119,7 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
         [Segment(number, index, index, index + 1, num_segments) for index in range(num_segments)]
         for number in range(num_microbatches)
     ]
-    return Step(call, Shape(Placement(RANKS), num_microbatches, num_segments), RANK, segments, [None])
+    return Step(call, Placement(RANKS), RANK, segments, [None])
 
 
 def scheduled(step: Step, actions: Program) -> None:

@@ -118,8 +118,9 @@ def _cut_in_words(config: PipelineConfig) -> str:
 
 def _segmentation(config: PipelineConfig, packing: Packing | None) -> Segmentation:
     cut = cache(config.cut)  # in every step
-    if config.unit_tokens is None or packing is None:
+    if config.unit_tokens is None:
         return Segmentation(config.num_segments, cut, packing)
+    assert packing is not None, "units are refused where documents see one another"
     return Repacking(cut, packing, config.pack)
 
 

@@ -123,11 +123,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         run=run,
         costs=costs,
         strategy="even" if in_units else _strategy(flags, run),
-        num_segments=-(-run.sequence_length // flags.unit_tokens)
-        if in_units
-        else None
-        if flags.sequence_splits == "auto"
-        else flags.sequence_splits,
+        num_segments=_number(flags, run),
         file=flags.sequence_split_file,
     )
     if flags.pipeline_placement != "looped":
@@ -176,6 +172,14 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
 def _asks_for_segments(flags: argparse.Namespace) -> bool:
     given = flags.sequence_split_file, flags.unit_tokens
     return flags.sequence_splits not in (None, 1) or any(each is not None for each in given)
+
+
+def _number(flags: argparse.Namespace, run: MegatronRun) -> int | None:
+    """Of the segments of a sequence, as far as it is given."""
+    if flags.unit_tokens is not None:
+        return -(-run.sequence_length // int(flags.unit_tokens))
+    given: int | None = None if flags.sequence_splits == AUTO else flags.sequence_splits
+    return given
 
 
 def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:

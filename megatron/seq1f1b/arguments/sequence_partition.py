@@ -89,14 +89,12 @@ class SequencePartition:
             return {}
         placement = Placement(run.pipeline_parallel_size, run.num_chunks, planned.placement)
         shape = Shape(placement, run.num_microbatches, num_segments)
-
         trials = _ACTIONS_TO_PLAN // (3 * shape.num_units * placement.num_stages)
         if trials < _LEAST_TRIALS:
             return {}
 
         def seconds(lengths: tuple[int, ...]) -> float:
-            return simulate(
-                planned.plan(shape, lengths, self.costs.of_actions), self.costs.of_actions(lengths)
-            ).makespan
+            costs = self.costs.of_actions(lengths)
+            return simulate(planned.plan(shape, lengths, lambda _: costs), costs).makespan
 
         return {"step": seconds, "trials": min(_MOST_TRIALS, trials)}

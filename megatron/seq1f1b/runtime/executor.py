@@ -25,7 +25,7 @@ from ..model import (
 )
 from ..patches import patched
 from ..ranks import check_agreement
-from ..schedule import CostsOfLengths, Placement, ScheduleChoice, Shape
+from ..schedule import CostsOfLengths, Placement, ScheduleChoice
 from .call import Call
 from .communication import Communicator, channels_of
 from .gradient_sync import add_up_tied_embeddings
@@ -133,7 +133,8 @@ class PipelineExecutor:
         if timers is not None:
             timers("forward-backward", log_level=1).start(barrier=call.config.barrier_with_L1_time)
         try:
-            step = self._step(call, placement)
+            check = partial(self._context.masks.require_causal, may_be_inverted=True)
+            step = self._segmentation.cut_step(call, placement, check)
             program = self._programs.program(step.shape, lengths, step.rank, call.forward_only, in_turn)
             if is_partitioned(call.chunks):
                 program = program.with_partitioned_state
@@ -152,11 +153,6 @@ class PipelineExecutor:
         if timers is not None:
             timers("forward-backward").stop()
         return reports
-
-    def _step(self, call: Call, placement: Placement) -> Step:
-        check = partial(self._context.masks.require_causal, may_be_inverted=True)
-        call, segments, batches = self._segmentation.cut_step(call, placement, check)
-        return Step(call, Shape.of(placement, list(map(len, segments))), call.pipeline.rank(), segments, batches)
 
     def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""

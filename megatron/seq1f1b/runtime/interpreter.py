@@ -7,6 +7,7 @@ It contains nothing of families, phases or neighbours: all that is in the progra
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -38,14 +39,14 @@ class Step:
     """
 
     call: Call
-    shape: Shape
+    placement: Placement
     rank: int
     segments: Sequence[Sequence[Segment]]
     batches: Sequence[SegmentIterator | None]
 
-    @property
-    def placement(self) -> Placement:
-        return self.shape.placement
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape.of(self.placement, [len(each) for each in self.segments])
 
     def message_shape(self, length: int, stage: int) -> tuple[int, ...]:
         """Of the activations of `length` tokens that `stage` sends, and of their gradients."""

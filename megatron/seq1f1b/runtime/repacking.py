@@ -20,7 +20,8 @@ from ..ranks import warn_on_rank_0
 from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator
-from .segmentation import Cut, Packing, Segmentation, document_starts
+from .interpreter import Step
+from .segmentation import Packing, Segmentation, document_starts
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Repacking(Segmentation):
     def description(self, sequence_length: int) -> str:
         return f"units, {list(self.lengths(sequence_length))} tokens of a sequence alone"
 
-    def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
+    def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Step:
         """The call with micro-batches of one row each, as many as this replica has."""
         # The data of all model chunks are the same.
         read = [[next(batches) for _ in range(call.num_microbatches)] for batches in call.iterators if batches]
@@ -90,7 +91,8 @@ class Repacking(Segmentation):
             batches = [iterator and SegmentIterator(iter(whole)) for iterator in call.iterators]
         call = copy(call)
         call.num_microbatches, call.micro_batch_size = len(packs), 1
-        return Cut(call, [_segments(number, pack, flat) for number, pack in enumerate(packs)], batches)
+        segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]
+        return Step(call, placement, call.pipeline.rank(), segments, batches)
 
     def _sequences(self, batch: Any, shape: tuple[int, int]) -> list[_Sequence]:
         """Those of a batch, without what follows the last token with a loss; those without a loss are left out."""

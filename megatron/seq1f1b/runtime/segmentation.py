@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from ..model.masks import differs
 from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator
+from .interpreter import Step
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,6 @@ class Packing:
 
     end_of_document: int | None
     cut: Callable[[int, Documents], Sequence[int]] | None = None
-
-
-class Cut(NamedTuple):
-    """A step cut into segments: `segments[m][s]` is segment s of micro-batch m of `call`, `batches` are the data of the
-    model chunks of this rank."""
-
-    call: Call
-    segments: list[list[Segment]]
-    batches: list[SegmentIterator | None]
 
 
 class Segmentation:
@@ -79,7 +71,7 @@ class Segmentation:
             return self.packing.cut(sequence_length, documents)
         return self._cut(sequence_length)
 
-    def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Cut:
+    def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Step:
         """The call cut into segments. `check(mask, where)` gets the attention masks of batches where all segments see
         all that comes before."""
         checks = self.num_segments > 1 and self.packing is None
@@ -88,7 +80,7 @@ class Segmentation:
         if self.packing is not None:
             documents = documents_of_step(call, placement, batches, self.packing.end_of_document)
         segments = [self._segments(number, call.seq_length, packed) for number, packed in enumerate(documents)]
-        return Cut(call, segments, batches)
+        return Step(call, placement, call.pipeline.rank(), segments, batches)
 
     def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
         lengths = self.lengths(sequence_length, documents)
