@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[1, 4], metavar="K", help="of our schedules")
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
-    parser.add_argument("--sequence-split-profile", metavar="JSON", help="measured costs, for the strategy profile")
+    parser.add_argument("--sequence-split-profile", metavar="JSON", help="a trace, for the strategy profile")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, metavar="JSON", help="write the measured times of F, B, I and W")
     args = parser.parse_args()
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     if "torch" in args.schedule and args.context_parallel_size > 1:
         parser.error("torch.distributed.pipelining runs the model without context parallelism; leave out torch")
     if "profile" in args.sequence_split_strategy and args.sequence_split_profile is None:
-        parser.error("--sequence-split-strategy profile needs --sequence-split-profile, by seq1f1b profile")
+        parser.error("--sequence-split-strategy profile needs --sequence-split-profile, a trace by --pipeline-trace")
     if args.hybrid_layer_pattern:
         stages = args.hybrid_layer_pattern.split("|")
         args.num_layers = sum(map(len, stages))

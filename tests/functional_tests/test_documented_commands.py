@@ -1,16 +1,12 @@
 """Every command of the README, CONTRIBUTING and docs/ runs, or is named here with the test that runs it."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from support.launch import ROOT
 from support.launchers import started
-from support.patience import patient
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TESTS = ROOT / "tests"
@@ -90,10 +86,4 @@ def test_a_launcher_starts_the_ranks(text, tmp_path):
 def test_a_benchmark_runs(launch, command, tmp_path):
     ranks, options = BENCHMARK.fullmatch(command).groups()
     words = shlex.split(options)
-    if "--sequence-split-profile" in words:
-        profile = tmp_path / "profile.json"
-        words[words.index("--sequence-split-profile") + 1] = str(profile)
-        make = [f"{os.path.dirname(sys.executable)}/seq1f1b", "profile", "--output", profile]
-        make += ["--seq-length", "64", "--hidden-size", "32", "--num-attention-heads", "4"]
-        subprocess.run(make, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=patient(200))
     launch(int(ranks), [*words, *SHRUNK], script=ROOT / "tools" / "benchmark.py", timeout=300).check()

@@ -19,8 +19,7 @@ from megatron.seq1f1b.planning.costs import (
     analytic_costs,
     authors_flops,
     bottleneck_time,
-    check_profile,
-    read_profile,
+    read_traced_costs,
 )
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
@@ -153,12 +152,10 @@ def _splits(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
 
 
 def _stage_costs(args: argparse.Namespace, num_chunks: int, is_measured: bool = True) -> Sequence[StageCost]:
-    """By the profile, if there is one and `is_measured`, else analytic."""
+    """By the trace, if there is one and `is_measured`, else analytic."""
     shape, layers = model_shape(args), _layers_per_stage(args, num_chunks)
     if is_measured and args.sequence_split_profile is not None:
-        profile = read_profile(args.sequence_split_profile)
-        check_profile(profile, args.sequence_split_profile, shape, 1)
-        return profile.costs(layers)
+        return read_traced_costs(args.sequence_split_profile, len(layers))[0]
     return analytic_costs(shape, layers, A100 if torch.cuda.is_available() else CPU_CORE)
 
 

@@ -275,8 +275,8 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="JSON",
         help="Times of segments measured on your hardware, for --sequence-split-strategy profile, balanced and "
-        "terapipe: by seq1f1b profile before there is a run, or a trace that --pipeline-trace wrote in a "
-        "short run of yours with --sequence-splits, whatever its parallelism and its layers.",
+        "terapipe: a trace that --pipeline-trace wrote in a short run of yours with --sequence-splits, whatever its "
+        "parallelism and its layers.",
     )
     group.add_argument(
         "--sequence-split-file",

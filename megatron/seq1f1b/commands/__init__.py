@@ -23,7 +23,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "gain-map": ("gain_map", "find where segments pay, by network, number of GPUs and batch"),
         "train-time": ("train_time", "find how soon a model can be trained, by the number of GPUs"),
         "plan-split": ("plan_split", "compare where sequences can be cut, for a model of your size"),
-        "profile": ("profile", "measure what segments cost on this machine"),
         "compare": ("compare", "lay training runs side by side"),
         "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
         "completion": ("completion", "print what makes bash complete commands and flags"),

@@ -4,7 +4,7 @@
         --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
 
 The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and a typical device, or as
-measured (--sequence-split-profile: a file of seq1f1b profile, or a trace that --pipeline-trace wrote).
+measured (--sequence-split-profile: a trace that --pipeline-trace wrote).
 Imbalance is the highest cost over the mean one. Step and bubble are those of the 1F1B schedule simulated with the costs
 of every stage and segment, messages left out. 'terapipe, free' is the dynamic programme without --sequence-splits.
 """
@@ -18,7 +18,6 @@ from pathlib import Path
 from ..arguments import MegatronRun
 from ..arguments.sequence_partition import SequencePartition
 from ..partition import STRATEGIES, segment_times
-from ..planning.costs import is_trace
 from ..planning.costs.training_setup import even_layers
 from ..planning.run_costs import RunCosts
 from ..report.text import aligned
@@ -111,7 +110,7 @@ def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str,
             name = "profile" if strategy == "balanced" and profile else strategy
             yield name, SequencePartition(costs.run, costs, strategy, args.sequence_splits, None)
     # A trace has no times of segments shorter than its own.
-    if profile is None or not is_trace(profile):
+    if profile is None:
         yield "terapipe, free", SequencePartition(costs.run, costs, "terapipe", None, None)
 
 
@@ -145,9 +144,9 @@ def main(argv: list[str] | None = None) -> int:
         check_output(args.output, *PICTURES)
     costs = run_costs(args)
     if costs.is_measured:
-        _, error, device = costs.measured
+        error = costs.measured[1]
         off = f"{100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most"
-        print(f"Measured on {device}; fit off by {off}.\n")
+        print(f"Measured in a run; the fit is off by {off}.\n")
     cuts = []
     for name, partition in partitions(args, costs):
         try:

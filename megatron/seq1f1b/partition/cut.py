@@ -110,7 +110,7 @@ _WITHOUT_SIZES = (
 _WITHOUT = {
     "flops": _WITHOUT_SIZES,
     "time": _WITHOUT_SIZES,
-    "measured time": "needs --sequence-split-profile; measure one with `seq1f1b profile`, or use "
+    "measured time": "needs --sequence-split-profile; write a trace with --pipeline-trace, or use "
     "--sequence-split-strategy balanced",
 }
 

@@ -35,8 +35,7 @@ from .costs import (
     analytic_costs,
     authors_flops,
     bottleneck_time,
-    is_trace,
-    read_stage_costs,
+    read_traced_costs,
 )
 from .costs.layer_bytes import keeps_logits
 from .costs.machine import Device, Machine, read_machine
@@ -101,12 +100,9 @@ class RunCosts:
         return self.measured[0] if self.is_measured else self._by_formula()
 
     @cached_property
-    def measured(self) -> tuple[tuple[StageCost, ...], FitError, str]:
-        """The measured cost of a segment on every stage, how well it fits, and where it was measured."""
-        run = self.run
-        assert self.model is not None, "costs are for models of known sizes"
-        profile = self.flags.sequence_split_profile
-        return read_stage_costs(profile, self.model, run.layers_per_stage, run.tensor_parallel_size)
+    def measured(self) -> tuple[tuple[StageCost, ...], FitError]:
+        """The measured cost of a segment on every stage, and how well it fits."""
+        return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
 
     def _by_formula(self) -> tuple[StageCost, ...]:
         run = self.run
@@ -118,10 +114,9 @@ class RunCosts:
         )
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
-        profile = self.flags.sequence_split_profile
-        if of_any_length and profile is not None and is_trace(profile):
+        if of_any_length and self.is_measured:
             raise ValueError(
-                f"--sequence-split-profile {profile} is a trace, which has no times of shorter segments, so "
+                f"--sequence-split-profile {self.flags.sequence_split_profile} has no times of shorter segments, so "
                 "--sequence-split-strategy terapipe cannot choose their number; give --sequence-splits"
             )
         return bottleneck_time(self.stages)

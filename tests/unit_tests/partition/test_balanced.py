@@ -26,7 +26,6 @@ from megatron.seq1f1b.planning.costs import (
     authors_flops,
     bottleneck_time,
 )
-from megatron.seq1f1b.planning.costs.profile import MeasuredTime
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 128, 128256, num_kv_heads=8, is_gated=True)
@@ -159,16 +158,6 @@ def test_cost_counts_the_pairs_within_documents(first, last):
     ]
     expected = 7 + 3 * (last - first) + 0.5 * sum(pairs) / len(DOCUMENTS)
     assert within_documents(time, DOCUMENTS, EVERY_TOKEN)(first, last) == pytest.approx(expected)
-
-
-def test_measured_costs_tell_pairs_from_tokens():
-    """A fit of measurements that take 3 for a token and 0.5 for a pair: the same numbers as by formula."""
-    lengths = tuple(range(16, 128, 16))
-    per_token = tuple(3 + 0.5 * (length + 1) / 2 for length in lengths)
-    measured = within_documents(MeasuredTime(lengths, per_token, (0.0, 0.0, 0.0, 0.5)), DOCUMENTS, EVERY_TOKEN)
-    formula = within_documents(AnalyticTime(per_token=3.0, per_pair=0.5), DOCUMENTS, EVERY_TOKEN)
-    for first, last in ((0, 96), (0, 16), (3, 40), (30, 60), (60, 96)):
-        assert measured(first, last) == pytest.approx(formula(first, last))
 
 
 def packed(sequence_length, mean, count, seed=1):

@@ -50,24 +50,6 @@ def test_bash_completes_commands_and_flags(capsys):
     assert run.stdout == "--global-batch-size\npreprocess\n", run.stderr
 
 
-def test_a_profile_is_refused_before_anything_is_measured():
-    """Its --help imports no torch either, which takes seconds and warns."""
-    program = """
-import sys
-from megatron.seq1f1b import commands
-sys.modules["megatron.seq1f1b.commands.profile_bench"] = None
-assert commands.main(["profile", "--output", "/nope/p.json"]) == 2
-assert commands.main(["profile", "--output", "p.txt"]) == 2
-commands.main(["profile", "--help"])
-"""
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(120))
-    assert run.returncode == 0 and "--seq-length" in run.stdout
-    assert run.stderr.splitlines() == [
-        "error: --output /nope/p.json: there is no folder /nope.",
-        "error: --output p.txt: expected a name that ends in .json.",
-    ]
-
-
 @pytest.mark.parametrize(
     "package, requirement", [("matplotlib", "megatron-seq1f1b[report]"), ("torch", "megatron-seq1f1b")]
 )

@@ -1,14 +1,25 @@
 """What `seq1f1b plot`, `check`, `compare` and `plan-split` write and print."""
 
 import json
+import re
 from math import nan
 
 import pytest
 
 from megatron.seq1f1b.commands import compare, run
 from megatron.seq1f1b.commands.compare import TrainingLog, read_training_log
-from megatron.seq1f1b.schedule import MOVE_KINDS, Placement, Shape, build, read_csv, read_timeline
-from support.partition_profile import write_example
+from megatron.seq1f1b.schedule import (
+    MOVE_KINDS,
+    Costs,
+    Placement,
+    Shape,
+    Timeline,
+    build,
+    read_csv,
+    read_timeline,
+    simulate,
+    write_timeline,
+)
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-microbatches", "3", "--sequence-splits", "2"]
 
@@ -139,8 +150,8 @@ def rows(text):
     table = text.split("\n\n")[0].splitlines()[1:]
     found = {}
     for line in table:
-        name, numbers = line[:16].strip(), line[16:].split()
-        found[name] = int(numbers[0]), float(numbers[1]), float(numbers[2]), float(numbers[3])
+        name, segments, *numbers = re.split(" {2,}", line)
+        found[name] = int(segments), *map(float, numbers[:3])
     return found
 
 
@@ -153,15 +164,16 @@ def test_balance_shows_in_the_predicted_step(capsys):
     assert found["terapipe, free"][0] > 4 and found["terapipe, free"][2] < found["terapipe"][2]
 
 
-def test_a_file_and_a_profile_take_part(capsys, tmp_path):
-    lengths, profile = tmp_path / "mine", tmp_path / "profile.json"
+def test_a_file_and_a_trace_take_part(capsys, tmp_path):
+    lengths, trace = tmp_path / "mine", tmp_path / "trace.json"
     lengths.write_text("8192 4096 4096")
-    write_example(profile)
-    shape = ["--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--vocab-size", "512"]
-    flags = ["--seq-length", "16384", "--sequence-split-file", str(lengths), "--sequence-split-profile", str(profile)]
-    assert run("plan-split", [*shape, *PIPELINE, *flags]) == 0
+    shape = Shape(Placement(4), 2, 4)
+    step = simulate(build("1f1b", shape), Costs.uniform(shape))
+    write_timeline(Timeline(shape, step.ranks, "s", {"segment_lengths": [4096] * 4}), trace)
+    flags = ["--sequence-split-file", str(lengths), "--sequence-split-profile", str(trace)]
+    assert run("plan-split", [*SMALL, *PIPELINE, *flags]) == 0
     output = capsys.readouterr().out
-    assert "Measured on a device; fit off by 0.0 %" in output
+    assert "Measured in a run; the fit is off by 0.0 %" in output
     found = rows(output.split("\n\n", 1)[1])
     assert "profile" in found and "balanced" not in found and found["mine"][0] == 3
 

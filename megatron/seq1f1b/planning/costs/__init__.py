@@ -5,7 +5,6 @@ Start with stage_costs (what a segment costs on a stage) and action_costs (what 
 
 from .flops import authors_flops, layer_flops
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
-from .profile import FitError, Measurement, Profile, check_profile, read_profile, write_profile
 from .stage_costs import (
     A100,
     CPU_CORE,
@@ -15,7 +14,7 @@ from .stage_costs import (
     analytic_costs,
     bottleneck_time,
 )
-from .traced_costs import is_trace, read_stage_costs, read_traced_costs
+from .traced_costs import FitError, read_traced_costs
 
 __all__ = [
     "A100",
@@ -26,19 +25,12 @@ __all__ = [
     "FitError",
     "LatentAttention",
     "Mamba",
-    "Measurement",
     "ModelShape",
-    "Profile",
     "StageCost",
     "action_costs",
     "analytic_costs",
     "authors_flops",
     "bottleneck_time",
-    "check_profile",
-    "is_trace",
     "layer_flops",
-    "read_profile",
-    "read_stage_costs",
     "read_traced_costs",
-    "write_profile",
 ]

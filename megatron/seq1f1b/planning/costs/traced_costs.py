@@ -9,71 +9,64 @@ from collections.abc import Sequence
 from itertools import accumulate, combinations
 from pathlib import Path
 from statistics import mean, median
+from typing import NamedTuple
 
-from ...schedule import UNUSABLE, Kind, Timeline, read_json, read_timeline, reason
-from .model_shape import ModelShape
-from .profile import FitError, Point, check_profile, least_squares, read_profile, relative_errors
+import numpy as np
+
+from ...schedule import UNUSABLE, Kind, Timeline, read_timeline, reason
 from .stage_costs import AnalyticTime, StageCost
 
 
-def is_trace(path: str | Path) -> bool:
-    """Whether the file is JSON in the form of a trace; False for what cannot be read."""
-    try:
-        data = read_json(path)
-    except ValueError:
-        return False
-    return isinstance(data, dict) and {"meta", "ranks"} <= data.keys()
+class Point(NamedTuple):
+    """A segment of `length` tokens after `prefix` tokens took `seconds`."""
+
+    length: int
+    prefix: int
+    seconds: float
 
 
-def read_traced_costs(profile: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
+class FitError(NamedTuple):
+    """Relative errors of the fitted times over all measurements."""
+
+    mean: float
+    highest: float
+
+
+def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
     """The cost of a segment on every stage, in seconds for a micro-batch, and how well they fit what was measured.
 
-    Raises ValueError if the trace is of another number of stages, or has too few segments.
+    Raises ValueError if the file is no trace, is of another number of stages, or has too few segments.
     """
     try:
-        timeline = read_timeline(profile)
+        timeline = read_timeline(path)
         if timeline.shape.num_stages != num_stages:
             raise ValueError(f"it has {timeline.shape.num_stages} stages, the model {num_stages}")
         return traced_costs(timeline)
     except UNUSABLE as error:
         raise ValueError(
-            f"--sequence-split-profile {profile} is no usable trace ({reason(error)}); write one with --pipeline-trace "
+            f"--sequence-split-profile {path} is no usable trace ({reason(error)}); write one with --pipeline-trace "
             "in a run with --sequence-splits 4"
         ) from error
 
 
-def read_stage_costs(
-    path: str | Path, model: ModelShape, layers_per_stage: Sequence[int], tensor_parallel_size: int
-) -> tuple[tuple[StageCost, ...], FitError, str]:
-    """The measured cost of a segment on every stage, how well it fits, and where it was measured.
-
-    The file is a profile or a trace. Raises ValueError if it is neither, or was measured on another model.
-    """
-    if is_trace(path):
-        return *read_traced_costs(path, len(layers_per_stage)), "a run, by its trace"
-    profile = read_profile(path)
-    check_profile(profile, path, model, tensor_parallel_size)
-    return profile.costs(layers_per_stage), profile.fit_error(), profile.device
-
-
 def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
-    """As `read_traced_costs`; the medians over the micro-batches count.
+    """As `read_traced_costs`, by the medians over the micro-batches.
 
-    Where backwards are whole, the weight gradients are taken for half of what grows with the tokens alone: of the
-    matrix products, half give input gradients. Raises ValueError.
+    Where backwards are whole, the weight gradients are taken for half of what grows with the tokens alone: half of the
+    matrix products give input gradients. Raises ValueError.
     """
     lengths = timeline.meta.get("segment_lengths")
     if not lengths or len(lengths) < 2:
         raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
-    ends = list(accumulate(lengths))
+    starts = list(accumulate(lengths[:-1], initial=0))
     seconds = defaultdict(list)
     for action, start, end in (span for spans in timeline.ranks for span in spans):
         seconds[action.kind, action.stage, action.segment].append(end - start)
 
     def points(stage: int, *kinds: Kind) -> list[Point]:
-        """The measured points of all actions of these kinds."""
-        times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(ends))]
-        return [Point(length, end - length, time) for length, end, time in zip(lengths, ends, times, strict=True)]
+        """What all actions of these kinds took together."""
+        times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(lengths))]
+        return [Point(*point) for point in zip(lengths, starts, times, strict=True)]
 
     costs, errors = [], []
     for stage in range(timeline.shape.num_stages):
@@ -83,26 +76,32 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
         costs.append(StageCost(forward, backward, weight, forward + backward))
         for time, found in zip((forward, backward), measured, strict=True):
-            errors += relative_errors(time, found)
+            errors += _relative_errors(time, found)
     return tuple(costs), FitError(mean(errors), max(errors))
 
 
 def fit_time(points: Sequence[Point]) -> AnalyticTime:
     """The time with the least squares of the relative errors and no negative part."""
-    rows = [
-        [x / seconds for x in (1, length, length * (2 * prefix + length + 1) / 2)] for length, prefix, seconds in points
-    ]
+    rows = np.array(
+        [[x / time for x in (1, length, length * (2 * prefix + length + 1) / 2)] for length, prefix, time in points]
+    )
+    scales = np.linalg.norm(rows, axis=0)  # columns of equal length make the rank independent of their units
     best, least = AnalyticTime(), float("inf")
     # In segments of one length a part per token looks like a constant, which comes last because it is less likely.
     for parts in (parts for size in (3, 2, 1) for parts in combinations((1, 2, 0), size)):
-        try:
-            found = least_squares([[row[part] for part in parts] for row in rows], [1.0] * len(rows))
-        except ValueError:  # too few segments for so many parts, or all of one length
+        chosen = list(parts)
+        scaled = rows[:, chosen] / scales[chosen]
+        found, _, rank, _ = np.linalg.lstsq(scaled, np.ones(len(points)), rcond=1e-8)
+        if rank < len(parts) or found.min() < 0:  # too few segments for so many parts, or all of one length
             continue
-        coefficients = dict(zip(parts, found, strict=True))
-        fixed, per_token, per_pair = (coefficients.get(part, 0.0) for part in range(3))
-        time = AnalyticTime(fixed, per_token, per_pair)
-        error = sum(relative**2 for relative in relative_errors(time, points))
-        if min(found) >= 0 and error < least - 1e-9:
+        coefficients = dict(zip(parts, (found / scales[chosen]).tolist(), strict=True))
+        time = AnalyticTime(*(coefficients.get(part, 0.0) for part in range(3)))
+        error = sum(relative**2 for relative in _relative_errors(time, points))
+        if error < least - 1e-9:
             best, least = time, error
     return best
+
+
+def _relative_errors(time: AnalyticTime, points: Sequence[Point]) -> list[float]:
+    """|fitted − measured| / measured of every point."""
+    return [abs(time(prefix, prefix + length) - seconds) / seconds for length, prefix, seconds in points]

@@ -6,7 +6,6 @@ from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.program import Programs
 from megatron.seq1f1b.schedule import Kind, Named, Placement, Planned, Shape, build, lower_rank, peak_memory, simulate
-from support.partition_profile import profile, weight
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
 LAYERS = (3, 1)
@@ -27,12 +26,6 @@ def test_times_of_both_halves_add_up_to_the_backward():
             )
         start += length
     assert costs.activation == costs.kept == (tuple(3.0 * n for n in lengths), tuple(1.0 * n for n in lengths))
-
-
-def test_measured_weight_gradients_are_those_of_the_profile():
-    costs = action_costs(profile().costs(LAYERS), LAYERS, (1024, 2048))
-    assert costs.w[0] == pytest.approx((3 * weight(1024), 3 * weight(2048)))
-    assert costs.w[1] == pytest.approx((weight(1024) + 3e-6 * 1024, weight(2048) + 3e-6 * 2048))
 
 
 def test_only_auto_plans_for_the_costs():

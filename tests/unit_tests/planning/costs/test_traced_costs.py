@@ -1,6 +1,5 @@
 """Costs of segments from a trace: what went into a simulated step comes out of its timeline."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -11,11 +10,9 @@ from megatron.seq1f1b.planning.costs import (
     ModelShape,
     action_costs,
     analytic_costs,
-    is_trace,
     read_traced_costs,
 )
-from megatron.seq1f1b.planning.costs.profile import Point
-from megatron.seq1f1b.planning.costs.traced_costs import fit_time, traced_costs
+from megatron.seq1f1b.planning.costs.traced_costs import Point, fit_time, traced_costs
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
@@ -73,12 +70,3 @@ def test_a_trace_that_does_not_fit_is_an_error(tmp_path, told, num_stages, sente
     write_timeline(timeline("1f1b", told=told), path)
     with pytest.raises(ValueError, match=sentence):
         read_traced_costs(path, num_stages)
-
-
-def test_a_profile_is_no_trace(tmp_path):
-    path = tmp_path / "profile.json"
-    for content in ("no JSON", json.dumps({"parts": {}}), "[]"):
-        path.write_text(content)
-        assert not is_trace(path)
-    write_timeline(timeline("1f1b"), path)
-    assert is_trace(path)
