@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, communication
-from megatron.seq1f1b.schedule import Named
+from megatron.seq1f1b.schedule import ScheduleChoice
 
 LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
 
@@ -169,7 +169,7 @@ def losses_of_all_dtypes(
         run = forward_backward_no_pipelining
         if args.segments:
             cut, timeout = (lambda length: even(length, args.segments, 1)), patience(args.device)
-            run = PipelineExecutor(Named(schedule), Segmentation(args.segments, cut), timeout=timeout)
+            run = PipelineExecutor(ScheduleChoice(schedule), Segmentation(args.segments, cut), timeout=timeout)
             run.offload(share)
         name = str(dtype).removeprefix("torch.")
         losses[name], seconds = losses_of(run, model, length, args)

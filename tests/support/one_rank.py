@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, Tracer
-from megatron.seq1f1b.schedule import Named
+from megatron.seq1f1b.schedule import ScheduleChoice
 from support import linear_stages
 from support.linear_stages import BATCH, HIDDEN, SEQUENCE, call, configuration, sum_of_squares
 
@@ -34,7 +34,7 @@ def forward_step(data_iterator, model):
 
 
 def executor(schedule: str = "1f1b", k: int = 2, tracer: Tracer | None = None) -> PipelineExecutor:
-    made = PipelineExecutor(Named(schedule), Segmentation(k, lambda length: [length // k] * k))
+    made = PipelineExecutor(ScheduleChoice(schedule), Segmentation(k, lambda length: [length // k] * k))
     made.trace_with(tracer)
     return made
 

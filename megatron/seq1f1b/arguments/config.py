@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step
-from ..schedule import FAMILIES, Given, Named, Placement, Planned, ScheduleChoice, Shape, choose, read_csv
+from ..schedule import FAMILIES, Placement, ScheduleChoice, Shape, read_csv
 from .device import is_on_cpu
 from .flags import AUTO
 from .megatron_run import MegatronRun
@@ -81,7 +81,7 @@ class PipelineConfig:
         found: dict[str, Any] = {"offload_activations": self.offloads}
         if self.unit_tokens is None:
             found["sequence_splits"] = self.num_segments
-        if not isinstance(self.schedule, Given):
+        if self.schedule.given is None:
             found["pipeline_schedule"] = self.schedule.name
         if self.num_segments > 1 and self.partition.file is None and self.unit_tokens is None:
             found["sequence_split_strategy"] = self.partition.strategy
@@ -134,14 +134,14 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         _refuse(run.settings, schedule, _asks_for_segments(flags), in_units)
         if flags.sequence_splits == "auto" and partition.file is None:
             partition = replace(partition, num_segments=_best_number(schedule, partition))
-        if isinstance(schedule, Planned) and schedule.placement == "v":
+        if schedule.is_planned and schedule.placement == "v":
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
         _refuse(run.settings, schedule, len(lengths) > 1 or in_units, in_units)
     if flags.recompute_keeps_attention:
         _check_recomputation(schedule, run.settings)
     offloads = flags.offload_activations
-    if offloads or (isinstance(schedule, Given) and schedule.has_moves):
+    if offloads or (schedule is not None and schedule.has_moves):
         _check_offload(offloads, schedule, run)
     if offloads == AUTO and schedule is not None:
         offloads = costs.least_offload(schedule, lengths)
@@ -151,8 +151,8 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
             raise ValueError(
                 "--partition-state is for chunks in Megatron's DistributedDataParallel; call install before it is made"
             )
-    if isinstance(schedule, Given):
-        _check_sizes(schedule.schedule.shape, run, len(lengths), flags.pipeline_placement)
+    if schedule is not None and schedule.given is not None:
+        _check_sizes(schedule.given.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(
         run=run,
         schedule=schedule,
@@ -191,8 +191,8 @@ def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
 
 
 def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
-    if isinstance(schedule, Given):
-        return schedule.schedule.shape.num_segments
+    if schedule.given is not None:
+        return schedule.given.shape.num_segments
     if not partition.run.has_sizes:
         raise ValueError(
             "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
@@ -208,7 +208,7 @@ def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice | None, run
     other = next((name for name in others if getattr(flags, name) is not None), None)
     if other is not None:
         raise ValueError(f"--unit-tokens determines where sequences are cut; drop --{other.replace('_', '-')}")
-    if not isinstance(schedule, Named):
+    if schedule is None or not schedule.is_named:
         raise ValueError(
             "--unit-tokens gives each step other numbers of segments, for which no order is planned in time; take a "
             f"--pipeline-schedule of {', '.join(FAMILIES)}"
@@ -243,7 +243,7 @@ def _check_recomputation(schedule: ScheduleChoice | None, settings: Mapping[str,
 def _check_offload(share: float | str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
     """Raise ValueError where activations cannot move, or are told to by two flags."""
     _refuse_megatrons_own(schedule, "--offload-activations")
-    if share and isinstance(schedule, Given) and schedule.has_moves:
+    if share and schedule is not None and schedule.has_moves:
         raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
     if share == AUTO and not run.has_sizes:
         raise ValueError(
@@ -265,7 +265,7 @@ def _refuse_megatrons_own(
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
         try:
-            return Given(read_csv(flags.pipeline_schedule_file))
+            return ScheduleChoice.of(read_csv(flags.pipeline_schedule_file))
         except OSError as error:
             raise ValueError(str(error)) from error
     name = flags.pipeline_schedule
@@ -275,10 +275,8 @@ def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> Schedul
         name = "1f1b"
     if name is None:
         return None
-    schedule = choose(name, flags.pipeline_placement)
-    if isinstance(schedule, Planned) and first_unsupported(settings, {Use.SPLIT_BACKWARDS}) is not None:
-        schedule = replace(schedule, split=False)
-    return schedule
+    split = name != "auto" or first_unsupported(settings, {Use.SPLIT_BACKWARDS}) is None
+    return ScheduleChoice(name, flags.pipeline_placement, split)
 
 
 def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments: bool, in_units: bool) -> None:

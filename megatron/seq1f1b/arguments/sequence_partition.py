@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths, terapipe
-from ..schedule import Placement, Planned, Shape, simulate
+from ..schedule import Placement, ScheduleChoice, Shape, auto, simulate
 from .megatron_run import MegatronRun
 from .predictions import Predictions
 
@@ -29,7 +29,7 @@ class SequencePartition:
     strategy: str
     num_segments: int | None
     file: Path | None
-    planned: Planned | None = None
+    planned: ScheduleChoice | None = None
 
     @property
     def follows_documents(self) -> bool:
@@ -95,6 +95,6 @@ class SequencePartition:
 
         def seconds(lengths: tuple[int, ...]) -> float:
             costs = self.costs.of_actions(lengths)
-            return simulate(planned.plan(shape, lengths, lambda _: costs), costs).makespan
+            return simulate(auto(shape, costs, split=planned.split), costs).makespan
 
         return {"step": seconds, "trials": min(_MOST_TRIALS, trials)}

@@ -1,6 +1,6 @@
 """What runs, in one block at the start, beside what Megatron's own schedule would give."""
 
-from ..schedule import Clock, Placement, Planned, Shape, num_gathers
+from ..schedule import Clock, Placement, Shape, num_gathers
 from .config import PipelineConfig
 
 # Of so many segments all lengths are printed.
@@ -54,7 +54,7 @@ def _segments(config: PipelineConfig) -> str:
 def _gathers(config: PipelineConfig) -> str:
     """How often the first rank gathers weights, where the order is not to be searched for first."""
     run, schedule = config.run, config.schedule
-    if schedule is None or isinstance(schedule, Planned):
+    if schedule is None or schedule.is_planned:
         return ""
     placement = Placement(run.pipeline_parallel_size, run.num_chunks, schedule.placement)
     plan = schedule.plan(Shape(placement, run.num_microbatches, config.num_segments), config.lengths, None)

@@ -8,7 +8,6 @@ from math import ceil
 from ..arguments import PipelineConfig
 from ..arguments.supported import Use, first_unsupported
 from ..partition import segment_times
-from ..schedule import Planned
 from .costs import CPU_CORE, ModelShape, analytic_costs
 from .costs.machine import Machine
 from .run_costs import RunCosts
@@ -32,9 +31,10 @@ def _of_unused_flags(config: PipelineConfig, flags: argparse.Namespace) -> Itera
     if flags.pipeline_schedule_file is not None and flags.pipeline_schedule is not None:
         yield f"--pipeline-schedule-file takes the place of --pipeline-schedule {flags.pipeline_schedule}"
     schedule = config.schedule
-    if flags.sequence_split_profile and not isinstance(schedule, Planned) and not config.partition.uses_profile:
+    is_planned = schedule is not None and schedule.is_planned
+    if flags.sequence_split_profile and not is_planned and not config.partition.uses_profile:
         yield "--sequence-split-profile has no effect: these cuts follow no measured times"
-    if isinstance(schedule, Planned) and not schedule.split:
+    if schedule is not None and schedule.is_planned and not schedule.split:
         obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
         yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
 

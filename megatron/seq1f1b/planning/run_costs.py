@@ -13,10 +13,7 @@ from ..arguments.device import device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
 from ..schedule import (
     Costs,
-    Given,
-    Named,
     Placement,
-    Planned,
     Schedule,
     ScheduleChoice,
     Shape,
@@ -88,7 +85,7 @@ class RunCosts:
     @property
     def has_loss_in_pieces(self) -> bool:
         whole = (self.run.sequence_length,)
-        return self.model is not None and not keeps_logits(self._training_setup(Named("1f1b"), whole))
+        return self.model is not None and not keeps_logits(self._training_setup(ScheduleChoice("1f1b"), whole))
 
     @property
     def flops(self) -> tuple[int, int] | None:
@@ -195,7 +192,7 @@ class RunCosts:
             total = scale * max(each.total for each in memory)
             return [timeline.makespan, fmean(map(timeline.busy, ranks)), held, total]
 
-        is_given = isinstance(schedule, Given)
+        is_given = schedule.given is not None
         found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
         seconds, busy, activations, total = found
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
@@ -213,13 +210,13 @@ class RunCosts:
             steps = (actions.without_moves(), moved(actions, share))
             return [timeline_of(step, machine, each, costs).end for each in steps]
 
-        is_given = isinstance(schedule, Given)
+        is_given = schedule.given is not None
         without, with_moves = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
         return device.host_bandwidth, with_moves / without - 1
 
     def forecast_of_megatron(self) -> Forecast:
         flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True, "offload_activations": 0.0})
-        return replace(self, flags=flags).forecast(Named("1f1b"), (self.run.sequence_length,))
+        return replace(self, flags=flags).forecast(ScheduleChoice("1f1b"), (self.run.sequence_length,))
 
     @property
     def _scale(self) -> int:
@@ -260,13 +257,11 @@ class RunCosts:
 
 
 def _of_length(schedule: ScheduleChoice, shape: Shape) -> Schedule:
-    if isinstance(schedule, Given):
-        return schedule.schedule
-    return build("1f1b" if isinstance(schedule, Planned) else schedule.name, shape)
+    return schedule.given or build("1f1b" if schedule.is_planned else schedule.name, shape)
 
 
 def _costed_as(schedule: ScheduleChoice) -> str:
     """The name of a family; a schedule from a file has the costs of one that splits backwards as it does."""
-    if isinstance(schedule, Given):
+    if schedule.given is not None:
         return "zb-h1" if schedule.splits_backwards else "1f1b"
     return schedule.name

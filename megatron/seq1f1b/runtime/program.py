@@ -13,10 +13,7 @@ from ..schedule import (
     Action,
     Clock,
     CostsOfLengths,
-    Given,
     Kind,
-    Named,
-    Planned,
     ScheduleChoice,
     Shape,
     lower_rank,
@@ -102,14 +99,14 @@ class Programs:
 
     def _make(self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool) -> Program:
         if forward_only:  # in an order that fits any shape
-            named = self._choice if isinstance(self._choice, Named) else Named("1f1b")
+            named = self._choice if self._choice.is_named else ScheduleChoice("1f1b")
             actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
             return Program([action for action in actions if action.kind in _FORWARD_KINDS])
-        if isinstance(self._choice, Planned) and shape.num_stages * shape.num_units > _MANY_FORWARDS:
+        if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
             warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
         actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
-        if isinstance(self._choice, Given) and self._choice.has_moves:
-            actions = merged(actions, self._choice.schedule.ranks[rank])
+        if self._choice.given is not None and self._choice.has_moves:
+            actions = merged(actions, self._choice.given.ranks[rank])
         elif self.offloaded:
             order = [action for action in actions if action.kind in COMPUTE_KINDS]
             actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))

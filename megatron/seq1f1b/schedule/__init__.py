@@ -8,12 +8,8 @@ from .automatic import auto
 from .choice import (
     FAMILY_NAMES,
     CostsOfLengths,
-    Given,
-    Named,
-    Planned,
     ScheduleChoice,
     build,
-    choose,
     splitting_families,
 )
 from .clock import Clock

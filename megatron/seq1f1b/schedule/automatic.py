@@ -1,6 +1,6 @@
 """The automatic scheduler: the best of several plans for given costs and memory."""
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, product
@@ -82,8 +82,7 @@ def auto(
 
 def shortest_makespan(shape: Shape, costs: Costs) -> float:
     """No schedule is shorter: a rank waits for its first input, and then has all its work to do."""
-    columns, placement = range(len(shape.columns)), shape.placement
-    repeats = shape.num_units // len(columns)
+    placement, repeats = shape.placement, Counter(segment for _, segment in shape.units)
     arrivals = [0.0]  # of the first segment at every stage
     for stage in range(shape.num_stages - 1):
         sent, needed = Action(Kind.F, stage, 0, 0), Action(Kind.F, stage + 1, 0, 0)
@@ -91,8 +90,10 @@ def shortest_makespan(shape: Shape, costs: Costs) -> float:
     whole = []
     for rank in range(shape.num_ranks):
         stages = placement.stages_of(rank)
-        work = sum(costs.f[each][n] + costs.i[each][n] + costs.w[each][n] for each in stages for n in columns)
-        whole.append(arrivals[min(stages)] + repeats * work)
+        work = (
+            n * (costs.f[each][s] + costs.i[each][s] + costs.w[each][s]) for each in stages for s, n in repeats.items()
+        )
+        whole.append(arrivals[min(stages)] + sum(work))
     return max(whole)
 
 
@@ -122,12 +123,15 @@ def _by_tick(shape: Shape, hop: int) -> Priority:
     """The order of a clock."""
     tick, last_stage = straight(shape, period=2, hop=hop), shape.num_stages - 1
     turn = first_turn(shape, tick)
-    return lambda kind, position, stage: (
-        tick(position, stage) if kind is Kind.F else turn + tick(position, last_stage - stage)
-    )
+
+    def priority(action: Action, position: int) -> float:
+        is_forward, stage = action.kind is Kind.F, action.stage
+        return tick(position, stage) if is_forward else turn + tick(position, last_stage - stage)
+
+    return priority
 
 
-# By whether it is a forward, stage and column: the time from the start of an F or B to the end of all that needs it.
+# By whether it is a forward, stage and segment: the time from the start of an F or B to the end of all that needs it.
 _Paths = dict[tuple[bool, int, int], float]
 
 
@@ -135,25 +139,23 @@ def _by_path(shape: Shape, paths: _Paths, weight: float) -> Priority:
     """First what most depends on; a micro-batch later counts like `weight` of the time of one, over all of them."""
     later = weight * max(paths.values()) / shape.num_microbatches
 
-    def priority(kind: Kind, position: int, stage: int) -> float:
-        microbatch = bisect_right(shape.first_units, position) - 1
-        number, is_forward = position - shape.first_units[microbatch], kind is Kind.F
-        segment = number if is_forward else shape.segments_of(microbatch) - 1 - number
-        return later * microbatch - paths[is_forward, stage, shape.column(microbatch, segment)]
+    def priority(action: Action, position: int) -> float:
+        kind, stage, microbatch, segment = action
+        return later * microbatch - paths[kind is Kind.F, stage, segment]
 
     return priority
 
 
 def _longest_paths(shape: Shape, costs: Costs) -> _Paths:
-    units = [(stage, *unit) for stage in range(shape.num_stages) for unit in shape.columns]
-    after = {Action(Kind.B, stage, *unit): costs.w[stage][shape.column(*unit)] for stage, *unit in units}
+    shape = shape.filled
+    units = list(product(range(shape.num_stages), range(shape.num_segments)))
+    after = {Action(Kind.B, stage, 0, segment): costs.w[stage][segment] for stage, segment in units}
     paths: _Paths = {}
     # What needs an action comes before it.
     in_order = [*product([Kind.B], units), *product([Kind.F], reversed(units))]
-    for kind, (stage, *unit) in in_order:
-        action, table = Action(kind, stage, *unit), costs.f if kind is Kind.F else costs.i
-        column = shape.column(*unit)
-        path = paths[kind is Kind.F, stage, column] = after[action] + table[stage][column]
+    for kind, (stage, segment) in in_order:
+        action, table = Action(kind, stage, 0, segment), costs.f if kind is Kind.F else costs.i
+        path = paths[kind is Kind.F, stage, segment] = after[action] + table[stage][segment]
         for needed in dependencies(action, shape):
             after[needed] = max(after.get(needed, 0.0), costs.delay(needed, action, shape) + path)
     return paths

@@ -1,12 +1,10 @@
-"""Which schedule runs: a named family, one that is planned for given costs, or one of the user's own.
-
-All three give the schedule of a step in the same way, so the runtime need not distinguish them.
-"""
+"""Which schedule runs: a named family, one that is planned for given costs, or one of the user's own."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 from .action import Kind
 from .automatic import auto
@@ -27,99 +25,70 @@ def build(
     costs: Costs | None = None,
     limits: float | Sequence[float] | None = None,
 ) -> Schedule:
-    """The compute actions of all ranks. Raises ValueError for an unknown family.
-
-    Only `auto` looks at the costs and at the limits of activation memory, see there.
-    """
+    """The compute actions of all ranks. Only `auto` uses the costs and the limits of activation memory, see there."""
     if family == "auto":
         return auto(shape, costs, limits)
-    return Named(family).plan(shape, (), None).schedule()
+    if family not in FAMILIES:
+        raise ValueError(f"unknown schedule {family!r}; choose one of {', '.join(FAMILY_NAMES)}")
+    return FAMILIES[family](shape).schedule()
 
 
 @dataclass(frozen=True)
-class Named:
-    """A schedule of `FAMILIES`, by its name; `placement` is the style of a Placement."""
+class ScheduleChoice:
+    """What gives the schedule of a training step: one of `FAMILY_NAMES` by its name, or a `given` schedule.
+
+    `placement` is the style of a Placement. Without `split`, `auto` leaves every backward whole.
+    """
 
     name: str
     placement: str = "looped"
+    split: bool = True
+    given: Schedule | None = None
 
-    def __post_init__(self) -> None:
-        if self.name not in FAMILIES:
-            raise ValueError(f"unknown schedule {self.name!r}; choose one of {', '.join(FAMILY_NAMES)}")
+    @classmethod
+    def of(cls, given: Schedule) -> Self:
+        """A whole schedule, for steps of its own shape only. Different schedules have different names."""
+        digest = hashlib.sha256(str(given).encode()).hexdigest()[:16]
+        return cls(f"a schedule of its own ({digest})", given.shape.placement.style, given=given)
 
     @property
+    def is_named(self) -> bool:
+        """Whether it is one of `FAMILIES`, which have an order for any shape."""
+        return self.name in FAMILIES
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the schedule is searched for, for the costs of a step."""
+        return self.name == "auto"
+
+    @cached_property
     def splits_backwards(self) -> bool:
-        """Whether its actions have W, as in one small pipeline so in all."""
+        """Whether the actions may include W."""
+        if self.given is not None:
+            return any(action.kind is Kind.W for actions in self.given.ranks for action in actions)
+        if self.is_planned:
+            return self.split
         return FAMILIES[self.name](Shape(Placement(2), num_microbatches=2)).lag is not None
 
-    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock:
-        """What ranks compute in a training step with segments of `lengths` tokens."""
-        return FAMILIES[self.name](shape)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """`auto`: the best schedule found for the costs of a step. Without `split` no backward is split into I and W."""
-
-    split: bool = True
-    placement: str = "looped"
-    name = "auto"
-
     @property
-    def splits_backwards(self) -> bool:
-        """Whether it may have W."""
-        return self.split
-
-    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
-        """As of a `Named`; planned for equal costs if `costs` is None. Every rank comes to the same plan."""
-        return auto(shape, None if costs is None else costs(lengths), split=self.split)
-
-
-@dataclass(frozen=True)
-class Given:
-    """A whole schedule, which fits training steps of its own shape only."""
-
-    schedule: Schedule
-
-    @cached_property
-    def name(self) -> str:
-        """Different for different schedules."""
-        return f"a schedule of its own ({hashlib.sha256(str(self.schedule).encode()).hexdigest()[:16]})"
-
-    @property
-    def placement(self) -> str:
-        """The style of its Placement."""
-        return self.schedule.shape.placement.style
-
-    @cached_property
-    def splits_backwards(self) -> bool:
-        """Whether it has W."""
-        return any(action.kind is Kind.W for actions in self.schedule.ranks for action in actions)
-
-    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Schedule:
-        """As of a `Named`; raises ValueError if the schedule has another shape."""
-        if self.schedule.shape != shape:
-            raise ValueError(f"the given schedule is for {self.schedule.shape}, not for {shape}")
-        return self._compute
-
-    @cached_property
     def has_moves(self) -> bool:
-        """Whether it has OFFLOAD."""
-        return self.schedule.has_moves
+        """Whether the schedule moves activations by itself."""
+        return self.given is not None and self.given.has_moves
 
-    @cached_property
-    def _compute(self) -> Schedule:
-        return self.schedule.without_moves()
+    def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
+        """What ranks compute in a step with segments of `lengths` tokens, the same on every rank.
 
-
-ScheduleChoice = Named | Planned | Given
-
-
-def choose(name: str, placement: str = "looped") -> Named | Planned:
-    """The schedule of this name, one of `FAMILY_NAMES`; raises ValueError for another."""
-    return Planned(placement=placement) if name == "auto" else Named(name, placement)
+        `auto` plans for equal costs if `costs` is None. Raises ValueError if a given schedule has another shape.
+        """
+        if self.given is not None:
+            if self.given.shape != shape:
+                raise ValueError(f"the given schedule is for {self.given.shape}, not for {shape}")
+            return self.given.without_moves()
+        if self.is_planned:
+            return auto(shape, None if costs is None else costs(lengths), split=self.split)
+        return FAMILIES[self.name](shape)
 
 
 def splitting_families() -> list[str]:
     """Those of `FAMILY_NAMES` that split backwards."""
-    return [name for name in FAMILY_NAMES if choose(name).splits_backwards]
+    return [name for name in FAMILY_NAMES if ScheduleChoice(name).splits_backwards]

@@ -14,8 +14,7 @@ Table = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs by stage and segment, `table[stage][segment]`, in any unit, the same for all times; by stage and unit where
-    micro-batches have unequal numbers of segments (see `Shape.columns`).
+    """Costs by stage and segment, `table[stage][segment]`, in any unit, the same for all times.
 
     `f`, `i`, `w` are the durations of F, I, W; a B takes i + w. `message_f` is the time from the
     end of an F until its output has arrived on the next stage's rank, `message_b` the same for the
@@ -37,7 +36,7 @@ class Costs:
         """Equal costs everywhere; memory counts the units in flight, from F to B or W."""
 
         def table(value: float) -> Table:
-            return ((float(value),) * len(shape.columns),) * shape.num_stages
+            return ((float(value),) * shape.num_segments,) * shape.num_stages
 
         messages = table(message)
         return cls(table(f), table(i), table(w), messages, messages, table(1), table(1))
@@ -70,9 +69,9 @@ class Costs:
         """Raises ValueError if a table does not fit the shape, or holds a number that is negative or not finite."""
         for name, table in vars(self).items():
             sizes = len(table), {len(row) for row in table}
-            if sizes != (shape.num_stages, {len(shape.columns)}):
+            if sizes != (shape.num_stages, {shape.num_segments}):
                 raise ValueError(
-                    f"cost table {name!r} must have {shape.num_stages} stages of {len(shape.columns)} segments"
+                    f"cost table {name!r} must have {shape.num_stages} stages of {shape.num_segments} segments"
                 )
             if not all(0 <= value < inf for row in table for value in row):
                 raise ValueError(f"cost table {name!r} holds a number that is negative or not finite")
@@ -80,27 +79,27 @@ class Costs:
             if any(part > whole for part, whole in zip(some, all_of_it, strict=True)):
                 raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
 
-    def duration(self, kind: Kind, stage: int, column: int) -> float:
+    def duration(self, kind: Kind, stage: int, segment: int) -> float:
         if kind is Kind.F:
-            return self.f[stage][column]
+            return self.f[stage][segment]
         if kind is Kind.W:
-            return self.w[stage][column]
+            return self.w[stage][segment]
         if kind is Kind.I:
-            return self.i[stage][column]
-        return self.i[stage][column] + self.w[stage][column]
+            return self.i[stage][segment]
+        return self.i[stage][segment] + self.w[stage][segment]
 
     def delay(self, needed: Action, action: Action, shape: Shape) -> float:
         """Time from the end of `needed` until `action`, which depends on it, may start."""
         if shape.placement.rank_of(needed.stage) == shape.placement.rank_of(action.stage):
             return 0.0
         table = self.message_f if needed.kind is Kind.F else self.message_b
-        return table[needed.stage][shape.column(*needed[2:])]
+        return table[needed.stage][needed.segment]
 
 
 def _table(shape: Shape, name: str, value: Any) -> Table:
     try:
         if not isinstance(value, list | tuple):
-            value = [float(value)] * len(shape.columns)
+            value = [float(value)] * shape.num_segments
         if not isinstance(value[0], list | tuple):
             value = [value] * shape.num_stages
         return tuple(tuple(map(float, row)) for row in value)
@@ -110,22 +109,21 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
         ) from None
 
 
-def memory_change(costs: Costs, kind: Kind, stage: int, column: int) -> float:
+def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
     """What an action adds to the memory of its rank, moves aside: F at its start, the rest at its end."""
     if kind is Kind.F:
-        return costs.activation[stage][column]
+        return costs.activation[stage][segment]
     if kind is Kind.I:
-        return costs.kept[stage][column] - costs.activation[stage][column]
+        return costs.kept[stage][segment] - costs.activation[stage][segment]
     if kind is Kind.W:
-        return -costs.kept[stage][column]
-    return -costs.activation[stage][column] if kind is Kind.B else 0.0
+        return -costs.kept[stage][segment]
+    return -costs.activation[stage][segment] if kind is Kind.B else 0.0
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
     """For each rank the most activation memory held at once, in the unit of `costs.activation`."""
-    column = schedule.shape.column
     changes = (
-        (memory_change(costs, kind, stage, column(*unit)) for kind, stage, *unit in actions)
+        (memory_change(costs, kind, stage, segment) for kind, stage, _, segment in actions)
         for actions in schedule.ranks
     )
     return [max(accumulate(each, initial=0.0)) for each in changes]

@@ -4,17 +4,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import pairwise, product
+from itertools import product
 from math import inf
 
 from .action import Action, Kind
 from .cost_tables import Costs, memory_change
 from .dependencies import dependencies
 from .schedule import Schedule, Shape
-from .timing import rules_of
+from .timing import delays_of, missing_of, rules_of
 
-# Kind, position of the unit in forward or backward order, stage; smaller goes first.
-Priority = Callable[[Kind, int, int], float]
+# A forward or backward, and the position of its unit in the order of those; smaller goes first.
+Priority = Callable[[Action, int], float]
 
 
 @dataclass
@@ -90,18 +90,21 @@ class ListScheduler:
     def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True) -> None:
         self._shape, self._costs, self._limits = shape, costs, limits
         self._backward = Kind.I if split else Kind.B
-        self._rules = rules_of(shape, costs, (Kind.F, self._backward, Kind.W))
-        self._whole = [_largest_microbatch(shape, costs, rank) for rank in range(shape.num_ranks)]
+        self._rules = {kind: rules_of(shape, kind) for kind in (Kind.F, self._backward)}
+        self._whole = [
+            sum(sum(costs.activation[stage]) for stage in shape.placement.stages_of(rank))
+            for rank in range(shape.num_ranks)
+        ]
         for rank, (whole, limit) in enumerate(zip(self._whole, limits, strict=True)):
             if whole > limit:
                 raise ValueError(
                     f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
                 )
         # By kind and stage of an action, the queues in which one may need it, its own among them.
-        queues = list(product((Kind.F, self._backward), range(shape.num_stages)))
+        queues, filled = list(product((Kind.F, self._backward), range(shape.num_stages))), shape.filled
         self._followers = {queue: {queue} for queue in queues}
-        for (kind, stage), unit in product(queues, shape.columns):
-            for needed in dependencies(Action(kind, stage, *unit), shape):
+        for (kind, stage), segment in product(queues, range(shape.num_segments)):
+            for needed in dependencies(Action(kind, stage, 0, segment), filled):
                 self._followers[self._own_kind(needed), needed.stage].add((kind, stage))
 
     def plan(
@@ -120,10 +123,10 @@ class ListScheduler:
         With `orders` each rank keeps to the order of the F and B (or I) there, in which the units of a stage come in
         their own order, and adds W only; None if that cannot be kept within the limits.
         """
-        column_of, shift_of = self._shape.column, self._shape.shift
+        num_segments, delays = self._shape.num_segments, delays_of(self._costs)
         ranks = [self._new_rank(index, orders) for index in range(self._shape.num_ranks)]
         queues = {key: queue for rank in ranks for key, queue in rank.queues.items()}
-        end_of: dict[int, float] = {}
+        end_of = dict.fromkeys(missing_of(self._shape), 0.0)
         events: list[tuple[float, int]] = []  # when which rank may find something to do
 
         def release(queue: _Queue) -> None:
@@ -131,13 +134,13 @@ class ListScheduler:
             if queue.time < inf or queue.position == len(queue.actions):
                 return
             kind, stage, microbatch, segment = queue.actions[queue.position]
-            code, needs, _ = self._rules[kind][stage][column_of(microbatch, segment)]
-            code += shift_of(microbatch)
+            code, needs = self._rules[kind][stage][segment]
+            code += microbatch * num_segments
             time = 0.0
             for difference, delay in needs:
                 if code + difference not in end_of:
                     return
-                time = max(time, end_of[code + difference] + delay)
+                time = max(time, end_of[code + difference] + delays[delay])
             queue.time = time
             heappush(events, (time, queue.rank))
 
@@ -159,13 +162,12 @@ class ListScheduler:
                 continue
             kind, stage, microbatch, segment = action
             end = now + self._duration(action)
-            column = column_of(microbatch, segment)
-            rank.append(action, end, memory_change(self._costs, kind, stage, column))
+            rank.append(action, end, memory_change(self._costs, kind, stage, segment))
             heappush(events, (end, index))
             if kind is Kind.I:
                 rank.weights.append(action._replace(kind=Kind.W))
             if kind is not Kind.W:
-                end_of[self._rules[kind][stage][column].code + shift_of(microbatch)] = end
+                end_of[self._rules[kind][stage][segment].code + microbatch * num_segments] = end
                 for follower in self._followers[kind, stage]:
                     release(queues[follower])
         if any(rank.order for rank in ranks):
@@ -176,19 +178,19 @@ class ListScheduler:
         """What a rank takes now, or None, and when it could take something else."""
         chosen, best, soonest, backward, duration = None, inf, inf, inf, 0.0
         for queue in rank.candidates():
-            kind, stage, microbatch, segment = queue.actions[queue.position]
-            column = self._shape.column(microbatch, segment)
-            if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][column]):
+            action = queue.actions[queue.position]
+            kind, stage, microbatch, segment = action
+            if kind is Kind.F and not rank.admits(microbatch, self._costs.activation[stage][segment]):
                 continue
             if queue.time > now:
                 soonest = min(soonest, queue.time)
                 if kind is not Kind.F:
                     backward = min(backward, queue.time)
                 continue
-            value = priority(kind, queue.position, stage)
+            value = priority(action, queue.position)
             if value < best:
                 chosen, best = queue, value
-                duration = self._costs.f[stage][column] if kind is Kind.F else 0.0
+                duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
         if chosen is not None and backward < now + hold * duration:
             return None, backward
         return chosen, soonest
@@ -215,10 +217,4 @@ class ListScheduler:
         return Kind.F if action.kind is Kind.F else self._backward
 
     def _duration(self, action: Action) -> float:
-        return self._rules[action.kind][action.stage][self._shape.column(*action[2:])].duration
-
-
-def _largest_microbatch(shape: Shape, costs: Costs, rank: int) -> float:
-    rows = [costs.activation[stage] for stage in shape.placement.stages_of(rank)]
-    bounds = pairwise(shape.first_units) if shape.unequal else [(0, shape.num_segments)]
-    return max(sum(sum(row[first:end]) for row in rows) for first, end in bounds)
+        return self._costs.duration(action.kind, action.stage, action.segment)

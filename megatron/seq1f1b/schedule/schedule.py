@@ -1,7 +1,7 @@
 """Which rank holds which stage, the sizes of a schedule, and the schedule itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Self
@@ -114,20 +114,10 @@ class Shape:
     def num_units(self) -> int:
         return self.first_units[-1]
 
-    @cached_property
-    def columns(self) -> tuple[tuple[int, int], ...]:
-        """The columns of a table of units, as (micro-batch, segment): one for each segment, which stands for those of
-        all micro-batches, or one for each unit where the numbers of segments are unequal."""
-        microbatches = range(self.num_microbatches) if self.unequal else (0,)
-        return tuple((each, segment) for each in microbatches for segment in range(self.segments_of(each)))
-
-    def column(self, microbatch: int, segment: int) -> int:
-        """The one of a unit."""
-        return self.first_units[microbatch] + segment if self.unequal else segment
-
-    def shift(self, microbatch: int) -> int:
-        """From the column of a unit to its number."""
-        return 0 if self.unequal else self.first_units[microbatch]
+    @property
+    def filled(self) -> Self:
+        """The same with `num_segments` segments in every micro-batch."""
+        return replace(self, unequal=())
 
     @property
     def units(self) -> list[tuple[int, int]]:

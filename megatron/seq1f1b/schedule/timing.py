@@ -1,82 +1,65 @@
 """When each compute action of a schedule starts and ends, for given costs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain, product, repeat
+from itertools import chain, repeat
 from math import inf
 from typing import NamedTuple
 
 from .action import Action, Kind
 from .cost_tables import Costs
-from .dependencies import dependencies, outcome
+from .dependencies import dependencies
 from .schedule import Schedule, Shape
 from .timeline import Span, Timeline
 
-_ROW = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
+# An I gives what other stages and segments need of a B.
+_ROW = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
 
 
 class Rule(NamedTuple):
-    """The rule of a kind, stage and column of units (see `Shape.columns`).
+    """What the action of a kind, stage and segment needs, in numbers: `dependencies` for millions of actions.
 
-    `code` numbers what the action gives for the unit of the column; `needs` holds, for every dependency, the difference
-    to its code and the time that its message takes.
+    `code` numbers what the action gives in micro-batch 0; every later micro-batch adds `num_segments`. `needs` has, for
+    every dependency, the difference to its code and the number of the delay after it in `delays_of`.
     """
-
-    code: int
-    needs: tuple[tuple[int, float], ...]
-    duration: float
-
-
-class _Needs(NamedTuple):
-    """What of a rule follows from the shape alone: `needs` holds numbers of delays, `cell` is that of a table."""
 
     code: int
     needs: tuple[tuple[int, int], ...]
-    cell: int
 
 
 @lru_cache(maxsize=64)
-def _needs(shape: Shape, kind: Kind) -> list[list[_Needs]]:
-    """`dependencies` as a table by stage and column, so that millions of actions take seconds, whatever they cost.
-
-    Outcomes have codes, dense from 0, in the order of the units of a stage. The dependencies of an action never leave
-    its micro-batch. Delays are numbered as in `_delays`.
-    """
-    stages, columns, rank_of = range(shape.num_stages), shape.columns, shape.placement.rank_of
+def rules_of(shape: Shape, kind: Kind) -> list[list[Rule]]:
+    """The rules of a kind by stage and segment, whatever actions cost."""
+    shape, rank_of = shape.filled, shape.placement.rank_of
+    stages, segments = range(shape.num_stages), range(shape.num_segments)
 
     def code_of(action: Action) -> int:
-        kind, stage, *unit = outcome(action)
-        return (_ROW[kind] * len(stages) + stage) * shape.num_units + shape.column(*unit)
+        return (_ROW[action.kind] * len(stages) + action.stage) * shape.num_units + action.segment
 
     def delay_of(needed: Action, action: Action) -> int:
         if rank_of(needed.stage) == rank_of(action.stage):
             return 0
-        return 1 + (_ROW[needed.kind] * len(stages) + needed.stage) * len(columns) + shape.column(*needed[2:])
+        return 1 + (_ROW[needed.kind] * len(stages) + needed.stage) * len(segments) + needed.segment
 
-    def needs_of(action: Action) -> _Needs:
+    def rule_of(action: Action) -> Rule:
         code = code_of(action)
-        needs = tuple((code_of(each) - code, delay_of(each, action)) for each in dependencies(action, shape))
-        return _Needs(code, needs, action.stage * len(columns) + shape.column(*action[2:]))
+        return Rule(code, tuple((code_of(each) - code, delay_of(each, action)) for each in dependencies(action, shape)))
 
-    return [[needs_of(Action(kind, stage, *unit)) for unit in columns] for stage in stages]
+    return [[rule_of(Action(kind, stage, 0, segment)) for segment in segments] for stage in stages]
 
 
-def _delays(costs: Costs) -> list[float]:
-    """Seconds from the end of an action until another may start: none, and those of messages by stage and column."""
+def delays_of(costs: Costs) -> list[float]:
+    """The times from the end of an action until another may start: 0, and those of messages by stage and segment."""
     return [0.0, *chain(*costs.message_f), *chain(*costs.message_b)]
 
 
-def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, list[list[Rule]]]:
-    """The rules by kind, stage and column."""
-    delays = _delays(costs)
-
-    def rule(kind: Kind, stage: int, column: int) -> Rule:
-        code, needs, _ = _needs(shape, kind)[stage][column]
-        duration = costs.duration(kind, stage, column)
-        return Rule(code, tuple((difference, delays[number]) for difference, number in needs), duration)
-
-    stages, columns = range(shape.num_stages), range(len(shape.columns))
-    return {kind: [[rule(kind, stage, column) for column in columns] for stage in stages] for kind in kinds}
+def missing_of(shape: Shape) -> Iterator[int]:
+    """The codes of the backwards of segments that a micro-batch lacks, for which its last segment need not wait."""
+    rules = rules_of(shape, Kind.B)
+    for microbatch in range(shape.num_microbatches):
+        for segment in range(shape.segments_of(microbatch), shape.num_segments):
+            for of_stage in rules:
+                yield of_stage[segment].code + microbatch * shape.num_segments
 
 
 class Run(NamedTuple):
@@ -93,13 +76,14 @@ def run(schedule: Schedule, costs: Costs) -> Run:
     """
     shape = schedule.shape
     costs.check(shape)
-    delays, microbatches = _delays(costs), range(shape.num_microbatches)
-    firsts, shifts = [shape.column(each, 0) for each in microbatches], [*map(shape.shift, microbatches)]
+    num_segments, delays = shape.num_segments, delays_of(costs)
+    stages, segments = range(shape.num_stages), range(num_segments)
     kinds = {action.kind for actions in schedule.ranks for action in actions}
-    rules = {kind: _needs(shape, kind) for kind in kinds}
-    cells = [*product(range(shape.num_stages), range(len(shape.columns)))]
-    durations = {kind: [costs.duration(kind, *cell) for cell in cells] for kind in kinds}
-    end_of = [-inf] * (len(_ROW) * shape.num_stages * shape.num_units)
+    rules = {kind: rules_of(shape, kind) for kind in kinds}
+    durations = {kind: [[costs.duration(kind, stage, n) for n in segments] for stage in stages] for kind in kinds}
+    end_of = [-inf] * (3 * shape.num_stages * shape.num_microbatches * num_segments)
+    for code in missing_of(shape):
+        end_of[code] = 0.0
     waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
     runnable = list(range(len(schedule.ranks)))
     result = Run([[] for _ in schedule.ranks], [[] for _ in schedule.ranks])
@@ -108,8 +92,8 @@ def run(schedule: Schedule, costs: Costs) -> Run:
         """Runs a rank; yields the code of what it cannot go on without."""
         starts, ends, now = result.starts[rank], result.ends[rank], 0.0
         for kind, stage, microbatch, segment in schedule.ranks[rank]:
-            code, needs, cell = rules[kind][stage][firsts[microbatch] + segment]
-            code += shifts[microbatch]
+            code, needs = rules[kind][stage][segment]
+            code += microbatch * num_segments
             for difference, delay in needs:
                 if end_of[code + difference] < 0:
                     yield code + difference
@@ -117,7 +101,7 @@ def run(schedule: Schedule, costs: Costs) -> Run:
                 if arrival > now:
                     now = arrival
             starts.append(now)
-            now += durations[kind][cell]
+            now += durations[kind][stage][segment]
             ends.append(now)
             end_of[code] = now
             if code in waiting:

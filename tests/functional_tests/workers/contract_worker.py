@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
-from megatron.seq1f1b.schedule import Named  # noqa: E402
+from megatron.seq1f1b.schedule import ScheduleChoice  # noqa: E402
 from support.linear_stages import (  # noqa: E402
     BATCH,
     HIDDEN,
@@ -40,7 +40,7 @@ from support.linear_stages import (  # noqa: E402
 ALONE = forward_backward_no_pipelining
 PIPELINE = forward_backward_pipelining_without_interleaving
 INTERLEAVED = forward_backward_pipelining_with_interleaving
-OURS = PipelineExecutor(Named("1f1b"), Segmentation())
+OURS = PipelineExecutor(ScheduleChoice("1f1b"), Segmentation())
 RANKS = 4
 TENSOR = int(os.environ["WORLD_SIZE"]) // RANKS
 

@@ -32,7 +32,7 @@ from megatron.core.rerun_state_machine import (  # noqa: E402
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
 from megatron.seq1f1b.runtime import executor as executor_file  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
-from megatron.seq1f1b.schedule import Given, Kind, Named, Placement, Shape, build  # noqa: E402
+from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build  # noqa: E402
 from support.linear_stages import (  # noqa: E402
     SEQUENCE,
     Stage,
@@ -62,7 +62,7 @@ def run(function, model, step=forward_step, microbatches=MICROBATCHES, **given):
     return call(function, model, microbatches, step, **given)
 
 
-def executor(schedule=Named("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
+def executor(schedule=ScheduleChoice("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
     return PipelineExecutor(
         schedule, Segmentation(k, lambda length: [length // k] * k), timeout=timedelta(seconds=timeout)
     )
@@ -131,7 +131,7 @@ def check_a_whole_schedule(world, alone) -> None:
     model, collection = stage(world), groups(world, alone)
     expected = run(executor(), model, pg_collection=collection)
     expected_gradients = gradients(model)
-    given = executor(Given(build("auto", Shape(Placement(2), MICROBATCHES))))
+    given = executor(ScheduleChoice.of(build("auto", Shape(Placement(2), MICROBATCHES))))
     assert run(given, model, pg_collection=collection) == expected
     assert equal_gradients(model, expected_gradients)
     with torch.no_grad():
@@ -143,8 +143,8 @@ def check_chunks_in_a_v(world, alone) -> None:
     """A whole schedule brings its placement, a name is given one; gradients are those of the stages in a row."""
     placement = Placement(2, 2, "v")
     model, expected = in_a_row(world, placement)
-    whole = executor(Given(build("zb-h1", Shape(placement, MICROBATCHES))))
-    named = executor(Named("1f1b", "v"))
+    whole = executor(ScheduleChoice.of(build("zb-h1", Shape(placement, MICROBATCHES))))
+    named = executor(ScheduleChoice("1f1b", "v"))
     for given in (whole, named):
         reports = run(given, model, pg_collection=groups(world, alone))
         assert len(reports) == (MICROBATCHES if world.rank() == 0 else 0)
@@ -166,7 +166,7 @@ def check_messages_that_are_used_in_another_order_than_they_were_sent_in(world, 
     assert sent != used
     model, expected = in_a_row(world, placement)
     for kind in (Communicator, OnDevice):
-        given = executor(Given(order), k=2)
+        given = executor(ScheduleChoice.of(order), k=2)
         with patch.object(executor_file, "Communicator", kind):
             for _ in range(2):
                 data = {"data_iterator": [Counted(), Counted()]}
@@ -237,7 +237,7 @@ def check_a_rerun_on_rewound_iterators(world, alone) -> None:
 
 def check_ranks_that_disagree(world, alone) -> None:
     """All ranks raise, and before the first message."""
-    for differing in ({"schedule": Named(("1f1b", "gpipe")[world.rank()])}, {"k": 1 + world.rank()}):
+    for differing in ({"schedule": ScheduleChoice(("1f1b", "gpipe")[world.rank()])}, {"k": 1 + world.rank()}):
         message = raises(ValueError, run, executor(**differing), stage(world), pg_collection=groups(world, alone))
         assert "rank 1 has" in message and "rank 0 has" not in message, message
 
@@ -275,7 +275,9 @@ def main() -> None:
     alone, _ = dist.new_subgroups(1)
     given = {"pg_collection": groups(world, alone)}
     if "--stuck" in sys.argv:  # rank 0 fails while rank 1 does nothing
-        run(executor(Named("gpipe"), timeout=600), stage(world), failing_step(world, is_stuck=True), 6, **given)
+        run(
+            executor(ScheduleChoice("gpipe"), timeout=600), stage(world), failing_step(world, is_stuck=True), 6, **given
+        )
     if "--fail" in sys.argv:  # rank 1 fails, with nobody to catch it
         run(executor(timeout=600), stage(world), failing_step(world), **given)
     run_checks(globals(), world, alone)

@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import (  # noqa: E402
 from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation  # noqa: E402
 from megatron.seq1f1b.runtime.data import cut  # noqa: E402
-from megatron.seq1f1b.schedule import Kind, Named, Placement, Shape, build  # noqa: E402
+from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build  # noqa: E402
 from tools.benchmarking.allocated import Allocated  # noqa: E402
 from tools.benchmarking.model import build_model, use_ranks  # noqa: E402
 
@@ -134,7 +134,7 @@ def growth_with_vocabulary(piece: int | None) -> int:
     """By how many bytes the peak of a step in segments grows where the vocabulary is `MANY` words instead of few."""
     peaks = []
     for vocabulary in (VOCABULARY, MANY):
-        executor = PipelineExecutor(Named("1f1b"), Segmentation(4, lambda _: SPLITS["even"]), piece=piece)
+        executor = PipelineExecutor(ScheduleChoice("1f1b"), Segmentation(4, lambda _: SPLITS["even"]), piece=piece)
         peaks.append(peak_of(executor, model_of(vocabulary), batch(), microbatches=1))
     return peaks[1] - peaks[0]
 
@@ -158,7 +158,9 @@ def main() -> None:
         kept = bytes_kept(model, data, lengths)
         assert kept <= uncut, f"a micro-batch in {name} segments keeps {kept} bytes, uncut {uncut}"
         promised = peak_promised(rank, lengths, kept)
-        executor = PipelineExecutor(Named("1f1b"), Segmentation(len(lengths), lambda _, lengths=lengths: lengths))
+        executor = PipelineExecutor(
+            ScheduleChoice("1f1b"), Segmentation(len(lengths), lambda _, lengths=lengths: lengths)
+        )
         ours = peak_of(executor, model, data)
         check(f"bytes of Seq1F1B, {name} segments", ours, promised)
         check(f"their share of Megatron's, {name} segments", ours / megatrons, promised / whole)

@@ -17,12 +17,10 @@ from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
     FAMILY_NAMES,
     PLACEMENTS,
-    Given,
     Kind,
-    Named,
     Placement,
-    Planned,
     Schedule,
+    ScheduleChoice,
     Shape,
     Timeline,
     build,
@@ -52,9 +50,9 @@ def wants_segment_attention(args):
     "flags, schedule, num_segments, strategy",
     [
         ((), None, 1, "balanced"),
-        (("--pipeline-schedule", "1f1b"), Named("1f1b"), 1, "balanced"),
-        (("--sequence-splits", "4"), Named("1f1b"), 4, "balanced"),
-        (("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average"), Named("1f1b"), 4, "even"),
+        (("--pipeline-schedule", "1f1b"), ScheduleChoice("1f1b"), 1, "balanced"),
+        (("--sequence-splits", "4"), ScheduleChoice("1f1b"), 4, "balanced"),
+        (("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average"), ScheduleChoice("1f1b"), 4, "even"),
     ],
 )
 def test_flags_choose_a_schedule_and_segments(flags, schedule, num_segments, strategy):
@@ -67,7 +65,7 @@ def test_flags_choose_a_schedule_and_segments(flags, schedule, num_segments, str
 def test_chunks_lie_in_a_v_where_that_is_asked():
     flags, chunks = ("--pipeline-schedule", "auto"), {"virtual_pipeline_model_parallel_size": 2}
     config = pipeline_config(parsed(*flags, "--pipeline-placement", "v", **chunks))
-    assert config.places_chunks_in_a_v and config.schedule == Planned(placement="v")
+    assert config.places_chunks_in_a_v and config.schedule == ScheduleChoice("auto", placement="v")
     assert not pipeline_config(parsed(*flags, **chunks)).places_chunks_in_a_v
 
 
@@ -150,7 +148,7 @@ def test_auto_takes_the_segments_of_the_shortest_step_that_fits():
             *AUTO, *flags, **{"pipeline_model_parallel_size": 8, "bf16": True, "replaced_on_cpu": {}, **megatron}
         )
         config = validate(args)
-        assert args.sequence_splits == config.num_segments and config.schedule == Named("1f1b")
+        assert args.sequence_splits == config.num_segments and config.schedule == ScheduleChoice("1f1b")
         return config.num_segments
 
     ample = ("--device-memory", "10000")
@@ -203,13 +201,13 @@ GROUPED = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True, "
 def test_auto_plans_whole_backwards_where_none_can_be_split(caplog, monkeypatch, rank, lines):
     monkeypatch.setenv("RANK", rank)
     config = validate(parsed("--pipeline-schedule", "auto", **GROUPED))
-    assert config.schedule == Planned(split=False)
+    assert config.schedule == ScheduleChoice("auto", split=False)
     assert caplog.text.count("without splitting backwards: --moe-grouped-gemm with biases") == lines
     shape = Shape(Placement(2), 6)
     schedule = config.schedule.plan(shape, config.lengths, config.partition.costs.of_actions)
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     assert Kind.B in kinds and not kinds & {Kind.I, Kind.W}
-    assert validate(parsed("--pipeline-schedule", "auto")).schedule == Planned()
+    assert validate(parsed("--pipeline-schedule", "auto")).schedule == ScheduleChoice("auto")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -239,7 +237,7 @@ def file(tmp_path):
 def test_a_file_takes_the_place_of_a_family(file):
     args = parsed("--pipeline-schedule-file", str(file), "--pipeline-schedule", "gpipe", "--sequence-splits", "2")
     validate(args)
-    assert pipeline_config(args).schedule == Given(build("zb-h1", Shape(Placement(2), 3, 2)))
+    assert pipeline_config(args).schedule == ScheduleChoice.of(build("zb-h1", Shape(Placement(2), 3, 2)))
     auto = parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})
     assert pipeline_config(auto).num_segments == 2
 
@@ -288,14 +286,15 @@ def test_terapipe_finds_the_segments_and_a_file_gives_them(tmp_path):
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", pipeline_model_parallel_size=8)
     validate(args)
     config = pipeline_config(args)
-    assert config.schedule == Named("1f1b") and args.sequence_splits == config.num_segments > 4
+    assert config.schedule == ScheduleChoice("1f1b") and args.sequence_splits == config.num_segments > 4
     assert len(config.cut(16384)) == config.num_segments
 
     path = tmp_path / "lengths.txt"
     path.write_text("8192 4096 4096")
     args = parsed("--sequence-split-file", str(path))
     validate(args)
-    assert (pipeline_config(args).schedule, pipeline_config(args).cut(16384)) == (Named("1f1b"), (8192, 4096, 4096))
+    config = pipeline_config(args)
+    assert config.schedule == ScheduleChoice("1f1b") and config.cut(16384) == (8192, 4096, 4096)
     with pytest.raises(ValueError, match="holds 3 segments, not --sequence-splits 4"):
         validate(parsed("--sequence-split-file", str(path), "--sequence-splits", "4"))
     with pytest.raises(ValueError, match="--qk-clip"):  # a file means segments, so what segments refuse is refused
@@ -369,7 +368,7 @@ def test_documents_that_cannot_be_kept_apart_are_refused(feature):
         ValueError, match="^keep_documents_apart attends as segments do, and --.*; drop one of the two$"
     ):
         pipeline_config(whole)
-    assert pipeline_config(parsed("--pipeline-schedule", "1f1b", **feature)).schedule == Named("1f1b")
+    assert pipeline_config(parsed("--pipeline-schedule", "1f1b", **feature)).schedule == ScheduleChoice("1f1b")
     assert follows_documents(parsed("--pipeline-schedule", "1f1b", keep_documents_apart=True))
 
 

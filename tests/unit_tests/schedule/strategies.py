@@ -32,12 +32,12 @@ def full_groups(draw, least_chunks=1, least_groups=1):
 
 @st.composite
 def costs(draw, shape):
-    """Costs without structure: every stage and segment, or unit, its own, some of them zero."""
+    """Costs without structure: every stage and segment its own, some of them zero."""
 
     def table(strategy):
-        row = st.tuples(*[strategy] * len(shape.columns))
+        row = st.tuples(*[strategy] * shape.num_segments)
         return draw(st.tuples(*[row] * shape.num_stages))
 
-    ones = ((1.0,) * len(shape.columns),) * shape.num_stages
+    ones = ((1.0,) * shape.num_segments,) * shape.num_stages
     cost, message = st.integers(0, 6), st.integers(0, 2)
     return Costs(table(cost), table(cost), table(cost), table(message), table(message), ones, ones)

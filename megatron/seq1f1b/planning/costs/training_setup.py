@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
-from ...schedule import Placement, Shape, choose
+from ...schedule import Placement, ScheduleChoice, Shape
 from .blocks import expert_parameters, layer_kinds, layer_parameters
 from .model_shape import ModelShape
 from .operations import Group
@@ -235,7 +235,7 @@ class TrainingSetup:
 
 @lru_cache
 def _splits_backward(family: str) -> bool:
-    return choose(family).splits_backwards
+    return ScheduleChoice(family).splits_backwards
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import pytest
 from megatron.seq1f1b.partition import balanced
 from megatron.seq1f1b.planning.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.program import Programs
-from megatron.seq1f1b.schedule import Kind, Named, Placement, Planned, Shape, build, lower_rank, peak_memory, simulate
+from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank, peak_memory, simulate
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
 LAYERS = (3, 1)
@@ -32,7 +32,7 @@ def test_only_auto_plans_for_the_costs():
     stages = analytic_costs(MODEL, (2, 2), CPU_CORE)
     lengths = balanced(8192, 4, bottleneck_time(stages))
     shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)
-    plan = Programs(Planned(), lambda lengths: action_costs(stages, (2, 2), lengths))
+    plan = Programs(ScheduleChoice("auto"), lambda lengths: action_costs(stages, (2, 2), lengths))
     for rank in range(2):
         assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == lower_rank(
             build("auto", shape, costs), rank, one_queue=True
@@ -44,5 +44,5 @@ def test_only_auto_plans_for_the_costs():
     def refuse(lengths):
         raise AssertionError("asked for")
 
-    assert Programs(Named("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
-    assert Programs(Planned(), refuse).program(shape, lengths, 0, forward_only=True)
+    assert Programs(ScheduleChoice("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
+    assert Programs(ScheduleChoice("auto"), refuse).program(shape, lengths, 0, forward_only=True)
