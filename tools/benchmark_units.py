@@ -36,7 +36,7 @@ from benchmarking.device import use_own_gpu  # noqa: E402
 from benchmarking.model import build_model, use_ranks  # noqa: E402
 from megatron.seq1f1b.partition import Pack, even, packs_of_step  # noqa: E402
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation  # noqa: E402
-from megatron.seq1f1b.schedule import Placement, Shape, Timeline, choose, write_timeline  # noqa: E402
+from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline, write_timeline  # noqa: E402
 
 Batch = dict[str, torch.Tensor]
 
@@ -111,7 +111,7 @@ def variants(args: argparse.Namespace, longest: int) -> dict[str, tuple[Pipeline
     def pack(lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
         return packs_of_step(lengths, most, replicas=replicas, alike=alike)
 
-    make = partial(PipelineExecutor, choose(args.schedule))
+    make = partial(PipelineExecutor, ScheduleChoice(args.schedule))
     whole = Segmentation(packing=Packing(None))
     cut = Segmentation(k, lambda length: even(length, k), Packing(None))
     named = {

@@ -22,7 +22,7 @@ from megatron.seq1f1b.planning.costs import (
     read_traced_costs,
 )
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
-from megatron.seq1f1b.schedule import Placement, Shape, Span, choose
+from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Span
 
 from .model import Batch, build_model, delta_net
 from .torch_pipeline import schedule_1f1b
@@ -100,7 +100,7 @@ def ours(
         len(lengths),
     )
     executor = PipelineExecutor(
-        choose(schedule, args.placement),
+        ScheduleChoice(schedule, args.placement),
         Segmentation(len(lengths), lambda _: lengths),
         costs=lambda lengths: action_costs(_stage_costs(args, len(model)), layers, lengths),
     )

@@ -28,7 +28,7 @@ from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
-from megatron.seq1f1b.schedule import Kind, choose
+from megatron.seq1f1b.schedule import Kind, ScheduleChoice
 
 # Logits of one or a few tokens on a rank, where a step has several micro-batches; where it has one, all are kept.
 _PIECE = BATCH * VOCABULARY
@@ -145,7 +145,7 @@ def compare(
         expected_reports, expected_grads, expected_logs, expected_evaluation = expected
         cut = segmentation(case)
         piece = None if case.m == 1 else _PIECE
-        schedule = choose(case.family, layout.style)
+        schedule = ScheduleChoice(case.family, layout.style)
         executor = PipelineExecutor(schedule, cut, piece=piece)
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
         if model.offloads:
