@@ -45,6 +45,7 @@ METHODS: Mapping[str, tuple[str, ...]] = {
     "Seq1F1B": (*SEGMENTS, *WHOLE_LOSS),
     "Seq1F1B, full recomputation": (*SEGMENTS, *WHOLE_LOSS, *FULL),
     "Seq1F1B, loss in pieces": SEGMENTS,
+    "Seq1F1B, loss in pieces, activations on the host": (*SEGMENTS, "--offload-activations 1"),
     "Seq1F1B, loss in pieces, all but attention recomputed": (*SEGMENTS, *FULL, "--recompute-keeps-attention"),
 }
 IMPORTED = (

@@ -4,11 +4,13 @@ checkpoint has the losses of an undisturbed run. Every run of the chain is the r
 import json
 import math
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from support.checks import few_of
 from support.launch import ROOT, TINY_GPT, torchrun
 
 SCRIPT = Path(__file__).parent / "scripts" / "faulty_script.py"
@@ -90,6 +92,14 @@ def test_a_killed_rank_that_nobody_watches_ends_its_peer(launch, tmp_path):
     saves = ("--save", tmp_path / "saved", "--save-interval", 1)
     job = launch(2, [*FLAGS, *saves], SCRIPT, env={"FAULT": "kill forward 3 1"}, watched=False)
     assert job.code == 1 and "Traceback (most recent call last):" in job.log, job.log[-4000:]
+
+
+@pytest.mark.parametrize("what", few_of(("kill", "fail"), ("fail",)))
+def test_a_copy_to_the_host_that_breaks_off_ends_all_ranks(launch, what):
+    flags = [*FLAGS, "--pipeline-schedule", "gpipe", "--offload-activations", 1]
+    job = launch(2, flags, SCRIPT, env={"FAULT": f"{what} copy 3 0"}, watched=False)
+    assert job.codes == ((-signal.SIGKILL, 1) if what == "kill" else (1, 1)), job.log[-4000:]
+    assert "OSError: the bus is gone\n[rank0]: pipeline rank 0 failed at 0OFFLOAD" in job.log or what == "kill"
 
 
 def test_an_interrupt_is_one_line_and_ends_all_ranks(launch):

@@ -35,6 +35,8 @@ _SERVED = {
     Kind.SEND_F: (Kind.F,),
     Kind.RECV_B: (Kind.B, Kind.I),
     Kind.SEND_B: (Kind.B, Kind.I),
+    Kind.OFFLOAD: (Kind.F,),
+    Kind.RELOAD: (Kind.B, Kind.I),
 }
 
 # As many queues a GPU has at most; they are enough for all streams of a process.

@@ -1,8 +1,8 @@
 """pretrain_gpt.py with one fault: FAULT is "what where iteration rank".
 
-What: `kill`, `interrupt` and `stop` this process, where `stop` goes on after a while, or `fill` the file system of
---save. Where: in `forward`, `backward`, `optimizer` (its step) or `save`. The rank may be `both`. torchrun's restarts
-have no fault.
+What: `kill`, `interrupt` and `stop` this process, where `stop` goes on after a while, `fill` the file system of --save,
+or `fail` with an exception. Where: in `forward`, `backward`, `copy` (of activations, to the host), `optimizer` (its
+step) or `save`. The rank may be `both`. torchrun's restarts have no fault.
 """
 
 import os
@@ -21,6 +21,7 @@ import pretrain_gpt
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
+from megatron.seq1f1b.model import host_copies
 from megatron.seq1f1b.runtime import interpreter
 
 
@@ -32,6 +33,8 @@ def main() -> None:
             pretrain_gpt.forward_step = before(pretrain_gpt.forward_step, what, int(iteration))
         elif where == "backward":
             interpreter.backward_step = before(interpreter.backward_step, what, int(iteration))
+        elif where == "copy":
+            host_copies._copy = before(host_copies._copy, what, int(iteration))
         elif where == "optimizer":
             for kind in subclasses(MegatronOptimizer):
                 if "step" in vars(kind):
@@ -80,7 +83,11 @@ def fill() -> None:
         file.write(bytes(shutil.disk_usage(folder).free - 100_000))
 
 
-FAULTS = {"kill": kill, "interrupt": interrupt, "stop": stop, "fill": fill}
+def fail() -> None:
+    raise OSError("the bus is gone")
+
+
+FAULTS = {"kill": kill, "interrupt": interrupt, "stop": stop, "fill": fill, "fail": fail}
 
 if __name__ == "__main__":
     main()
