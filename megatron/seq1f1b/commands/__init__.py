@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train-time": ("train_time", "find how soon a model can be trained, by the number of GPUs"),
         "plan-split": ("plan_split", "compare where sequences can be cut, for a model of your size"),
         "compare": ("compare", "lay training runs side by side"),
+        "profile": ("profile", "measure this machine, for predictions of plan"),
         "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
         "completion": ("completion", "print what makes bash complete commands and flags"),
     }

@@ -1,0 +1,130 @@
+"""Measure this machine: a file for the --machine of `seq1f1b plan`.
+
+    seq1f1b profile --output mine.toml
+    torchrun --no-python --nproc-per-node 8 seq1f1b profile --output mine.toml
+
+Matrix products, attention, copies and small kernels are timed on the GPU if there is one, else on one core of the CPU.
+Several ranks also time what passes between them: inside a node, and between nodes where there are several. What is
+taken from --machine is marked in the file: peaks of data sheets, and what only whole trainings show.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import fields, replace
+from itertools import takewhile
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from ..planning.costs.flops import pairs
+from ..planning.costs.machine import Device, Link, Machine, machine_names, read_machine
+from ..planning.costs.operations import flash_time, matmul_time
+from .parsing import Parser, check_output
+
+if TYPE_CHECKING:
+    from .profile_clock import Clock
+
+# The heads for which the rates of a machine file hold.
+_HEADS, _HEAD_DIM = 16, 128
+_FEW_QUERIES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+# Attention of so few queries is slow where it takes this many times longer than the same work of long segments.
+_SLOW = 1.05
+_LARGE, _SMALL = 2**27, 8  # bytes
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__)
+    names = ", ".join(machine_names())
+    parser.add_argument("--machine", metavar="NAME", help=f"{names}, or a file; default: the nearest to this device")
+    parser.add_argument("--output", type=Path, default=Path("machine.toml"), help="a .toml; default: machine.toml")
+    args = parser.parse_args(argv)
+    check_output(args.output, ".toml")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without
+        from .profile_clock import Clock
+
+    clock = Clock()
+    base = read_machine(args.machine or clock.nearest)
+    found = replace(base, device=measured_device(base.device, clock), **measured_links(base, clock))
+    clock.close()
+    if clock.rank == 0:
+        text = as_toml(found, base)
+        args.output.write_text(text)
+        print(f"{text}\n{args.output} written. Predict with it by seq1f1b plan --machine {args.output}")
+
+
+def measured_device(base: Device, clock: Clock) -> Device:
+    """`base` with what this device reaches of its peaks."""
+    latency, longest = clock.small_kernel(), clock.longest
+    base = replace(base, name=clock.name, kernel_latency=latency, **clock.sizes)
+    at_peak = replace(base, matmul_efficiency=1.0, flash_forward=1.0, flash_backward=1.0, kernel_latency=0.0)
+
+    def attention(queries: int, backward: bool = False) -> float:
+        """The share of the peak that the last queries of the longest sequence reach."""
+        seen = pairs(longest - queries, longest, None)
+        least = flash_time(at_peak, queries, longest, seen, _HEADS, _HEAD_DIM, 1, backward)
+        return least / (clock.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
+
+    forward = attention(longest)
+    factors = ((queries, forward / attention(queries)) for queries in _FEW_QUERIES)
+    slow = list(takewhile(lambda each: each[1] > _SLOW, factors))
+    slowest = slow[-1][0] if slow else 0
+    sides = (longest, longest // 2)
+    return replace(
+        base,
+        matmul_efficiency=fmean(matmul_time(at_peak, n, n, n) / (clock.product(n) - latency) for n in sides),
+        memory_efficiency=_LARGE / base.memory_bandwidth / (clock.move(_LARGE) - latency),
+        flash_forward=forward,
+        flash_backward=attention(longest, backward=True),
+        full_speed_rows=next((queries for queries in _FEW_QUERIES if queries > slowest), slowest),
+        slow_attention=tuple((queries + 1, factor) for queries, factor in slow),
+        host_bandwidth=_LARGE / clock.copy_to_host(_LARGE),
+    )
+
+
+def measured_links(base: Machine, clock: Clock) -> dict[str, Link]:
+    """What passes inside a node and between nodes, as far as there are ranks."""
+
+    def link(old: Link, in_node: bool, peer: int) -> Link:
+        size = clock.ranks_in_node if in_node else clock.num_ranks
+        rate = 2 * _LARGE * (size - 1) / size / clock.all_reduce(_LARGE, in_node)
+        latency = clock.message(_SMALL, peer)
+        return replace(
+            old,
+            bandwidth=rate if in_node else rate * clock.ranks_in_node,  # of a whole node to others
+            message_bandwidth=_LARGE / (clock.message(_LARGE, peer) - latency),
+            latency=latency,
+        )
+
+    links = {}
+    if clock.ranks_in_node > 1:
+        links["node"] = link(base.node, True, 1)
+    if clock.num_ranks > clock.ranks_in_node:
+        links["network"] = link(base.network, False, clock.ranks_in_node)
+    return links
+
+
+def as_toml(machine: Machine, base: Machine) -> str:
+    """A machine file with the source of each constant beside it."""
+    lines = [f"# By seq1f1b profile, from the machine {base.name}."]
+    for section in ("device", "host", "node", "network"):
+        lines += ["", f"[{section}]"]
+        lines += [f"devices = {machine.devices_per_node}"] if section == "node" else []
+        before, now = getattr(base, section), getattr(machine, section)
+        for field in fields(now):
+            value = getattr(now, field.name)
+            source = f"of {base.name}" if value == getattr(before, field.name) else "measured"
+            if value != field.default:
+                lines.append(f"{field.name} = {_text(value)}  # {source}")
+    return "\n".join([*lines, ""])
+
+
+def _text(value: Any) -> str:
+    """In TOML."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
