@@ -16,9 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
 
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner import Gain
-from megatron.seq1f1b.report.gain_map import GainAt, plot_gains
+from gain_map import gain_of, plot_gains, read_cells
 from paper import headlines, layered
 from paper.training_time import plot_training_time
 
@@ -26,7 +24,6 @@ from paper.training_time import plot_training_time
 _BY = ("seq_length", "gpus", "batch", "bandwidth")
 # The cells of the picture, and what a panel shows.
 _KIND, _PICTURED = ("model", "machine", "seq_length"), ("llama3-70b", "h100-80gb", "131072")
-_PLACE = ("bandwidth", "gpus", "batch")
 GAINS = Path(__file__).parents[1] / "docs" / "gains.csv"
 PUBLISHED = GAINS.with_name("paper_tables.csv")
 
@@ -159,15 +156,9 @@ def layered_section(pictures: Path | None) -> str:
     return text
 
 
-def gain_of(cell: dict[str, str]) -> Gain:
-    ours, megatron = (float(cell[name]) if cell[name] else None for name in ("seconds", "megatron_seconds"))
-    return Gain(ours, megatron, read_machine(cell["machine"]).error)
-
-
 def gains_section(pictures: Path | None) -> str:
-    """Of the cells that `seq1f1b gain-map --output docs/gains.csv` found."""
-    with GAINS.open(encoding="utf-8", newline="") as file:
-        cells = list(csv.DictReader(file))
+    """Of the cells that `tools/gain_map.py --output docs/gains.csv` found."""
+    cells = read_cells(GAINS)
     text = (
         "The fastest step that the planner finds, and the fastest of Megatron's own schedules with "
         "[all that it is credited with](planning.md#what-megatron-alone-is-credited-with); either side may move "
@@ -180,7 +171,7 @@ def gains_section(pictures: Path | None) -> str:
         + " None has latent attention, recurrent layers, or context parallelism on A100: there the error is not known."
     )
     lines = ["## What this package gains", "", *wrap(text, 118, break_on_hyphens=False), ""]
-    lines += ["`seq1f1b gain-map --output docs/gains.csv --model ...`", ""]
+    lines += ["`python tools/gain_map.py --output docs/gains.csv --model ...`", ""]
     head = ["model", "machine", "tokens", "GPUs", "sequences", "GB/s a node", "step s", "with", "Megatron, s", "with"]
     lines += [f"| {' | '.join((*head, 'gain'))} |", 11 * "|---" + "|"]
     for cell in sorted(cells, key=lambda cell: (cell["model"], cell["machine"], *(float(cell[by]) for by in _BY))):
@@ -190,9 +181,7 @@ def gains_section(pictures: Path | None) -> str:
     lines += ["", "![The gain by network and GPUs: 70B, 128k tokens, 8 and 32 sequences a step](images/gains.png)"]
     if pictures is not None:
         shown = [cell for cell in cells if tuple(cell[by] for by in _KIND) == _PICTURED]
-        points = [GainAt(*(int(float(each[by])) for by in _PLACE), gain_of(each).value) for each in shown]
-        error = 100 * read_machine(_PICTURED[1]).error
-        plot_gains(points, error, "gain of segments, 70B, 131072 tokens, H100", pictures / "gains.png")
+        plot_gains(shown, "gain of segments, 70B, 131072 tokens, H100", pictures / "gains.png")
     return "\n".join(lines) + "\n"
 
 

@@ -68,9 +68,7 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     "page, words",
     [
         # Many seconds of a core; test_plan.py has the commands on fewer GPUs.
-        pytest.param(
-            page, words, marks=[pytest.mark.exhaustive] if words[1] in ("plan", "gain-map", "train-time") else []
-        )
+        pytest.param(page, words, marks=[pytest.mark.exhaustive] if words[1] in ("plan", "train-time") else [])
         for page, words in COMMANDS
         if words[0] == "seq1f1b"
     ],

@@ -1,7 +1,7 @@
 """Which configuration for a model, a cluster and a batch. Start with question and search."""
 
-from .gain import Gain, gain
-from .search import Plan, Search, plan, predict_candidate
+from .gain import Gain
+from .search import Plan, Search, predict_candidate
 from .space import Candidate, Question, candidates
 from .time_to_train import LAWS, BatchLaw, Training, soonest
 from .way_out import by_use, way_out
@@ -17,8 +17,6 @@ __all__ = [
     "Training",
     "by_use",
     "candidates",
-    "gain",
-    "plan",
     "predict_candidate",
     "soonest",
     "way_out",

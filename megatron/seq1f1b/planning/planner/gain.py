@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-from .search import Plan, Progress, Search, silent
-from .space import Question
-
 
 @dataclass(frozen=True)
 class Gain:
@@ -36,10 +33,3 @@ class Gain:
             only = "only segments fit" if self.ours else "only Megatron's own fit"
             return only if self.ours or self.megatron else "nothing fits"
         return f"{100 * self.value:+.1f} %{' (within error)' * self.is_within_error}"
-
-
-def gain(question: Question, progress: Progress = silent) -> tuple[Gain, Plan | None, Plan | None]:
-    """The gain, and the fastest configuration of this package and of Megatron's own schedules."""
-    ours, megatron = (next(iter(Search(each, progress).best(1)), None) for each in (question, question.of_megatron()))
-    seconds = [None if each is None else each.prediction.seconds for each in (ours, megatron)]
-    return Gain(seconds[0], seconds[1], question.machine.error), ours, megatron

@@ -9,14 +9,14 @@ from itertools import islice
 from math import ceil, inf
 from typing import Any, NamedTuple
 
-from ...schedule import FAMILIES, Action, Kind, Placement, Shape, build, units_to_move, with_moves
+from ...schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
 from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import Memory, held_bytes, host_bytes, moved_bytes, rank_memory, static_memory
+from ..costs.step_memory import Memory, held_bytes, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
-from ..simulator import Prediction, predict, shortest
+from ..simulator import Prediction, predict
 from .space import (
     Candidate,
     Question,
@@ -60,38 +60,25 @@ class Plan:
 
 
 class _Sizes(NamedTuple):
-    """Parallel sizes and a number of segments, if that is decided, before layers are spread over stages."""
+    """Parallel sizes before layers are spread over stages, and a number of segments unless it is still open."""
 
     sizes: TrainingSetup
     segments: int | None = None
 
 
 class _Scheduled(NamedTuple):
-    """A set-up with a family and a number of segments, before it is known where they are cut."""
+    """A set-up with a family and a number of segments, before its sequences are cut."""
 
     setup: TrainingSetup
     family: str
     segments: int
 
 
-class _Away(NamedTuple):
-    """A candidate of which a part has to move to the host, and other cuts of it, in case that is not enough."""
+class _TooLarge(NamedTuple):
+    """A candidate that fits once a part of it moves to the host, and other cuts of it, in case that is not enough."""
 
     candidate: Candidate
     others: tuple[Candidate, ...]
-
-
-class _AwayInTime(NamedTuple):
-    """The same, simulated as if copies took no time."""
-
-    candidate: Candidate
-    others: tuple[Candidate, ...]
-
-
-class _Simulated(NamedTuple):
-    """A candidate that fits, and was simulated with messages that do not wait for each other."""
-
-    candidate: Candidate
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
@@ -191,33 +178,15 @@ def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = 
     return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
 
 
-def mean_seconds_away(sizes: TrainingSetup, room: Room, segments: int | None = None, chunks: int = 1) -> float:
-    """`least_seconds_away` of the mean rank, however layers are spread over so many chunks a rank: all ranks hold a
-    micro-batch at once, and on average half of what the first holds beside it."""
-    static, held = _of_all_layers(replace(sizes, num_microbatches=1))
-    ranks = sizes.pipeline_parallel
-    if segments is not None:
-        held *= min(sizes.num_microbatches, 1 + (ranks - 1) / (2 * segments * chunks))
-    over = (static + held) / ranks - room.device
-    if over <= 0:
-        return 0.0
-    return inf if static / ranks > room.device or over > room.host else 2 * over / room.bandwidth
-
-
-@lru_cache(maxsize=1024)
-def _of_all_layers(sizes: TrainingSetup) -> tuple[float, float]:
-    """Weights, gradients and optimizer state of all layers, nothing if they are partitioned, and what a micro-batch
-    leaves on them."""
-    one_stage = replace(sizes, placement=Placement(1), layers_per_stage=(sizes.model.num_layers,))
-    return 0.0 if sizes.partitions_state else sum(static_memory(one_stage, 0)), held_bytes(one_stage, 0, 0)
-
-
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """The memory of the ranks that hold most, for few micro-batches: as many as a full pipeline holds.
+    """The memory of the ranks that hold most, for as many micro-batches as a full pipeline holds, unless the family
+    holds more.
 
     The first holds the most units, the last the loss, and of those with the most layers the first the most units.
     """
-    setup = _few(setup)
+    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
+    if setup.family != "breadth-first" and setup.num_microbatches > few:
+        setup = replace(setup, num_microbatches=few)
     ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
     deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
     share = 0.0 if setup.offloads_modules else setup.offloads
@@ -248,23 +217,6 @@ def fitted(setup: TrainingSetup, room: Room) -> TrainingSetup | None:
     return moving(bisect_left(range(16), True, 1, key=lambda sixteenths: fits(moving(sixteenths), room.device)))
 
 
-def _few(setup: TrainingSetup) -> TrainingSetup:
-    """With as many micro-batches as a full pipeline holds, if the family does not hold more."""
-    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
-    if setup.family == "breadth-first" or setup.num_microbatches <= few:
-        return setup
-    return replace(setup, num_microbatches=few)
-
-
-def copying(setup: TrainingSetup, room: Room) -> float:
-    """Seconds that a lane of the first rank copies at least."""
-    if not setup.offloads or setup.offloads_modules:
-        return 0.0
-    order = _order(setup.family, _few(setup).shape, 0, setup.offloads)
-    moved = (moved_bytes(setup, each.stage, each.segment) for each in order if each.kind is Kind.OFFLOAD)
-    return max(2 * host_bytes(setup, order), sum(moved)) / room.bandwidth
-
-
 @lru_cache(maxsize=2048)
 def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action]:
     """Many candidates differ in other things than their schedule."""
@@ -272,27 +224,22 @@ def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action
     return with_moves(order, units_to_move(order, offloads)) if offloads else order
 
 
-def silent(done: int, total: int) -> None:
-    pass
-
-
 class Search:
-    """The candidates of a question by their lower bounds, the predictions that have been made, and the winners whose
-    schedule has too many actions for `auto`.
+    """The candidates of a question by their lower bounds, the predictions that have been made, and the winners with too
+    many actions for `auto`.
 
-    What is to be tried waits in the order of a lower bound of its step: first sizes with numbers of segments, from
-    these chunks and schedules, from these their cuts, from these the simulation of the best cut that fits, each with a
-    closer bound than what it came from. What comes up first with its exact time is the fastest that is left.
+    What is to be tried waits in the order of a lower bound of its step: first sizes, from these numbers of segments,
+    from these chunks and schedules, from these the best cut that fits, from this its prediction, each with a closer
+    bound than what it came from. What comes up first with its exact time is the fastest that is left.
     """
 
-    def __init__(self, question: Question, progress: Progress = silent) -> None:
+    def __init__(self, question: Question, progress: Progress = lambda done, total: None) -> None:
         self.question, self.progress = question, progress
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
         self._sizes = [
-            (least_seconds_of(sizes, question.machine), _Sizes(sizes))
-            for sizes in all_sizes(question)
-            if self._mean_seconds_away(sizes, question.room) < inf
+            (least_seconds_of(sizes, question.machine), number, _Sizes(sizes))
+            for number, sizes in enumerate(all_sizes(question))
         ]
         self._closer: dict[object, list[tuple[float, Any]]] = {}
 
@@ -305,8 +252,8 @@ class Search:
     ) -> list[Plan]:
         """The `count` fastest configurations that fit, fastest first; empty if none fits in less than `below` seconds.
 
-        `auto` takes its turn on the winners, and is left out where it is no faster than they are. `memory_gib` is less
-        than that of the question; plans that `accept` rejects are left out.
+        `auto` is tried on the winners, and left out where it is no faster than they are. `memory_gib` is less than that
+        of the question; plans that `accept` rejects are left out.
         """
         room = self.question.room if memory_gib is None else replace(self.question, memory_gib=memory_gib).room
         kept = [*islice(self._fastest_first(room, accept, below), count)]
@@ -322,11 +269,7 @@ class Search:
         return kept
 
     def _fastest_first(self, room: Room, accept: Callable[[Candidate], bool], below: float) -> Iterator[Plan]:
-        waiting: list[tuple[float, int, object]] = [
-            (max(bound, away), number, item)
-            for number, (bound, item) in enumerate(self._sizes)
-            if (away := self._mean_seconds_away(item.sizes, room)) < inf
-        ]
+        waiting: list[tuple[float, int, Any]] = [*self._sizes]
         heapify(waiting)
         number, done = len(self._sizes), 0  # numbers decide between equal bounds
         while waiting:
@@ -344,8 +287,8 @@ class Search:
             closer: Iterable[tuple[float, Any]] = self._closer[first]
             if isinstance(first, _Scheduled):
                 closer = self._fitting(first, [each for each in closer if accept(each[1])], room)
-            elif isinstance(first, _AwayInTime):
-                closer = _moved(first, room)
+            elif isinstance(first, _TooLarge):
+                closer = ((bound, each) for each in _moved(first, room))
             for least, each in closer:
                 if not isinstance(each, Plan) or _has_room(each, room):
                     heappush(waiting, (max(bound, least), number, each))
@@ -355,31 +298,29 @@ class Search:
         self, item: _Scheduled, by_cut: Sequence[tuple[float, Any]], room: Room
     ) -> Iterator[tuple[float, Any]]:
         """The best cut that fits, and the best of all if something of it can move to the host."""
-        presses = self._seconds_away(item.setup, item.family, room, item.segments) > 0
+        presses = self._seconds_away(item, room) > 0
         for number, (least, candidate) in enumerate(by_cut):
             if not presses and fits(candidate.setup, room.device):
                 yield least, candidate
                 return
             if room.host and item.family == "1f1b" and number == 0:
-                yield least, _Away(candidate, tuple(each for _, each in by_cut[1:]))
+                yield least, _TooLarge(candidate, tuple(each for _, each in by_cut[1:]))
 
     def _closer_bounds(self, item: object) -> Iterator[tuple[float, Any]]:
-        """What an item consists of, or is refined to, with lower bounds."""
+        """What an item is refined to, with lower bounds."""
         machine, room = self.question.machine, self.question.room
         match item:
             case _Sizes(sizes, None):
-                most = min(max(self.question.chunks), self.question.model.num_layers // sizes.pipeline_parallel)
                 for segments in numbers_of_segments(self.question, sizes):
-                    away = self._mean_seconds_away(sizes, room, segments, most)
-                    if away < inf:
-                        yield max(away, least_seconds_of(sizes, machine, segments)), _Sizes(sizes, segments)
+                    yield least_seconds_of(sizes, machine, segments), _Sizes(sizes, segments)
             case _Sizes(sizes, int(segments)):
                 for setup in spread(self.question, sizes):
                     for family in families(self.question, setup):
-                        away = self._seconds_away(setup, family, room, segments)
+                        scheduled = _Scheduled(setup, family, segments)
+                        away = self._seconds_away(scheduled, room)
                         if away < inf:
-                            least = max(away, least_seconds_cut(replace(setup, family=family), machine, segments))
-                            yield least, _Scheduled(setup, family, segments)
+                            least = least_seconds_cut(replace(setup, family=family), machine, segments)
+                            yield max(away, least), scheduled
             case _Scheduled():
                 by_cut = cuts(*item)
                 even = next(by_cut, None)
@@ -391,35 +332,23 @@ class Search:
                     shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in whole]
                     for each in dict.fromkeys(whole + shares):
                         yield least_seconds(each.setup, machine), each
-            case _Away(candidate, others):
-                yield shortest(candidate.setup, machine), _AwayInTime(candidate, others)
             case Candidate():
-                yield shortest(item.setup, machine), _Simulated(item)
-            case _Simulated():
-                found = self.plans[item.candidate] = Plan(item.candidate, predict(item.candidate.setup, machine))
+                found = self.plans[item] = predict_candidate(item, self.question)
                 yield found.prediction.seconds, found
 
-    def _seconds_away(self, setup: TrainingSetup, family: str, room: Room, segments: int | None = None) -> float:
-        """`least_seconds_away` of the set-up under a family, with a partitioned state where that may be."""
-        lean = partitioned(self.question, replace(setup, family=family))
-        return least_seconds_away(lean if lean.partitions_state else setup, room, segments)
-
-    def _mean_seconds_away(
-        self, sizes: TrainingSetup, room: Room, segments: int | None = None, chunks: int = 1
-    ) -> float:
-        may_be_partitioned = self.question.partitions_state is not False
-        return mean_seconds_away(replace(sizes, partitions_state=may_be_partitioned), room, segments, chunks)
+    def _seconds_away(self, item: _Scheduled, room: Room) -> float:
+        """`least_seconds_away` of an item, with a partitioned state where that may be."""
+        lean = partitioned(self.question, replace(item.setup, family=item.family))
+        return least_seconds_away(lean if lean.partitions_state else item.setup, room, item.segments)
 
     def _automatic(self, candidate: Candidate, room: Room) -> Plan | None:
         """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""
         setup = replace(candidate.setup, family="auto")
         candidate = replace(candidate, setup=setup)
         if candidate not in self.plans:
-            actions = 3 * setup.shape.num_units * setup.placement.num_stages
-            splits = setup.pipeline_parallel > 1 and setup.recompute == "none"
-            if not splits:
+            if setup.pipeline_parallel == 1 or setup.recompute != "none":
                 return None
-            if actions > MOST_ACTIONS_OF_AUTO:
+            if 3 * setup.shape.num_units * setup.placement.num_stages > MOST_ACTIONS_OF_AUTO:
                 self.too_long_for_auto.add(candidate)
                 return None
             self.plans[candidate] = predict_candidate(candidate, self.question)
@@ -427,22 +356,17 @@ class Search:
         return found if _has_room(found, room) else None
 
 
-def _moved(item: _AwayInTime, room: Room) -> Iterator[tuple[float, Any]]:
+def _moved(item: _TooLarge, room: Room) -> Iterator[Any]:
     """The candidate with what has to move to the host, or the next cut if that is not enough."""
     setup = fitted(item.candidate.setup, room)
     if setup is not None:
-        yield copying(setup, room), _Simulated(replace(item.candidate, setup=setup))
+        yield replace(item.candidate, setup=setup)
     elif item.others:
-        yield 0.0, _Away(item.others[0], item.others[1:])
+        yield _TooLarge(item.others[0], item.others[1:])
 
 
 def _has_room(plan: Plan, room: Room) -> bool:
     return plan.memory_gib * GIB <= room.device and plan.host_gib * GIB <= room.host
-
-
-def plan(question: Question, best: int = 5, progress: Progress = silent) -> list[Plan]:
-    """The `best` fastest configurations that fit, fastest first; empty if none fits."""
-    return Search(question, progress).best(best)
 
 
 def predict_candidate(candidate: Candidate, question: Question) -> Plan:

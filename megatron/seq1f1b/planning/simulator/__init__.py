@@ -2,7 +2,7 @@
 
 from .estimate import extended
 from .lowered import ChunkCollectives, execute_lowered
-from .step import Prediction, predict, shortest
+from .step import Prediction, predict
 
 __all__ = [
     "ChunkCollectives",
@@ -10,5 +10,4 @@ __all__ = [
     "execute_lowered",
     "extended",
     "predict",
-    "shortest",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
 
-from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, merged, moved, partition_state, simulate
+from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, merged, moved, partition_state
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
@@ -86,18 +86,6 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
         for stage in range(setup.placement.num_stages)
     )
     return execute_lowered(lowered, costs, chunk_collectives(setup, machine), copies)
-
-
-def shortest(setup: TrainingSetup, machine: Machine) -> float:
-    """A lower bound on the `seconds` of `predict`, found sooner: messages do not wait for each other, and replicas
-    exchange nothing beside compute."""
-    ends = tuple(step_end(setup, machine, rank) for rank in range(setup.pipeline_parallel))
-
-    def simulated(num_microbatches: int) -> list[float]:
-        short = replace(setup, num_microbatches=num_microbatches)
-        return [_seconds(simulate(_built(short.family, short.shape), step_costs(short, machine)), ends, machine)]
-
-    return extended(setup.shape, simulated)[0]
 
 
 @lru_cache(maxsize=32)

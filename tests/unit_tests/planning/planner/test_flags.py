@@ -12,7 +12,7 @@ from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import candidates, plan
+from megatron.seq1f1b.planning.planner import Search, candidates
 from megatron.seq1f1b.planning.planner.space import Candidate
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.planning.simulator import predict
@@ -161,7 +161,7 @@ def test_training_cuts_sequences_where_the_plan_does():
 
 def test_what_megatron_alone_moves_is_read_back():
     question = small(memory_gib=1.8, host_gib=8, machine=linked(1e12).machine).of_megatron()
-    found = [each.candidate for each in plan(question, best=20) if each.candidate.setup.offloads]
+    found = [each.candidate for each in Search(question).best(20) if each.candidate.setup.offloads]
     for candidate in found:
         launch = read_launch(words_of(candidate, by_megatron=True))
         assert launch.offload_activations == 0 and as_given(launch, question) == candidate

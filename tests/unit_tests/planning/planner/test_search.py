@@ -5,18 +5,16 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.plan_text import breakdown
-from megatron.seq1f1b.planning.planner import Search, candidates, plan, predict_candidate, way_out
+from megatron.seq1f1b.planning.planner import Search, candidates, predict_candidate, way_out
 from megatron.seq1f1b.planning.planner.search import (
-    copying,
     fitted,
     least_bytes,
     least_seconds,
     least_seconds_away,
     least_seconds_cut,
     least_seconds_of,
-    mean_seconds_away,
 )
-from megatron.seq1f1b.planning.planner.space import Room, all_sizes, cuts, schedules, spread
+from megatron.seq1f1b.planning.planner.space import all_sizes, cuts, schedules, spread
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planning.planner.question import MODEL, linked, small
 
@@ -41,7 +39,7 @@ def test_the_best_of_everything_that_fits(everything, limit):
             )
     fitting = best_cuts.values()
     expected = sorted(each.prediction.seconds for each in fitting)[:5]
-    found = plan(small(memory_gib=limit))
+    found = Search(small(memory_gib=limit)).best()
     assert [each.prediction.seconds for each in found] == pytest.approx(expected, rel=1e-12)
     assert all(each.memory_gib <= limit for each in found)
     assert 0 < len(fitting) < len(everything)
@@ -56,7 +54,7 @@ def on_host(question):
 def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     question = linked(1e12, memory_gib=1.5, host_gib=2, recomputes=("none",))
     moving = [each for each in on_host(question) if each.candidate.setup.offloads]
-    (best,) = plan(question, best=1)
+    (best,) = Search(question).best(1)
     assert best.candidate.setup.offloads and 0 < best.host_gib <= 2 and best.memory_gib <= 1.5
     balanced = [each for each in moving if len(each.candidate.setup.segments) == 1 or each.candidate.strategy != "even"]
     assert best.prediction.seconds <= min(each.prediction.seconds for each in balanced if each.host_gib <= 2)
@@ -64,19 +62,19 @@ def test_what_does_not_fit_moves_to_the_host_if_that_is_fastest():
     for each in moving:
         setup, seconds = each.candidate.setup, each.prediction.seconds * (1 + 1e-9)
         assert least_seconds_away(setup, question.room, len(setup.segments)) <= seconds
-        assert least_seconds_away(setup, question.room) <= seconds and copying(setup, question.room) <= seconds
+        assert least_seconds_away(setup, question.room) <= seconds
     # A host that is full, or a link that is slow, is no use.
     for other in (replace(question, host_gib=0.01), linked(1e6, memory_gib=1.5, host_gib=2, recomputes=("none",))):
-        assert plan(other, best=1) == plan(replace(other, host_gib=0), best=1)
+        assert Search(other).best(1) == Search(replace(other, host_gib=0)).best(1)
 
 
 def test_where_memory_does_not_press_nothing_moves():
-    assert plan(small(host_gib=100)) == plan(small())
+    assert Search(small(host_gib=100)).best() == Search(small()).best()
 
 
 def test_megatron_alone_may_move_what_its_modules_keep():
     question = linked(1e12, memory_gib=2.2, host_gib=8).of_megatron()
-    (best,), (without,) = plan(question, best=1), plan(replace(question, host_gib=0), best=1)
+    (best,), (without,) = Search(question).best(1), Search(replace(question, host_gib=0)).best(1)
     setup = best.candidate.setup
     assert setup.offloads_modules and setup.offloads and best.host_gib > 0
     assert best.prediction.seconds < without.prediction.seconds
@@ -86,10 +84,7 @@ def test_bounds_are_bounds(everything):
     for each in everything:
         setup = each.candidate.setup
         assert least_seconds(setup, small().machine) <= each.prediction.seconds * (1 + 1e-9)
-        memory = each.memory_gib * 2**30 * (1 + 1e-9)
-        assert least_bytes(setup) <= memory
-        whole, room = replace(setup, segments=(setup.sequence_length,)), Room(memory, 0, 1, False)
-        assert mean_seconds_away(whole, room, len(setup.segments), setup.placement.num_chunks) == 0
+        assert least_bytes(setup) <= each.memory_gib * 2**30 * (1 + 1e-9)
 
 
 def test_no_candidate_of_a_set_up_is_below_its_bound():
@@ -104,7 +99,7 @@ def test_no_candidate_of_a_set_up_is_below_its_bound():
 def test_a_search_answers_for_less_memory_as_a_new_one_would():
     search = Search(small())
     search.best()
-    assert search.best(3, 2.5) == plan(small(memory_gib=2.5), 3)
+    assert search.best(3, 2.5) == Search(small(memory_gib=2.5)).best(3)
 
 
 def test_the_state_is_partitioned_where_that_is_faster():
@@ -112,8 +107,8 @@ def test_the_state_is_partitioned_where_that_is_faster():
     changes = {"model": replace(MODEL, num_layers=24, vocab_size=1024), "num_devices": 8, "global_batch_size": 16}
     changes |= {"sequence_length": 2048, "families": ("1f1b", "breadth-first"), "chunks": (1, 6), "segments": (1, 4)}
     for limit, is_partitioned in ((1.5, True), (2, False)):
-        best, *others = plan(small(**changes, memory_gib=limit, partitions_state=None))
-        whole = plan(small(**changes, memory_gib=limit))
+        best, *others = Search(small(**changes, memory_gib=limit, partitions_state=None)).best()
+        whole = Search(small(**changes, memory_gib=limit)).best()
         assert best.candidate.setup.partitions_state == is_partitioned and best.memory_gib <= limit
         if is_partitioned:
             assert best.prediction.seconds < whole[0].prediction.seconds
@@ -133,8 +128,8 @@ def test_what_is_not_accepted_takes_no_part(everything):
 
 
 def test_auto_takes_part_where_it_is_fast():
-    with_auto = plan(small(families=("1f1b", "zb-h1", "auto")), best=1)
-    assert with_auto[0].prediction.seconds <= plan(small(), best=1)[0].prediction.seconds
+    with_auto = Search(small(families=("1f1b", "zb-h1", "auto"))).best(1)
+    assert with_auto[0].prediction.seconds <= Search(small()).best(1)[0].prediction.seconds
 
 
 def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
@@ -149,7 +144,7 @@ def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
 
 def test_progress_ends_where_it_is_to_end():
     steps = []
-    plan(small(), progress=lambda done, total: steps.append((done, total)))
+    Search(small(), lambda done, total: steps.append((done, total))).best()
     assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
 
 
@@ -162,22 +157,22 @@ def test_a_breakdown_adds_up(everything):
 
 def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
     question = small(num_devices=7, global_batch_size=4)
-    assert plan(question) == []
+    assert Search(question).best() == []
     sentence = str(way_out(question))
     assert "7 devices" in sentence and "; --global-batch-size 7 can be divided" in sentence
-    assert plan(small(num_devices=7, global_batch_size=7))
+    assert Search(small(num_devices=7, global_batch_size=7)).best()
 
 
 def test_what_does_not_fit_names_the_nearest_that_does():
     question = small(memory_gib=0.9)
-    assert plan(question) == []
+    assert Search(question).best() == []
     sentence = str(way_out(question))
     assert "no configuration fits" in sentence
     named = {"--gpus": "num_devices", "--seq-length": "sequence_length"}
     words = sentence.replace(",", " ").split()
     changes = [{named[flag]: int(value)} for flag, value in zip(words, words[1:], strict=False) if flag in named]
     assert changes
-    assert all(plan(small(memory_gib=0.9, **change)) for change in changes)
+    assert all(Search(small(memory_gib=0.9, **change)).best() for change in changes)
 
 
 def test_a_frontier_is_what_nothing_beats():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.planner import Search, plan, way_out
+from megatron.seq1f1b.planning.planner import Search, way_out
 from unit_tests.planning.planner.question import MODEL, small
 
 
@@ -36,7 +36,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_an_unusual_question_has_a_sensible_answer(name):
     changes, holds = QUESTIONS[name]
-    found = plan(small(**changes), best=20)
+    found = Search(small(**changes)).best(20)
     assert found and all(holds(each.candidate.setup) and each.prediction.bubble >= 0 for each in found)
 
 
@@ -44,17 +44,17 @@ def test_one_pipeline_rank_runs_segments_where_these_save_memory():
     """What is computed again of a layer is that of a segment, and few heads have keys and values to keep."""
     model = replace(MODEL, num_kv_heads=1)
     alone = small(model=model, num_devices=1, sequence_length=131072, recomputes=("full",), memory_gib=70)
-    whole, cut = (plan(replace(alone, segments=segments), 1)[0] for segments in ((1,), (8,)))
+    whole, cut = (Search(replace(alone, segments=segments)).best(1)[0] for segments in ((1,), (8,)))
     assert len(cut.candidate.setup.segments) == 8 and cut.memory_gib < whole.memory_gib
 
 
 def test_recomputation_takes_longer_than_none():
-    assert plan(small(num_devices=1))[0].candidate.setup.recompute == "none"
+    assert Search(small(num_devices=1)).best()[0].candidate.setup.recompute == "none"
 
 
 def test_no_memory_is_not_all_memory():
     question = small(memory_gib=0)
-    assert plan(question) == []
+    assert Search(question).best() == []
     assert "no configuration fits 0 GiB" in str(way_out(question))
 
 
