@@ -42,8 +42,7 @@ def batches(count: int) -> Iterator[torch.Tensor]:
         yield torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
 
 
-def forward_step(data_iterator, model, *checkpointed):
-    model.calls += checkpointed
+def forward_step(data_iterator, model):
     return model(next(data_iterator)), mean_square
 
 

@@ -1,4 +1,4 @@
-"""One call of Megatron's `forward_backward_func`, its arguments normalised and its contract checked."""
+"""One call of Megatron's `forward_backward_func`: its arguments, normalised and checked."""
 
 import os
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from megatron.core.utils import get_model_config
 class Call:
     """The arguments of one step; see megatron/core/pipeline_parallel/schedules.py.
 
-    `chunks` and `iterators` are the model chunks of this rank and their data, `pipeline` the ranks of the pipeline.
-    `seq_length` is 0 where Megatron leaves it out, since no message is sent. Raises ValueError for what our schedules
-    cannot follow.
+    `chunks` are the model chunks of this rank, `iterators` their data, `pipeline` the process group of the pipeline.
+    `seq_length` is 0 if Megatron leaves it out because no message is sent. Raises ValueError for a call that our
+    schedules cannot follow.
     """
 
     forward_step_func: Callable
@@ -60,7 +60,7 @@ class Call:
         return torch.device(torch.cuda.current_device())
 
     def message_shape(self, length: int, decoder_seq_length: int | None = None) -> tuple[int, ...]:
-        """Of the activations of `length` tokens between two stages."""
+        """The shape of the activations of `length` tokens between two stages."""
         return get_tensor_shapes(
             seq_length=length,
             micro_batch_size=self.micro_batch_size,
@@ -75,14 +75,14 @@ class Call:
         return self.config.finalize_model_grads_func is not None and not self.forward_only
 
     def finalize(self, num_tokens: torch.Tensor | None) -> None:
-        """Megatron's end of a training step: the gradients that are left are reduced, and scaled per token."""
+        """Run Megatron's end of a training step, which reduces the gradients that are left and scales them per
+        token."""
         self.config.finalize_model_grads_func(
             self.chunks, num_tokens, pg_collection=self.groups, force_all_reduce=self.force_all_reduce
         )
 
 
 def _check_messages(config: Any, p2p_communicator: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
-    """Raise ValueError for what changes the messages between stages."""
     if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
         raise ValueError(
             "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, which "
@@ -93,13 +93,18 @@ def _check_messages(config: Any, p2p_communicator: Any, adjust_tensor_shapes_fn:
             "variable_seq_lengths negotiates the shape of every message, which our schedules fix in advance; run this "
             "model with Megatron's own schedule"
         )
+    if config.num_microbatches_with_partial_activation_checkpoints is not None:
+        raise ValueError(
+            "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
+            "schedules hold segments; unset it, or run this model with Megatron's own schedule"
+        )
 
 
 def _check_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
-    """Raise ValueError for what makes the host wait for all of a GPU within a step.
+    """Raise ValueError for settings that make the host wait for the whole GPU within a step.
 
-    With NCCL a receive that was posted ahead runs on the GPU until its message comes, which may need what this rank
-    would do next.
+    With NCCL a receive that was posted ahead occupies the GPU until its message arrives, which may depend on what this
+    rank would do next.
     """
     if pipeline.size() == 1 or dist.get_backend(pipeline) != "nccl":
         return
@@ -110,6 +115,6 @@ def _check_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
         )
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel, also for those that wait for messages, so the "
+            "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel, including those that wait for messages, so the "
             "first step would not end; unset it, or run on one pipeline rank"
         )

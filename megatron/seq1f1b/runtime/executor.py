@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..model import (
     PIECE,
@@ -42,17 +42,16 @@ from .tracer import Tracer
 class PipelineExecutor:
     """Called like Megatron's `forward_backward_func`; made once, used for every step.
 
-    `costs(lengths)` are the costs that `auto` plans for, equal ones if it is None. `around_forward(stage, length)` is
-    entered around the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a
-    message is longer than `timeout`. With `reports_on_last_rank` the last rank of the pipeline has the reports, too,
-    where another computes the loss. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps
-    all logits.
+    `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
+    the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a message is
+    longer than `timeout`. `reports_on_last_rank` sends the reports to the last rank of the pipeline if another one
+    computes the loss. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
 
-    The first step with segments of certain lengths may load or compile kernels, for which CUDA may wait for all of the
-    GPU, so where messages are kernels it has none under way while another kernel starts.
+    The first step with segments of certain lengths may load or compile kernels, and CUDA may then wait for the whole
+    GPU. If messages are kernels, none is in flight in that step while another kernel starts.
 
-    No state of a step survives it. A step that fails closes the executor: the other ranks have been left in the middle
-    of the step, so their messages no longer match. Every later call raises RuntimeError.
+    No state of a step survives it. A step that fails closes the executor, since the other ranks stopped in the middle
+    of the step and their messages no longer match. Every later call raises RuntimeError.
     """
 
     def __init__(
@@ -86,16 +85,15 @@ class PipelineExecutor:
         self._tracer = tracer
 
     def keep_attention(self) -> None:
-        """Let the attention of a layer that is recomputed run once: what it left serves the repeated forward."""
+        """Run the attention of a recomputed layer once; the repeated forward takes its results."""
         self._context.kept_attention = MovableResults(self._host_memory)
 
     def offload(self, share: float) -> None:
-        """Let a `share` of what forwards leave for their backwards wait in the memory of the host, see
-        `units_to_move`."""
+        """Move a `share` of what forwards leave for their backwards to the memory of the host, see `units_to_move`."""
         self._programs.offloaded = share
 
     def last_step(self) -> Reading | None:
-        """What was measured in the last training step, if there was one."""
+        """The measurements of the last training step, if there was one."""
         return self.recorder and self.recorder.reading()._replace(tokens=self._segmentation.num_tokens)
 
     def __call__(self, **arguments: Any) -> list[Any]:
@@ -105,8 +103,8 @@ class PipelineExecutor:
         """
         if self._failure is not None:
             raise RuntimeError(
-                f"an earlier step of this pipeline failed ({self._failure}), and its ranks are out of step since then; "
-                "end the program, and start it again from a checkpoint"
+                f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
+                "then; end the program, and start it again from a checkpoint"
             )
         call = Call(**arguments)
         if self._segmentation.cuts_sequences:
@@ -116,13 +114,13 @@ class PipelineExecutor:
                     "--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments"
                 )
         placement = Placement(call.pipeline.size(), len(call.chunks), self._programs.placement)
-        if placement.num_ranks > 1:  # a rank without neighbours may run alone
+        if placement.num_ranks > 1:  # a pipeline of one rank may run without the others
             self._agree(placement, call)
         lengths = self._segmentation.lengths(call.seq_length)
         communicator = self._communicator(call, placement)
         kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
         in_turn = communicator.is_on_device and kernels not in self._ran_before
-        # Else nothing is needed, and the model keeps its own attention.
+        # Otherwise the model keeps its own attention.
         if not self._segmentation.is_trivial or self._context.kept_attention is not None:
             attach(call.chunks, self._context)
         add_up_all_weight_gradients(call.chunks)
@@ -200,20 +198,18 @@ class PipelineExecutor:
         return self._on_last_rank(reports, shape.placement, call.pipeline) if self._reports_on_last_rank else reports
 
     def _on_last_rank(self, reports: list[Any], placement: Placement, pipeline: dist.ProcessGroup) -> list[Any]:
-        """The reports where Megatron's training loop looks for them; it waits for the GPU there, too.
-
-        They go between the two ranks alone: the others do not wait.
-        """
+        """The reports, sent to the last rank, where Megatron's training loop reads them. Other ranks do not wait."""
         source, last = placement.rank_of(placement.num_stages - 1), placement.num_ranks - 1
         ranks = dist.get_process_group_ranks(pipeline)
         if source == last or pipeline.rank() not in (source, last):
             return reports
         if pipeline.rank() == source:
-            dist.send_object_list([tree_map(partial(_moved, "cpu"), reports)], ranks[last], group=pipeline)
+            dist.send_object_list([tree_map_only(torch.Tensor, torch.Tensor.cpu, reports)], ranks[last], group=pipeline)
             return reports
         received = [reports]
         dist.recv_object_list(received, ranks[source], group=pipeline)
-        return tree_map(partial(_moved, torch.device(torch.cuda.current_device())), received[0])
+        device = torch.device(torch.cuda.current_device())
+        return tree_map_only(torch.Tensor, lambda report: report.to(device), received[0])
 
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement
@@ -226,7 +222,7 @@ class PipelineExecutor:
         return self._communicators[key]
 
     def _agree(self, placement: Placement, call: Call) -> None:
-        """Compare this step with that of the other ranks, the first time that a step like it runs."""
+        """Compare the plan of this step with that of the other ranks, once for each plan."""
         plan = (
             f"{self._programs.name}, {'evaluation' if call.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {call.num_microbatches} "
@@ -239,12 +235,8 @@ class PipelineExecutor:
             self._agreed.add(plan)
 
 
-def _moved(device: torch.device | str, leaf: Any) -> Any:
-    return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:
-    """Megatron takes the count from the last rank, but the last stage of a V is on the first."""
+    """Megatron takes the count from the last rank, but the last stage of a V is on the first rank."""
     rank = placement.rank_of(placement.num_stages - 1)
     if rank != placement.num_ranks - 1:
         dist.broadcast(num_tokens, src=dist.get_process_group_ranks(pipeline)[rank], group=pipeline)

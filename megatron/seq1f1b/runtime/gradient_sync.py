@@ -1,9 +1,9 @@
 """When the gradients of a model chunk are reduced over data-parallel ranks, and those of tied embeddings added up.
 
-Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`.
-So `no_sync` is left for exactly one backward per chunk: its last one in the step. Where backwards are split, it is left
-for the last input-gradient half, which completes biases and norms, and for the last weight-gradient half; every
-parameter must be ready as often in each step as in the first.
+Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`. So
+we leave `no_sync` for exactly one backward of each chunk, its last in the step. If backwards are split, we leave it for
+the last input-gradient half, which completes biases and norms, and for the last weight-gradient half: every parameter
+must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,8 @@ from megatron.core.utils import unwrap_model
 class GradientSync:
     """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank.
 
-    `ends_last` is true on a rank with one chunk that finishes its backwards last; its DDP hooks may reduce even with
-    `grad_sync_func`.
+    `ends_last` is true on the rank that finishes its backwards last, if it has one chunk; its DDP hooks may reduce even
+    with `grad_sync_func`.
     """
 
     def __init__(self, config: Any, chunks: list[torch.nn.Module], ends_last: bool = False) -> None:
@@ -32,13 +32,9 @@ class GradientSync:
             self._enter_no_sync(chunk)
 
     def before_forward(self, chunk: int) -> None:
-        """All weights are there."""
+        """Nothing to do: all weights and gradients stay. A partitioned state waits for them here, and releases them."""
 
-    def before_backward(self, chunk: int) -> None:
-        """So are all gradients."""
-
-    def release(self, chunk: int) -> None:
-        """They stay."""
+    before_backward = release = before_forward
 
     @contextmanager
     def last_backward(self, chunk: int) -> Iterator[None]:
@@ -50,13 +46,13 @@ class GradientSync:
             self._enter_no_sync(chunk)
 
     def reduce(self, chunk: int) -> None:
-        """Start the reduction of the whole chunk if Megatron aligns reductions (`align_grad_reduce`)."""
+        """Reduce the whole chunk now if Megatron aligns reductions (`align_grad_reduce`)."""
         self._no_sync[chunk].close()
         if self._start_reduction:
             self._start_reduction[chunk](self._chunks[chunk].parameters())
 
     def gather(self, chunk: int) -> None:
-        """Start gathering the parameters of the chunk if Megatron aligns that (`--align-param-gather`)."""
+        """Gather the parameters of the chunk now if Megatron aligns that (`--align-param-gather`)."""
         if self._start_gather:
             self._start_gather[chunk](self._chunks[chunk].parameters())
 
@@ -70,14 +66,14 @@ class GradientSync:
 
 
 def _per_chunk(hook: Callable | list[Callable] | None, num_chunks: int) -> list[Callable] | None:
-    """Megatron passes such a hook bare for one chunk, and a list of them for several."""
+    """Megatron passes a bare hook for one chunk, a list for several."""
     if hook is None or isinstance(hook, list):
         return hook
     return [hook] * num_chunks
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """The weights of the embedding in the first and in the last chunk of a rank, as in a V; none if the last has none.
+    """The embedding's weights in the first and in the last chunk of this rank, if it has both, as in a V.
 
     The last chunk has them in an output layer that is tied to the embedding, or as multi-token prediction's copy.
     """
@@ -90,7 +86,7 @@ def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def add_up_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give both weights the sum of their gradients; Megatron sums over two ranks, at the end of a step, too."""
+    """Give both weights the sum of their gradients, as Megatron does at the end of a step if two ranks have them."""
     weights = tied_embeddings(chunks)
     if not weights:
         return

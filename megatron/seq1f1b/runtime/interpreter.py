@@ -1,7 +1,7 @@
 """Runs the lowered schedule of one rank: one loop, one small handler per kind of action.
 
-It contains nothing of families, phases or neighbours: all that is in the program. Megatron's own `forward_step` and
-`backward_step` run the model.
+Families, phases and neighbours appear in the program only. Megatron's own `forward_step` and `backward_step` run the
+model.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +49,8 @@ class Step:
         return Shape.of(self.placement, [len(each) for each in self.segments])
 
     def message_shape(self, length: int, stage: int) -> tuple[int, ...]:
-        """Of the activations of `length` tokens that `stage` sends, and of their gradients."""
-        # As Megatron's functions have it: interleaved ones do not look at the length of the decoder's sequences.
+        """The shape of the activations of `length` tokens that `stage` sends, and of their gradients."""
+        # Megatron's interleaved schedules ignore the length of the decoder's sequences, too.
         is_plain = len(self.call.chunks) == self.shape.num_segments == 1
         rows, *sizes = self.call.message_shape(length, self.call.decoder_seq_length if is_plain else None)
         return (rows * rows_per_token(self.call.config, self.placement, stage), *sizes)
@@ -58,10 +58,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Services:
-    """What the actions of a step work with.
-
-    `around(action)` shows what all ranks do around an action.
-    """
+    """What the actions of a step work with; `around(action)` describes what all ranks do around an action."""
 
     communicator: Communicator
     context: SegmentContext
@@ -77,7 +74,7 @@ class Services:
 class Interpreter:
     """State of one step on one rank; it is empty when the step ends.
 
-    What a unit costs the host counts (tools/benchmark_host.py): a GPU waits where a segment's layers take less.
+    The host time of a unit matters (tools/benchmark_host.py): if a segment's layers take less, the GPU waits.
     """
 
     def __init__(self, step: Step, services: Services) -> None:
@@ -90,23 +87,16 @@ class Interpreter:
         self._channels = channels_of(step.placement, step.rank)
         self._started_chunks: set[int] = set()
         self._message_shapes: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._splits_backwards = False
-        # Forwards that recompute all layers in their backward, where Megatron's configuration sets that by micro-batch.
-        self._recomputed: frozenset[Action] | None = None
-        # The last actions of each chunk that give input gradients, and that give weight gradients.
-        self._ends: frozenset[tuple[Kind, Action]] = frozenset()
-        # By (stage, micro-batch, segment), as all below: the units that go to the memory of the host and back.
-        self._moved: frozenset[tuple] = frozenset()
-        # What went into a forward and came out, until its backward.
+        self._program = Program(())
+        # The input and output of each forward, by (stage, micro-batch, segment), until its backward.
         self._kept: dict[tuple, tuple[Tensor | None, Tensor]] = {}
-        # By the SEND that carries it, or would if the neighbouring stage were on another rank.
+        # Outputs and gradients for a neighbouring stage, by the SEND that carries them if it is on another rank.
         self._outgoing: dict[tuple, Tensor] = {}
 
     def run(self, program: Program) -> None:
-        """Run the actions in order. A failure names the action and what stands around it, on all ranks."""
-        self._ends, self._splits_backwards, self._moved = program.ends, program.splits_backwards, program.moved
-        self._recomputed = self._all_but_partially_checkpointed(program.actions)
-        # A range for each action in the PyTorch profiler, and in Nsight by Megatron's --profile.
+        """Run the actions in order. A failure names the action and its neighbours, on all ranks."""
+        self._program = program
+        # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
         is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
         for position, action in enumerate(program.actions):
             try:
@@ -126,20 +116,6 @@ class Interpreter:
         self._services.host_memory.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
-    def _all_but_partially_checkpointed(self, program: Sequence[Action]) -> frozenset[Action] | None:
-        """Forwards beyond `num_microbatches_with_partial_activation_checkpoints`; None if Megatron does not set it.
-
-        As many micro-batches may keep more, of those that are in flight at once (arXiv 2205.05198, appendix C).
-        """
-        limit = self._call.config.num_microbatches_with_partial_activation_checkpoints
-        if limit is None:
-            return None
-        order = [action for action in program if action.kind in (Kind.F, Kind.B, Kind.I)]
-        in_flight = next((index for index, action in enumerate(order) if action.kind is not Kind.F), len(order))
-        forwards = (action for action in order if action.kind is Kind.F)
-        limit *= self._step.shape.num_segments
-        return frozenset(f for index, f in enumerate(forwards) if index % in_flight >= limit)
-
     def _forward(self, action: Action) -> None:
         _, stage, microbatch, index = action
         call, services, chunk = self._call, self._services, self._chunk_of[stage]
@@ -151,7 +127,7 @@ class Interpreter:
         services.sync.before_forward(chunk)
         is_last = stage == self._last_stage
         running = services.context.running(segment, not call.forward_only)
-        moves = action[1:] in self._moved
+        moves = action[1:] in self._program.moved
         keeping = services.host_memory.keeping(action[1:]) if moves else nullcontext()
         with running, keeping, services.recorder.span(action), services.around_forward(stage, segment.length):
             output, _ = forward_step(
@@ -164,14 +140,13 @@ class Interpreter:
                 call.config,
                 cp_group_size=call.groups.cp.size(),
                 collect_non_loss_data=call.collect_non_loss_data,
-                checkpoint_activations_microbatch=None if self._recomputed is None else action in self._recomputed,
                 is_first_microbatch=check_first_val_step(call.first_val_step, call.forward_only, is_first_of_chunk),
                 current_microbatch=microbatch,
                 vp_stage=chunk if len(call.chunks) > 1 else None,
                 is_last_stage=is_last,
             )
         if moves and arrived is not None:
-            # The graph has what it needs of it, and of this tensor the backward sets the gradient only.
+            # The graph holds what it needs; this tensor only receives its gradient.
             arrived.data = arrived.new_empty(()).expand(arrived.shape)
         if not call.forward_only:
             self._kept[action[1:]] = arrived, output
@@ -182,7 +157,7 @@ class Interpreter:
         kind, stage, microbatch, index = action
         services = self._services
         segment = self._step.segments[microbatch][index]
-        if action[1:] in self._moved:
+        if action[1:] in self._program.moved:
             services.host_memory.wait(action[1:])
         services.sync.before_backward(self._chunk_of[stage])
         arrived, output = self._kept.pop(action[1:])
@@ -191,7 +166,7 @@ class Interpreter:
         else:
             gradient = self._input_of(action, is_forward=False)
         with services.context.running(segment, True), services.recorder.span(action):
-            if self._splits_backwards:
+            if self._program.splits_backwards:
                 with services.weight_gradients.collecting(action[1:]):
                     gradient = self._input_gradient(action, arrived, output, gradient)
                 if kind is Kind.B:
@@ -204,8 +179,8 @@ class Interpreter:
     def _input_gradient(
         self, action: Action, arrived: Tensor | None, output: Tensor, gradient: Tensor | None
     ) -> Tensor | None:
-        """Also the weight gradient, unless backwards are split."""
-        if (Kind.I, action) not in self._ends:
+        """Also computes the weight gradient, unless backwards are split."""
+        if (Kind.I, action) not in self._program.ends:
             return backward_step(arrived, output, gradient, self._call.config)
         with self._services.sync.last_backward(self._chunk_of[action.stage]):
             return backward_step(arrived, output, gradient, self._call.config)
@@ -218,7 +193,7 @@ class Interpreter:
             self._stop("backward-compute")
 
     def _compute_weight_gradients(self, action: Action) -> None:
-        if (Kind.W, action) not in self._ends:
+        if (Kind.W, action) not in self._program.ends:
             self._services.weight_gradients.compute(action[1:])
             return
         with self._services.sync.last_backward(self._chunk_of[action.stage]):
@@ -229,17 +204,17 @@ class Interpreter:
         _, stage, *unit = action
         if is_forward and stage == 0:
             return None
-        channel = self._channels.get((Kind.RECV_F if is_forward else Kind.RECV_B, stage))
-        if channel is None:  # from a neighbouring stage on this rank
+        kind = Kind.RECV_F if is_forward else Kind.RECV_B
+        if (kind, stage) in self._channels:
+            name = "forward-recv" if is_forward else "backward-recv"
+            self._start(name)
+            tensor = self._services.communicator.receive((kind, *action[1:]))
+            self._stop(name)
+        else:  # from a neighbouring stage on this rank
             sent = (Kind.SEND_F, stage - 1) if is_forward else (Kind.SEND_B, stage + 1)
             handed = self._outgoing.pop((*sent, *unit))
             tensor = handed.detach()
             self._deallocate(handed, is_forward)
-        else:
-            name = "forward-recv" if is_forward else "backward-recv"
-            self._start(name)
-            tensor = self._services.communicator.receive(channel, action[1:])
-            self._stop(name)
         return tensor.requires_grad_(is_forward)
 
     def _post_receive(self, action: Action) -> None:
@@ -259,7 +234,7 @@ class Interpreter:
         self._deallocate(tensor, is_forward)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
-        """Of an output that went on to the next stage the graph needs the grad_fn only, not the storage."""
+        """Free the storage of an output that the next stage has: the graph needs its grad_fn only."""
         if is_forward and not self._call.forward_only:
             deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
 
@@ -279,7 +254,7 @@ class Interpreter:
         self._services.sync.release(self._chunk_of[action.stage])
 
     def _start(self, name: str) -> None:
-        """Start a timer of Megatron's log by its name; its `forward_step` and `backward_step` time themselves."""
+        """Start a timer of Megatron's log; its `forward_step` and `backward_step` time themselves."""
         if self._timers is not None:
             self._timers(name, log_level=2).start()
 
@@ -287,8 +262,8 @@ class Interpreter:
         if self._timers is not None:
             self._timers(name).stop()
 
-    # A new kind of action adds its handler. On the class: a table of bound methods would be a cycle that keeps a step
-    # until a collection.
+    # A new kind of action adds its handler. The table is on the class, since bound methods would form a cycle that
+    # keeps a step until a garbage collection.
     HANDLERS: "dict[Kind, Handler]" = {
         Kind.F: _forward,
         Kind.B: _backward,
@@ -306,5 +281,4 @@ class Interpreter:
     }
 
 
-# Runs one action of a kind.
 Handler = Callable[[Interpreter, Action], None]

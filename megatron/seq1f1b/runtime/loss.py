@@ -1,8 +1,8 @@
-"""The loss of micro-batches whose segments report one by one.
+"""The loss of a micro-batch from the losses of its segments.
 
-Megatron divides the loss sum of a micro-batch by its number of unmasked tokens. A segment has only its own, and a
-mean of segment means differs as soon as segments or masks are uneven. But all segments of a micro-batch have
-gone forward when its first backward starts, so the division can wait until then.
+Megatron divides the loss sum of a micro-batch by its number of unmasked tokens. A segment has a count of its own, and
+a mean of segment means is wrong as soon as segments or masks are uneven. But all segments of a micro-batch have gone
+forward when its first backward starts, so the division waits until then.
 """
 
 from collections import defaultdict
@@ -20,10 +20,10 @@ from .loss_checks import LossChecks
 
 
 class LossLedger:
-    """Token counts and reports of one step, per micro-batch.
+    """Token counts and reports of one step, by micro-batch.
 
-    The ranks of `context_parallel` each have a share of the tokens of every segment. Megatron takes the mean of their
-    means; here, too, the loss is that of the micro-batch.
+    Each rank of `context_parallel` has a share of the tokens of every segment. Megatron averages their means; here the
+    loss is divided by the tokens of the whole micro-batch.
     """
 
     def __init__(self, per_token_loss: bool, context_parallel: dist.ProcessGroup | None = None) -> None:
@@ -34,18 +34,18 @@ class LossLedger:
         self._checks = LossChecks()
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
-        # Of micro-batches that are merged: the loss of each part as its function returned it, and the names in the
-        # report that hold the loss itself, which Megatron divides in place.
+        # The loss of each part of a micro-batch, as its function returned it, and the entries of reports that share its
+        # memory, which Megatron divides in place.
         self._losses: dict[int, list[Tensor]] = defaultdict(list)
         self._of_the_loss: set[Any] = set()
         self._are_outputs = False
 
     def reports_of(self, segment: Segment) -> list[Any]:
-        """Where Megatron's forward_step puts the report of a segment."""
+        """The list to which Megatron's forward_step appends the report of a segment."""
         return self._reports[segment.microbatch]
 
     def observe(self, forward_step_func: Callable, segment: Segment) -> Callable:
-        """`forward_step_func`, with the token count of its loss noted and the division by it put off."""
+        """`forward_step_func`, whose loss is not yet divided by its token count."""
 
         def observed(*args: Any) -> tuple[Any, Callable | None]:
             output, loss_func = forward_step_func(*args)
@@ -70,13 +70,13 @@ class LossLedger:
             return loss, torch.ones_like(num_tokens), report
         if not segment.is_whole_sequence:
             raise ValueError(
-                "the loss function returns (loss, report), an average whose weights are not known; with "
-                "--sequence-splits it has to return (loss sum, number of tokens, report)"
+                "the loss function returns (loss, report), an average of unknown weight; with --sequence-splits it has "
+                "to return (loss sum, number of tokens, report)"
             )
         return result
 
     def ready_for_backward(self, loss: Tensor, segment: Segment) -> Tensor:
-        """The loss of a segment, divided by the token count of its whole micro-batch unless the step sums per token."""
+        """The loss of a segment, divided by the tokens of its whole micro-batch unless the step sums per token."""
         microbatch = segment.microbatch
         if self._is_whole(segment) or self._per_token_loss or microbatch not in self._num_tokens:
             return loss
@@ -85,15 +85,14 @@ class LossLedger:
             if self._num_shares > 1:
                 dist.all_reduce(num_tokens, group=self._context_parallel)
             self._of_micro_batches[microbatch] = torch.clamp(num_tokens, min=1)
-        if self._num_shares > 1:  # Megatron's gradients are means over the ranks, too
-            loss = loss * self._num_shares
-        return loss / self._of_micro_batches[microbatch]
+        # Megatron averages gradients over context-parallel ranks.
+        return loss * self._num_shares / self._of_micro_batches[microbatch]
 
     def _is_whole(self, segment: Segment) -> bool:
         return segment.is_whole_sequence and self._num_shares == 1
 
     def make_up_checks(self) -> None:
-        """Megatron's checks of the losses, which wait for the GPU, when all of the step is issued."""
+        """Run Megatron's checks of the losses, which wait for the GPU; to be called when the whole step is issued."""
         self._checks.make_up()
 
     def total_num_tokens(self, device: torch.device) -> Tensor:
@@ -108,7 +107,7 @@ class LossLedger:
         return [self._merge(microbatch) for microbatch in sorted(self._reports) if self._reports[microbatch]]
 
     def _merge(self, microbatch: int) -> Any:
-        """What Megatron reports of the whole micro-batch; outputs are joined in order."""
+        """Megatron's report of the whole micro-batch; outputs are joined in order."""
         reports = self._reports[microbatch]
         if self._are_outputs:
             return reports[0] if len(reports) == 1 else tree_map(_joined, *reports)
@@ -122,9 +121,9 @@ class LossLedger:
         return merged
 
     def _number(self, name: Any, values: Tensor, microbatch: int) -> Tensor:
-        """A number of a whole micro-batch from those of its parts: a sum if it is the loss, else a mean over tokens.
+        """A number of a micro-batch from those of its parts: a sum if it is the loss, else a mean over tokens.
 
-        All is decided on the device, so nothing waits for it.
+        It is decided on the device, so nothing waits for it.
         """
         weights = torch.stack(self._num_tokens[microbatch]).to(values)
         if name in self._of_the_loss:
@@ -144,6 +143,6 @@ def _share_memory(value: Any, loss: Tensor) -> bool:
 
 
 def _joined(*outputs: Any) -> Any:
-    """Outputs [b, n, ...] of n tokens each as one of all tokens; anything else as a list."""
+    """Outputs [b, n, ...] joined along the tokens; anything else as a list."""
     are_cut = all(isinstance(output, Tensor) and output.dim() > 1 for output in outputs)
     return torch.cat(outputs, dim=1) if are_cut else list(outputs)

@@ -1,4 +1,4 @@
-"""What one rank does in steps of any size, and what follows from it."""
+"""The program of one rank: its lowered actions for a step of any size."""
 
 import gc
 import logging
@@ -39,25 +39,22 @@ _SERVED = {
     Kind.RELOAD: (Kind.B, Kind.I),
 }
 
-# As many queues a GPU has at most; they are enough for all streams of a process.
-_ALL_QUEUES = "32"
-# Forwards of all stages from which on planning takes seconds.
-_MANY_FORWARDS = 5_000
-# Programs that are kept: those of training and evaluation, of the first step and later ones, of a few batch sizes.
-_KEPT = 16
+_ALL_QUEUES = "32"  # the most that a GPU has, enough for all streams of a process
+_MANY_FORWARDS = 5_000  # of all stages, from which on planning takes seconds
+_KEPT = 16  # programs: of training and evaluation, of first and later steps, of a few batch sizes
 
 
 def streams_share_queues() -> bool:
-    """Whether streams of this process may share a hardware queue of its GPU, which has 8 unless told otherwise."""
+    """Whether streams of this process may share a hardware queue of its GPU; it has 8 by default."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != _ALL_QUEUES
 
 
 class Program:
-    """The lowered actions of one rank, and what follows from them, computed once instead of in every step.
+    """The lowered actions of one rank, and properties of them, computed once instead of in every step.
 
     `splits_backwards`: some backward has an input-gradient and a weight-gradient half. `moved`: the units, as (stage,
-    micro-batch, segment), that go to the memory of the host and back. `ends`: for each chunk the
-    last action that gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action).
+    micro-batch, segment), that go to the memory of the host and back. `ends`: for each chunk, the last action that
+    gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action).
     """
 
     def __init__(self, actions: Sequence[Action]) -> None:
@@ -68,14 +65,14 @@ class Program:
 
     @cached_property
     def with_partitioned_state(self) -> "Program":
-        """The same, which gathers the parameters of chunks and releases them."""
+        """This program with actions that gather and release the parameters of chunks."""
         return Program(partition_state(self.actions))
 
 
 class Programs:
-    """The program of this rank for the shape of a step, kept for the next ones like it.
+    """The programs of this rank by the shape of a step.
 
-    A planned schedule is planned for `costs(lengths)` of segments of certain lengths, equal ones if `costs` is None.
+    Schedules are planned for `costs(lengths)` of segments of these lengths, for equal costs if `costs` is None.
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
     `offloaded`: the share of what a rank holds that waits in the memory of the host, see `units_to_move`.
     """
@@ -92,7 +89,7 @@ class Programs:
     def program(
         self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool, in_turn: bool = False
     ) -> Program:
-        """All that a rank does in one step, with segments of `lengths` tokens; messages in turn, see `lower`.
+        """The program of a step with segments of `lengths` tokens; for messages in turn, see `lower`.
 
         Raises ValueError if the schedule is a given one of another shape.
         """
@@ -115,7 +112,7 @@ class Programs:
         return Program(actions)
 
     def around(self, shape: Shape, lengths: Sequence[int], rank: int, action: Action) -> str:
-        """What all ranks do around an action of this one in a training step, for the message of a failure."""
+        """The actions of all ranks around one of this rank in a training step, for the message of a failure."""
         plan = self._plan(shape, tuple(lengths))
         schedule = plan.schedule() if isinstance(plan, Clock) else plan
         order = schedule.ranks[rank]
@@ -126,7 +123,7 @@ class Programs:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Collecting garbage while many actions are made would take most of the time: it walks through torch each time."""
+    """Garbage collection while many actions are made would take most of the time, since it walks through torch."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Waits for messages in a thread beside the compute."""
+"""Waits for messages, in a thread beside compute."""
 
 import logging
 import threading
@@ -14,15 +14,15 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-# NCCL ends the process when the whole time-out is over.
-_SHARE = 0.8
+_SHARE = 0.8  # of the timeout, after all of which NCCL ends the process
 _LOOKS = 20  # in that time
 
 
 class Waits:
-    """A thread that waits for one thing after the other.
+    """A thread that runs one wait after another.
 
-    It is a daemon: a program that fails must not wait at its end for messages that no rank receives.
+    It is a daemon: a program that fails must not wait at its end for messages that no rank receives, as it would for
+    the threads of an executor of Python's.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,7 +31,6 @@ class Waits:
         weakref.finalize(self, self._waits.put, None)
 
     def submit(self, wait: Callable[[], Any]) -> Future:
-        """Call `wait` after all that was submitted before."""
         future: Future = Future()
         self._waits.put((future, wait))
         return future
@@ -44,12 +43,12 @@ def _wait_for_each(waits: SimpleQueue) -> None:
             future.set_result(wait())
         except Exception as error:
             future.set_exception(error)
-        del submitted, future, wait  # while waiting for the next, hold no message
+        del submitted, future, wait  # else the last message lives until the next
 
 
 def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:
-    """Wait until the GPU passes the recorded `mark`, and log, once, the message that `describe()` names if that takes
-    most of `timeout` from `since`, a time of `time.monotonic`.
+    """Wait until the GPU passes the recorded `mark`; if that takes most of `timeout` from `since`, a time of
+    `time.monotonic`, log once which message is late.
 
     With NCCL no host waits for a message, and NCCL's own report has only a number.
     """

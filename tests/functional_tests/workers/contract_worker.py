@@ -164,16 +164,6 @@ def check_interleaved_chunks_of_unequal_size() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def check_partial_activation_checkpoints() -> None:
-    """Megatron passes which micro-batches keep more as a third argument of the forward step."""
-    config = {"num_microbatches_with_partial_activation_checkpoints": 1}
-    for virtual, function, m in ((None, PIPELINE, 9), (2, INTERLEAVED, 8)):
-        parallel_state.initialize_model_parallel(TENSOR, RANKS, virtual)
-        flags = [flag for chunk in same(function, virtual or 1, m, config=config)["calls"] for flag in chunk]
-        assert False in flags and (True in flags) == (pipeline_rank() < RANKS - 1 or virtual is not None)
-        parallel_state.destroy_model_parallel()
-
-
 def check_what_is_not_a_loss() -> None:
     """Outputs as they are, dictionaries too, and what `non_loss_data` gives."""
 

@@ -62,7 +62,7 @@ def wires(alone, monkeypatch):
 def test_messages_go_to_global_ranks_with_a_tag_a_payload(wires):
     wires.communicator.send(FORWARD, torch.ones(2))
     wires.communicator.post_receive(BACKWARD, (3,))
-    assert wires.communicator.receive(BACKWARD).shape == (3,)
+    assert wires.communicator.receive().shape == (3,)
     wires.communicator.finish()
     ((sent, *to),), ((received, *origin),) = wires.sent, wires.received
     assert torch.equal(sent, torch.ones(2)) and received.shape == (3,)
@@ -74,7 +74,7 @@ def test_messages_are_used_in_any_order(wires):
     units = {size: parse_action(f"0RECV_B{size}.0") for size in (1, 2, 3)}
     for size, action in units.items():
         wires.communicator.post_receive(BACKWARD, (size,), action)
-    assert [len(wires.communicator.receive(BACKWARD, units[size][1:])) for size in (2, 3, 1)] == [2, 3, 1]
+    assert [len(wires.communicator.receive(units[size])) for size in (2, 3, 1)] == [2, 3, 1]
 
 
 def test_a_receive_that_nobody_used_is_an_error(wires):
@@ -89,7 +89,7 @@ def test_a_peer_that_stops_is_named_with_stage_and_action(wires):
     wires.communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
     message = r"the gradient of micro-batch 5, segment 1 from stage 3 to 2 \(pipeline rank 1 to 0; 2RECV_B5.1\) did not"
     with pytest.raises(RuntimeError, match=message + ".*Timed out waiting 7000ms"):
-        wires.communicator.receive(BACKWARD, (2, 5, 1))
+        wires.communicator.receive((Kind.RECV_B, 2, 5, 1))
     assert work.timeout == TIMEOUT
 
 
@@ -147,7 +147,7 @@ def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
         wires.communicator.send(FORWARD, torch.ones(1))
         assert sent.timeout == TIMEOUT and waits == ["stream"] * 2
     received.error = "waited for twice"
-    wires.communicator.receive(BACKWARD, action[1:])
+    wires.communicator.receive(action)
     wires.communicator.finish()
 
 
@@ -224,7 +224,7 @@ def test_on_nccl_a_late_message_names_its_stage_and_action(nccl, caplog):
     wait_for(lambda: nccl.chosen)
     assert nccl.chosen == [("receives", communicator._device)]
     communicator.post_receive(BACKWARD, (1,), parse_action("2RECV_B5.1"))
-    communicator.receive(BACKWARD, (2, 5, 1))
+    communicator.receive((Kind.RECV_B, 2, 5, 1))
     assert not caplog.messages
     wait_for(lambda: caplog.messages)
     named = "the gradient of micro-batch 5, segment 1 from stage 3 to 2 (pipeline rank 1 to 0; 2RECV_B5.1) has not come"
