@@ -1,5 +1,5 @@
-"""A Megatron model on one segment: attention with a KV cache, positions that start where the segment
-starts, weight gradients apart from input gradients."""
+"""A Megatron model on one segment: attention with a KV cache, positions from the start of the segment, separate weight
+gradients."""
 
 from ..local_hybrid import local_hybrid_spec
 from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
@@ -7,7 +7,7 @@ from .host_memory import HostMemory, MovableResults
 from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
 from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents
-from .prediction_heads import PredictionHeads
+from .prediction_heads import LookAhead, PredictionHeads
 from .segment import Segment, SegmentContext
 from .weight_gradient import WeightGradientStore
 
@@ -15,6 +15,7 @@ __all__ = [
     "PIECE",
     "Documents",
     "HostMemory",
+    "LookAhead",
     "MovableResults",
     "PredictionHeads",
     "Segment",

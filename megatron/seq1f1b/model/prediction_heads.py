@@ -1,13 +1,13 @@
-"""Multi-token prediction on one segment: its last tokens predict from, and predict, tokens of the next.
+"""Multi-token prediction on one segment, whose last tokens read and predict tokens of the next segment.
 
-Megatron shifts tokens, positions, labels and loss mask by one for each token more that it predicts, and fills the end
-with zeros. Here the end of a segment, or of the runs of tokens that a context-parallel rank has of it, is filled with
-what follows, and the loss of a micro-batch is divided by the number of its tokens, not of a segment's.
+Megatron shifts tokens, positions, labels and loss mask by one for each further token that it predicts, and fills the
+end with zeros. Here the tokens that follow fill the end of a segment, or of each run of tokens that a context-parallel
+rank has of it, and the loss is divided by the tokens of the whole micro-batch.
 """
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,31 +16,36 @@ from ..patches import Patch, PatchTable, wrapping
 from .segment import Segment, SegmentContext
 
 
-class Ahead(Protocol):
-    """What follows a segment; see runtime/prediction.py."""
+class LookAhead(NamedTuple):
+    """What follows each of the r runs of tokens that a rank has of a segment of b sequences: `entries[name]`
+    [r, b, depth], zeros beyond the end of the sequence.
+
+    `counts[d]` is the sum of the loss mask of the whole micro-batch, shifted by d tokens. If predictions stay within
+    documents, `ends_document` [b, n] marks the tokens of the runs that another document follows.
+    """
 
     entries: dict[str, Tensor]
     counts: Tensor
-    ends_document: Tensor | None
+    ends_document: Tensor | None = None
 
 
 class PredictionHeads:
-    """Stands between Megatron's multi-token prediction and its shifts during one step.
+    """Replaces the shifts of Megatron's multi-token prediction during one step.
 
     `ahead(segment)` gives what follows a segment; `num_shares` context-parallel ranks have a share of its tokens each.
     """
 
-    def __init__(self, context: SegmentContext, ahead: Callable[[Segment], Ahead], num_shares: int = 1) -> None:
+    def __init__(self, context: SegmentContext, ahead: Callable[[Segment], LookAhead], num_shares: int = 1) -> None:
         self._context = context
         self._look_ahead = ahead
         self._num_shares = num_shares
         self._segment: Segment | None = None
-        self._ahead: Ahead | None = None
-        # What Megatron is about to shift: the entry of the batch, and the tokens that it will then be shifted by.
+        self._ahead: LookAhead | None = None
+        # The next shifts of Megatron: an entry of the batch, and the tokens that it is shifted by in all.
         self._shifts: Iterator[tuple[str, int]] = iter(())
 
     def patches(self) -> PatchTable:
-        """What has to be bound while the step runs."""
+        """To be bound while the step runs."""
         module = "megatron.core.transformer.multi_token_prediction"
         shifts = "fills the end of a segment with zeros"
         loss = "divides by the tokens of a segment"
@@ -52,7 +57,7 @@ class PredictionHeads:
             wrapping(
                 f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker",
                 self._logged,
-                "takes the mean of what context-parallel ranks log, which here adds up to the loss",
+                "averages what context-parallel ranks log, which here adds up to the loss",
             ),
         )
 
@@ -77,20 +82,17 @@ class PredictionHeads:
             raise ValueError("multi-token prediction on segments needs labels; drop --sequence-splits")
         depth = config.mtp_num_layers
         self._shifts = ((name, shift) for shift in range(1, depth + 1) for name in ("labels", "loss_mask"))
-        # Megatron sums gradients per token over all ranks, and divides by the number of unmasked tokens; otherwise it
-        # takes their mean.
-        is_sum = config.calculate_per_token_loss
-        factor = self._now().counts[0] if is_sum else self._num_shares
+        # Megatron sums gradients per token over all ranks and divides by the unmasked tokens, or it averages them.
+        factor = self._now().counts[0] if config.calculate_per_token_loss else self._num_shares
         config = copy(config)
         config.calculate_per_token_loss = False
         config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
         return upstream(labels=labels, config=config, **options)
 
     def _logged(self, upstream: Callable[..., None], loss: Tensor, *args: Any, **options: Any) -> None:
-        upstream(loss if self._num_shares == 1 else loss * self._num_shares, *args, **options)
+        upstream(loss * self._num_shares, *args, **options)
 
-    def _now(self) -> Ahead:
-        """Found once for a segment."""
+    def _now(self) -> LookAhead:
         if self._segment is not self._context.segment:
             self._segment = self._context.segment
             self._ahead = self._look_ahead(self._segment)

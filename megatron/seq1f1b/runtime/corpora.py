@@ -1,4 +1,4 @@
-"""Data sets of so few documents that a part of --split gets none."""
+"""Data sets with so few documents that a part of --split gets none."""
 
 import logging
 from collections.abc import Callable
@@ -32,7 +32,6 @@ def _indices(upstream: Callable, dataset: Any) -> Any:
 
 
 def _has_tokens(dataset: Any) -> bool:
-    """Looks at as many documents as it takes to find one token."""
     lengths, indices = dataset.dataset.sequence_lengths, dataset.indices
     return any(lengths[indices[start : start + _BLOCK]].any() for start in range(0, len(indices), _BLOCK))
 
@@ -66,7 +65,7 @@ def _loaders(args: Callable[[], Any], upstream: Callable, provider: Callable) ->
 
 
 def patches(args: Callable[[], Any]) -> tuple[Patch, ...]:
-    """What lets Megatron train where evaluations have no documents; `args` gives Megatron's arguments."""
+    """Megatron trains even if evaluations have no documents; `args` gives Megatron's arguments."""
     return (
         wrapping(
             "megatron.core.datasets.gpt_dataset.GPTDataset._build_document_sample_shuffle_indices",
@@ -76,7 +75,7 @@ def patches(args: Callable[[], Any]) -> tuple[Patch, ...]:
         Patch(
             "megatron.core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder.build_generic_dataset",
             lambda upstream: staticmethod(partial(_built, upstream)),
-            "builds parts for evaluations that are not wanted, or have no documents",
+            "fails if a part for evaluations has no documents",
             wraps=True,
         ),
         wrapping(

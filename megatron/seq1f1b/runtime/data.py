@@ -1,4 +1,4 @@
-"""A data iterator that hands out one segment at a time."""
+"""A data iterator that yields one segment at a time."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,11 +10,11 @@ from ..model import Segment
 
 
 class SegmentIterator:
-    """Stands in for the data iterator of one model chunk during one step.
+    """Stands in for the data iterator of one model chunk during one step; `next()` gives the running segment.
 
-    The batch of a micro-batch is read once, in the order of micro-batches whatever the order of the schedule, and
-    kept until its last segment: a micro-batch number must mean the same batch on every stage. `next()` returns the
-    running segment of it. `check(mask, where)` is called for every attention mask of a batch that is cut.
+    Batches are read once and in order, whatever the order of the schedule, since a micro-batch number must mean the
+    same batch on every stage, and kept until their last segment. `check(mask, where)` is called for every attention
+    mask.
     """
 
     def __init__(self, batches: Iterator[Any], check: Callable[[torch.Tensor, str], None] | None = None) -> None:
@@ -22,37 +22,31 @@ class SegmentIterator:
         self._check = check
         self._kept: dict[int, Any] = {}
         self._read = 0
-        self._segment: Segment | None = None
-        self.latest: Any = None  # the whole batch of the segment that was handed out last
-
-    @property
-    def segment(self) -> Segment | None:
-        """What `next()` gives, or gave last."""
-        return self._segment
+        self.segment: Segment | None = None  # that `next()` gives, or gave last
+        self.latest: Any = None  # the whole batch of the segment that `next()` gave last
 
     def at(self, segment: Segment) -> "SegmentIterator":
         """Make `next()` give this segment."""
-        self._segment = segment
+        self.segment = segment
         return self
 
     def __iter__(self) -> "SegmentIterator":
         return self
 
     def __next__(self) -> Any:
-        segment = self._segment
+        segment = self.segment
         self._read_to(segment.microbatch + 1)
         batch = self._kept.pop(segment.microbatch) if segment.is_last else self._kept[segment.microbatch]
         self.latest = batch
         if segment.is_whole_sequence:
-            # Megatron cuts a batch in place for context-parallel ranks.
-            self.latest = tree_map(lambda leaf: leaf, batch)
+            self.latest = tree_map(lambda leaf: leaf, batch)  # Megatron cuts a batch in place for context parallelism
             return batch
         if segment.is_first:
             require_sequences(batch, segment)
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
 
     def read_ahead(self, num_microbatches: int) -> list[Any]:
-        """The whole batches of a step that is about to begin; they stay to be handed out."""
+        """The whole batches of a step that is about to begin; `next()` gives their segments later."""
         self._read_to(num_microbatches)
         return [self._kept[microbatch] for microbatch in range(num_microbatches)]
 
@@ -61,13 +55,14 @@ class SegmentIterator:
             batch = self._kept[self._read] = next(self._batches)
             if self._check is not None:
                 for leaf in tree_leaves(batch):
-                    if is_mask(leaf, self._segment.sequence_length):
+                    if is_mask(leaf, self.segment.sequence_length):
                         self._check(leaf, f"the attention mask in the batch of micro-batch {self._read}")
             self._read += 1
 
 
 def require_sequences(batch: Any, segment: Segment) -> None:
-    """Raise ValueError for a batch with integers [x, y] as many as tokens of a sequence, in which nothing would be cut.
+    """Raise ValueError for a batch that would not be cut: it has integers [x, y] that look like tokens, but no
+    dimension as long as a sequence.
 
     Activations may be laid out otherwise, for a program that cuts them itself.
     """
@@ -88,15 +83,16 @@ def require_sequences(batch: Any, segment: Segment) -> None:
 
 
 def is_mask(leaf: Any, length: int) -> bool:
-    """Whether an entry of a batch is an attention mask: booleans [..., s, s]."""
+    """Whether an entry of a batch is an attention mask, booleans [..., s, s]."""
     return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool and leaf.shape[-2:] == (length, length)
 
 
 def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
-    """The part of a batch entry that belongs to `segment`: every dimension after the first (the sequences of the
-    micro-batch) that is as long as a sequence is narrowed to it; anything else is handed through.
+    """The part of a batch entry that belongs to `segment`.
 
-    Positions where documents start (`cu_seqlens`) become those in the segment, whose tokens are a packed batch too.
+    Every dimension as long as a sequence is narrowed to the segment, except for the first, which counts the sequences
+    of the micro-batch. Positions where documents start (`cu_seqlens`) become positions in the segment, whose tokens are
+    a packed batch, too. Anything else stays as it is.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -109,7 +105,7 @@ def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
 
 
 def _contiguous(part: torch.Tensor) -> torch.Tensor:
-    """In pinned memory if the whole was: a GPU copies from elsewhere while the host waits."""
+    """In pinned memory if the whole is: the host would wait for a GPU that copies from other memory."""
     if part.is_contiguous() or not part.is_pinned():
         return part.contiguous()
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)

@@ -154,7 +154,7 @@ class PipelineExecutor:
 
     def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
-        call, shape, lengths = step.call, step.shape, self._segmentation.common_lengths(step.call.seq_length)
+        call, shape = step.call, step.shape
         losses = LossLedger(call.config.calculate_per_token_loss, call.groups.cp)
         sync = gradient_sync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
@@ -168,7 +168,9 @@ class PipelineExecutor:
             if self._tracer is None or call.forward_only:
                 recorder = around.enter_context(Recorder(call.device))
             else:
-                tracing = self._tracer.step(self._programs.name, shape, call.chunks, call.pipeline, lengths)
+                lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
+                of_all = lengths.pop() if len(lengths) == 1 else None
+                tracing = self._tracer.step(self._programs.name, shape, call.chunks, call.pipeline, of_all)
                 recorder = around.enter_context(tracing)
             if not call.forward_only:
                 self.recorder = recorder

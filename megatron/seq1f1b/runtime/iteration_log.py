@@ -1,4 +1,4 @@
-"""What our schedules add to Megatron's line of an iteration, and to its TensorBoard and wandb."""
+"""Our additions to Megatron's line of an iteration, and to its TensorBoard and wandb."""
 
 import re
 from argparse import Namespace
@@ -12,10 +12,8 @@ from .recorder import Reading
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
 _BATCH = re.compile(r" global batch size: +(\d+) \|")
-# A CPU's share of a teraflop, in one decimal.
-_NO_TERAFLOPS = re.compile(r" throughput per GPU \(TFLOP/s/GPU\): 0\.0 \|")
-# Values of so many ranks stand in a line; of more, the lowest, the mean and the highest.
-_FEW = 8
+_NO_TERAFLOPS = re.compile(r" throughput per GPU \(TFLOP/s/GPU\): 0\.0 \|")  # of a CPU, in one decimal
+_FEW = 8  # ranks whose values are all in the line
 
 
 def print_rank_last(
@@ -24,9 +22,9 @@ def print_rank_last(
     upstream: Callable[[str], None],
     message: str,
 ) -> None:
-    """Megatron's function with more in the line of an iteration; called on all ranks together, with one message.
+    """Megatron's function, with additions to the line of an iteration; called on all ranks with the same message.
 
-    `args` gives Megatron's arguments, `last_step` what this rank measured; None where our schedules do not run.
+    `args` gives Megatron's arguments, `last_step` the measurements of this rank, None without our schedules.
     """
     line, batch = _LINE.search(message), _BATCH.search(message)
     if line is None or batch is None:
@@ -59,7 +57,7 @@ def _is_on_gpu() -> bool:
 
 
 def _of_all_stages(reading: Reading | None) -> list[Reading]:
-    """The readings of this rank's pipeline, by one small collective. Megatron has waited for the device before."""
+    """The readings of this pipeline, by one small collective. Megatron has already waited for the device."""
     if reading is None or dist.get_backend() == "fake":
         return []
     group = parallel_state.get_pipeline_model_parallel_group()

@@ -1,6 +1,4 @@
-"""Functions of Megatron's that are timed in a trace: collectives that run beside compute, and the forwards and
-backwards of its own schedules.
-"""
+"""Timers around functions of Megatron: its collectives beside compute, and forwards and backwards of its schedules."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -13,7 +11,7 @@ from ..patches import patched, patched_on, wrapping
 from ..schedule import Action, Kind, Placement
 from .recorder import Recorder
 
-# Of a group of buckets: the method that starts a collective, the attribute with its handle, the kind of action.
+# The method of a group of buckets that starts a collective, the attribute with its handle, the kind of action.
 _COLLECTIVES = (
     ("start_grad_sync", "grad_reduce_handle", Kind.REDUCE),
     ("start_param_sync", "param_gather_handle", Kind.GATHER),
@@ -21,9 +19,8 @@ _COLLECTIVES = (
 
 
 def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], recorder: Recorder) -> ExitStack:
-    """Inside, REDUCE and GATHER are recorded where Megatron's DistributedDataParallel starts to reduce the gradients
-    of a bucket, or to gather its parameters.
-    """
+    """Inside, a REDUCE or GATHER is recorded whenever Megatron's DistributedDataParallel reduces the gradients of a
+    bucket or gathers its parameters."""
 
     def start(stage: int, kind: Kind, handle: str, group: Any, upstream: Callable, *args: Any, **options: Any) -> None:
         running = recorder.collective(kind, stage)
@@ -35,14 +32,16 @@ def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], 
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):
             groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-            for name, handle, kind in _COLLECTIVES:
-                row = wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), reason)
-                undo.enter_context(patched_on(groups, [row]))
+            rows = (
+                wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), reason)
+                for name, handle, kind in _COLLECTIVES
+            )
+            undo.enter_context(patched_on(groups, rows))
         return undo.pop_all()
 
 
 def actions_timed(recorder: Recorder, placement: Placement, rank: int) -> ExitStack:
-    """Inside, the forwards and backwards of Megatron's own schedules are recorded as F and B of whole sequences."""
+    """Inside, forwards and backwards of Megatron's own schedules are recorded as F and B of whole sequences."""
     running: dict[int, Action] = {}
 
     def forward(upstream: Callable, *args: Any, current_microbatch: int, **options: Any) -> Any:

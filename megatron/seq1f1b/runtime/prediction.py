@@ -1,9 +1,8 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): where its layers are, and the tokens right after those of a
-rank, which it reads and predicts.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the stage of its layers, and the tokens right after those of
+this rank, which it reads and predicts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from torch import Tensor
 
-from ..model import Documents, PredictionHeads, Segment, SegmentContext
+from ..model import Documents, LookAhead, PredictionHeads, Segment, SegmentContext
 from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator
@@ -34,7 +33,7 @@ def prediction_stage(config: Any, placement: Placement) -> int | None:
 
 
 def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
-    """Rows of activations that `stage` sends for a token: behind multi-token prediction, one more for each depth."""
+    """Rows of activations that `stage` sends for a token: after multi-token prediction, one more for each depth."""
     predicting = prediction_stage(config, placement)
     return 1 if predicting is None or stage < predicting else 1 + config.mtp_num_layers
 
@@ -63,27 +62,12 @@ def prediction_heads(
     return PredictionHeads(context, ahead, call.groups.cp.size())
 
 
-@dataclass(frozen=True)
-class LookAhead:
-    """What follows each of the r runs of tokens that a rank has of a segment of b sequences: `entries[name]`
-    [r, b, depth], zeros beyond the end of the sequence.
-
-    `counts[d]` is the sum of the loss mask of the whole micro-batch after it has been shifted by d tokens. Where
-    predictions stay within documents, `ends_document` [b, n] are the tokens of the runs that another document follows.
-    """
-
-    entries: dict[str, Tensor]
-    counts: Tensor
-    ends_document: Tensor | None = None
-
-
 def look_ahead(batches: SegmentIterator | None, segment: Segment, call: Call) -> LookAhead:
-    """Called on all tensor-parallel ranks of a stage; the first of them has the `batches`.
+    """To be called on all tensor-parallel ranks of a stage; the first of them has the `batches` and broadcasts.
 
-    A context-parallel rank has two runs of tokens, see model/head_exchange.py. One small message tells the others.
-    As Megatron does, predictions stay within documents in batches of its packed format, which have `cu_seqlens`, and
-    with an attention mask alone go on from one to the next. Raises ValueError if a batch is no dict with tokens,
-    position_ids and labels.
+    A context-parallel rank has two runs of tokens, see model/head_exchange.py. As in Megatron, predictions stay within
+    documents in batches of its packed format, which have `cu_seqlens`; with an attention mask alone they cross
+    documents. Raises ValueError if a batch is no dict with tokens, position_ids and labels.
     """
     depth, tensor = call.config.mtp_num_layers, call.groups.tp
     runs = _runs(segment, call.groups.cp)
@@ -102,7 +86,7 @@ def look_ahead(batches: SegmentIterator | None, segment: Segment, call: Call) ->
 
 
 def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]:
-    """Where in the sequence the runs of tokens of this rank start and end."""
+    """Start and end of the runs of tokens of this rank in the sequence."""
     if context.size() == 1:
         return [(segment.start, segment.end)]
     part = segment.length // (2 * context.size())
@@ -111,7 +95,7 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
 
 
 def _ends_of_documents(documents: Documents, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Which tokens of the runs are the last of a document that another one follows: booleans [b, n]."""
+    """Which tokens of the runs end a document that another one follows: booleans [b, n]."""
     of_runs = []
     for start, end in runs:
         is_last = torch.zeros(len(documents), end - start, dtype=torch.bool)
@@ -122,7 +106,7 @@ def _ends_of_documents(documents: Documents, runs: Sequence[tuple[int, int]]) ->
 
 
 def _packed(batch: Any, documents: Documents | None, ends: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """All that there is to tell, as numbers that fp64 holds exactly."""
+    """The message of `look_ahead`, in numbers that fp64 holds exactly."""
     entries = dict(batch) if isinstance(batch, dict) else {}
     missing = [name for name in _ENTRIES[:3] if entries.get(name) is None]
     if missing:
@@ -146,7 +130,7 @@ def _packed(batch: Any, documents: Documents | None, ends: Sequence[int], shape:
 
 
 def _counts(loss_mask: Tensor, documents: Documents, depth: int) -> Tensor:
-    """The sum of the loss mask [b, s] after each shift within documents, from none to `depth`."""
+    """The sums of the loss mask [b, s] shifted within documents by 0 to `depth` tokens."""
     counts = loss_mask.new_zeros(depth + 1)
     for row, starts in zip(loss_mask, documents, strict=True):
         sums = torch.nn.functional.pad(row.cumsum(dim=0), (1, 0))

@@ -1,4 +1,4 @@
-"""When the actions of a step ran, how busy this rank was, and what the step held in memory."""
+"""Times of the actions of a step, and its memory."""
 
 import time
 from collections.abc import Callable
@@ -11,11 +11,10 @@ from ..schedule import COMPUTE_KINDS, Action, Kind, Span
 
 
 class PeakMemory:
-    """Counts from its creation: activations, caches, messages and workspace, but not weights or optimizer state.
+    """The most memory since its creation: activations, caches, messages, workspace; not weights or optimizer state.
 
-    The numbers are those of `torch.cuda`: PyTorch's allocator on a GPU, the resident set of the process on a CPU (see
-    cpu/stand_ins.py). On a GPU `resets_peak` also resets the peak in Megatron's reports; without it the peak is that
-    of the whole run.
+    Counted by `torch.cuda`: PyTorch's allocator on a GPU, the resident set of the process on a CPU (cpu/stand_ins.py).
+    On a GPU `resets_peak` also resets the peak in Megatron's reports; otherwise the peak is that of the whole run.
     """
 
     def __init__(self, device: torch.device, resets_peak: bool = True) -> None:
@@ -30,8 +29,8 @@ class PeakMemory:
 
 
 class Reading(NamedTuple):
-    """One rank in one step: seconds in actions, seconds from its start to the end of the last action, bytes beyond
-    those before it; tokens of all replicas where padding is left out, else 0.
+    """One rank in one step: seconds in actions, seconds from its start to the end of its last action, bytes beyond
+    those before it; tokens of all replicas if padding is left out, else 0.
     """
 
     busy: float
@@ -41,14 +40,14 @@ class Reading(NamedTuple):
 
 
 class Recorder:
-    """One rank in one step, which runs inside `with`. An action costs two marks; nothing waits for the device.
+    """One rank in one step, which runs inside `with`. An action takes two marks; nothing waits for the device.
 
-    A step that is `traced` begins when the device has nothing left to do, at `origin` of this machine's clock.
+    A `traced` step begins when the device is idle, at `origin` of this machine's clock.
     """
 
     def __init__(self, device: torch.device, traced: bool = False) -> None:
         self._memory = PeakMemory(device, resets_peak=traced)
-        # Marks a moment of what runs on the device: on a GPU an event on its current stream, so that nothing waits.
+        # Marks a moment: on a GPU an event on its current stream, so that nothing waits.
         self._now = _event if device.type == "cuda" else time.perf_counter
         self._marks: list[tuple[Action, Any, Any]] = []
         self._collectives: list[tuple[Action, Any, torch.futures.Future]] = []
@@ -65,14 +64,13 @@ class Recorder:
         self._peak = self._memory.peak()
 
     def span(self, action: Action) -> AbstractContextManager[None]:
-        """Time the body as `action`."""
         return _Timed(self._now, self._marks, action)
 
     def collective(self, kind: Kind, stage: int) -> Callable[[Any], None]:
         """Time a REDUCE or GATHER from now; call the result with the handle as soon as the collective runs.
 
-        Only what runs beside compute is recorded. Its end is taken in the thread of gloo, or on the stream that waits
-        for NCCL; a reduce-scatter by gloo, which has no callback, ends when it has been waited for.
+        Only collectives beside compute are recorded. Their end is taken in the thread of gloo, or on the stream that
+        waits for NCCL. gloo's reduce-scatter has no callback; it ends when somebody has waited for it.
         """
         action, start = Action(kind, stage), self._now()
 
@@ -87,15 +85,15 @@ class Recorder:
         return running
 
     def reading(self) -> Reading:
-        """The step in three numbers. On a GPU its work has to be done."""
+        """The step in numbers; a GPU must have finished it."""
         marks = [(start, end) for action, start, end in self._marks if action.kind in COMPUTE_KINDS]
         busy = sum(_seconds(start, end) for start, end in marks)
         return Reading(busy, _seconds(self._start, marks[-1][-1]) if marks else 0.0, self._peak)
 
     def spans(self) -> list[Span]:
-        """What was recorded, in the order of the starts; times in seconds of this machine's monotonic clock.
+        """All recorded actions by start, in seconds of this machine's monotonic clock; collectives must be over.
 
-        The collectives of one chunk, which has several buckets, are one span. All have to have been waited for.
+        The collectives of all buckets of a chunk are one span.
         """
         marks = self._marks + [(action, start, end.wait()) for action, start, end in self._collectives]
         spans: dict[Action, Span] = {}
@@ -126,12 +124,11 @@ def _event() -> torch.cuda.Event:
 
 
 def _seconds(start: Any, end: Any) -> float:
-    """The time between two marks, which the device must have passed."""
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 class _Timed:
-    """A class: a generator would take the host several times as long, twice in every unit."""
+    """A class, since a generator would take the host several times as long."""
 
     __slots__ = ("_action", "_marks", "_now", "_start")
 

@@ -1,15 +1,14 @@
-"""The sequences of a step in units of at most so many tokens, whatever the batches that they come in.
+"""The sequences of a step in units of at most so many tokens, regardless of the batches that contain them.
 
 The data of all replicas are read before the step, and every rank plans it from the lengths of all sequences. Tokens
-behind the last one of a sequence that has a loss are left out: causal attention shows them to no other loss.
+behind the last token of a sequence that has a loss are left out, since causal attention shows them to no loss.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,19 +29,8 @@ _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 # One sequence: its part [n] of every entry of a batch.
 _Sequence = Mapping[str, Tensor]
-
-
-class Pack(Protocol):
-    """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens."""
-
-    @property
-    def sequences(self) -> Sequence[int]: ...
-
-    @property
-    def lengths(self) -> Sequence[int]: ...
-
-
-PackStep = Callable[[Sequence[int], int, bool], Sequence[Sequence[Pack]]]
+# The packs of each replica, as `packs_of_step` makes them.
+PackStep = Callable[[Sequence[int], int, bool], Sequence[Sequence[Any]]]
 
 
 class Repacking(Segmentation):
@@ -56,13 +44,6 @@ class Repacking(Segmentation):
         super().__init__(0, cut, packing)
         self._pack = pack
         self._has_reported = False
-
-    @property
-    def cuts_sequences(self) -> bool:
-        return True
-
-    def common_lengths(self, sequence_length: int) -> Sequence[int] | None:
-        return None
 
     def description(self, sequence_length: int) -> str:
         return f"units, {list(self.lengths(sequence_length))} tokens of a sequence alone"
@@ -80,9 +61,9 @@ class Repacking(Segmentation):
         replica, alike = call.groups.dp.rank(), getattr(call.config, "expert_model_parallel_size", 1) > 1
         shares = self._pack(flat, len(lengths), alike)
         packs = shares[replica]
-        self.num_tokens = self.num_tokens if call.forward_only else sum(flat)
-        given = call.num_microbatches * (call.micro_batch_size or 1) * call.seq_length * len(lengths)
-        self._report(call, flat, shares, sum(flat) if read and not isinstance(read[0][0], dict) else given)
+        if not call.forward_only:
+            self.num_tokens = sum(flat)
+            self._report(flat, [pack for share in shares for pack in share])
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         batches: list[SegmentIterator | None] = [None] * len(call.iterators)
         if entries is not None:
@@ -95,7 +76,7 @@ class Repacking(Segmentation):
         return Step(call, placement, call.pipeline.rank(), segments, batches)
 
     def _sequences(self, batch: Any, shape: tuple[int, int]) -> list[_Sequence]:
-        """Those of a batch, without what follows the last token with a loss; those without a loss are left out."""
+        """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
         if isinstance(batch, (list, tuple)):
             found = list(batch)
         else:
@@ -108,25 +89,22 @@ class Repacking(Segmentation):
                     found.append({name: leaf[row, start:end] for name, leaf in rows.items()})
         return [each for each in map(_trimmed, found) if _length(each)]
 
-    def _report(self, call: Call, lengths: Sequence[int], shares: Sequence[Sequence[Pack]], given: int) -> None:
-        """Once, on rank 0; `given` are the tokens of the batches."""
-        if self._has_reported or call.forward_only:
+    def _report(self, lengths: Sequence[int], packs: Sequence[Any]) -> None:
+        """Log the units of the first step, on rank 0."""
+        if self._has_reported:
             return
         self._has_reported = True
-        packs = [pack for share in shares for pack in share]
-        units, tokens = Counter(len(pack.lengths) for pack in packs), sum(lengths)
-        filled = sum(sum(pack.lengths) for pack in packs)
+        units = [len(pack.lengths) for pack in packs]
+        padding = 1 - sum(lengths) / sum(sum(pack.lengths) for pack in packs)
         warn_on_rank_0(
             _log,
             f"The first step has {len(lengths)} sequences of {min(lengths, default=0)} to {max(lengths, default=0)} "
-            f"tokens: {len(packs)} micro-batches of {min(units)} to {max(units)} units. "
-            f"{100 * (1 - tokens / filled):.1f} % of their tokens are padding, of the batches' "
-            f"{100 * (1 - tokens / given):.1f} %.",
+            f"tokens: {len(packs)} micro-batches of {min(units)} to {max(units)} units, {100 * padding:.1f} % padding.",
         )
 
 
 class _Entries:
-    """The entries of the batches of a step, and how sequences are joined to such a batch."""
+    """The entries of the batches of a step; joins sequences to such a batch."""
 
     def __init__(self, batch: Any) -> None:
         self._bounds: dict[str, torch.dtype] = {}
@@ -140,15 +118,15 @@ class _Entries:
         unfit = [name for name, leaf in batch.items() if name not in _BOUNDS and leaf.shape != shape]
         if unfit:
             raise ValueError(
-                f"{unfit[0]} {list(batch[unfit[0]].shape)} in a batch does not go with --unit-tokens, which takes "
-                f"sequences of {list(shape)} tokens apart"
+                f"{unfit[0]} {list(batch[unfit[0]].shape)} in a batch does not go with --unit-tokens, which separates "
+                f"sequences of {list(shape)} tokens"
                 + ("; add --no-create-attention-mask-in-dataloader" if unfit[0] == "attention_mask" else "")
             )
         self._bounds = {name: leaf.dtype for name, leaf in batch.items() if name in _BOUNDS}
         self.dtypes = {name: leaf.dtype for name, leaf in batch.items() if name not in _BOUNDS}
 
     def joined(self, sequences: Sequence[_Sequence], length: int) -> dict[str, Tensor]:
-        """Sequences one after the other in one row of `length` tokens, which zeros without a loss fill up.
+        """Sequences one after the other in one row of `length` tokens, filled up with zeros that have no loss.
 
         Positions count from the start of each sequence.
         """
@@ -165,7 +143,7 @@ class _Entries:
         for name, dtype in self._bounds.items():
             values = bounds.get(name, [[0, *accumulate(lengths)]])
             batch[name] = torch.tensor(values, dtype=dtype)
-        if self._are_pinned:  # a GPU copies from elsewhere while the host waits
+        if self._are_pinned:  # the host would wait for a GPU that copies from other memory
             return {name: leaf.pin_memory() for name, leaf in batch.items()}
         return batch
 
@@ -182,7 +160,7 @@ def _trimmed(sequence: _Sequence) -> _Sequence:
     return {name: leaf[: last + 1] for name, leaf in sequence.items()}
 
 
-def _segments(number: int, pack: Pack, lengths: Sequence[int]) -> list[Segment]:
+def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
     own = [lengths[each] for each in pack.sequences]
     length = sum(pack.lengths)
     starts = tuple(start for start in accumulate(own, initial=0) if start < length)
@@ -196,7 +174,7 @@ def _segments(number: int, pack: Pack, lengths: Sequence[int]) -> list[Segment]:
 def _of_all_replicas(call: Call, placement: Placement, lengths: list[int]) -> list[list[int]]:
     """The lengths of the sequences that each replica has read, on all ranks.
 
-    The rank of the first stage has them, and of its tensor-parallel ranks the first.
+    The first tensor-parallel rank of the first stage reads them.
     """
     source, pipeline, tensor, replicas = placement.rank_of(0), call.pipeline, call.groups.tp, call.groups.dp
     gathered: list[Any] = [None] * replicas.size()
@@ -216,7 +194,7 @@ def _exchanged(
     lengths: Sequence[int],
     firsts: Sequence[int],
 ) -> Mapping[int, _Sequence]:
-    """The sequences that this replica owns, by number, from those that each has `read`.
+    """The sequences that this replica owns, by number, from those that each replica has `read`.
 
     Replica r has read the sequences from `firsts[r]` on.
     """

@@ -1,4 +1,4 @@
-"""Where the sequences of a step are cut, and where the documents packed into them start.
+"""Where the sequences of a step are cut, and where the documents in them start.
 
 The rank that reads the data finds the starts of documents and sends them to all ranks of a model.
 """
@@ -26,9 +26,8 @@ from .interpreter import Step
 class Packing:
     """How documents are packed into sequences.
 
-    `end_of_document` is the id of the token that ends one; None if batches mark documents in another way.
-    `cut(sequence_length, documents)` gives the lengths of the segments of a micro-batch, where they follow its
-    documents.
+    `end_of_document` is the id of the token that ends one; None if batches mark documents in another way. If segments
+    follow the documents of a micro-batch, `cut(sequence_length, documents)` gives their lengths.
     """
 
     end_of_document: int | None
@@ -38,7 +37,7 @@ class Packing:
 class Segmentation:
     """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
 
-    With `packing` attention stays within the documents of a sequence, and the lengths may follow them.
+    With `packing`, attention stays within the documents of a sequence, and the lengths may follow them.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Segmentation:
     ) -> None:
         self.num_segments = num_segments
         self.packing = packing
-        self.num_tokens = 0  # of the last training step, in all replicas, where padding is left out
+        self.num_tokens = 0  # of the last training step in all replicas, if padding is left out
         self._cut = cut
 
     @property
@@ -57,23 +56,19 @@ class Segmentation:
     @property
     def cuts_sequences(self) -> bool:
         """Whether a sequence may be in several segments."""
-        return self.num_segments > 1
-
-    def common_lengths(self, sequence_length: int) -> Sequence[int] | None:
-        """Tokens of each segment, first to last, if they are the same in all micro-batches."""
-        return None if self._follows_documents else self.lengths(sequence_length)
+        return self.num_segments != 1
 
     def lengths(self, sequence_length: int, documents: Documents | None = None) -> Sequence[int]:
         """Tokens of each segment, first to last, of a micro-batch with these documents or unpacked."""
         if self.num_segments == 1:
             return (sequence_length,)
-        if documents is not None and self._follows_documents:
+        if documents is not None and self.packing.cut is not None:
             return self.packing.cut(sequence_length, documents)
         return self._cut(sequence_length)
 
     def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Step:
-        """The call cut into segments. `check(mask, where)` gets the attention masks of batches where all segments see
-        all that comes before."""
+        """The call cut into segments. `check(mask, where)` is called for the attention masks of batches if segments
+        attend to everything before them."""
         checks = self.num_segments > 1 and self.packing is None
         batches = [iterator and SegmentIterator(iterator, check if checks else None) for iterator in call.iterators]
         documents: Sequence[Documents | None] = [None] * call.num_microbatches
@@ -90,24 +85,20 @@ class Segmentation:
         ]
 
     def description(self, sequence_length: int) -> str:
-        """In words, the same on ranks that cut alike."""
-        lengths = self.common_lengths(sequence_length)
-        if lengths is None:
-            return f"{self.num_segments} segments of {sequence_length} tokens that follow the documents"
-        within = "" if self.packing is None else " within documents"
-        return f"segments of {list(lengths)} tokens{within}"
-
-    @property
-    def _follows_documents(self) -> bool:
-        return self.num_segments > 1 and self.packing is not None and self.packing.cut is not None
+        """In words, equal on ranks that cut alike."""
+        if self.packing is None:
+            return f"segments of {list(self.lengths(sequence_length))} tokens"
+        if self.packing.cut is None:
+            return f"segments of {list(self.lengths(sequence_length))} tokens within documents"
+        return f"{self.num_segments} segments of {sequence_length} tokens that follow the documents"
 
 
 def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:
     """Which tokens of a batch of `shape` = (b, s) are the first of a document: booleans [b, s].
 
-    It is taken from, in this order, `cu_seqlens` (b rows of ascending positions, 0 and s among them), a boolean
-    `attention_mask` [b, 1, s, s] that hides a token from the one after it where a document ends, and `tokens` that end
-    a document, as in Megatron's GPTDataset, unless `end_of_document` is None. Raises ValueError if there is none of
+    Read from the first entry that the batch has: `cu_seqlens` (b rows of ascending positions, 0 and s among them); a
+    boolean `attention_mask` [b, 1, s, s], which hides the last token of a document from the next token; `tokens`, in
+    which `end_of_document` ends a document, as in Megatron's GPTDataset. Raises ValueError if the batch has none of
     them, or one of another shape.
     """
     entries = batch if isinstance(batch, dict) else {}
@@ -130,8 +121,8 @@ def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | N
         starts[:, 1:] = mask[:, 0].diagonal(-1, 1, 2).cpu()
         if differs(mask[:, 0], starts.cumsum(1).to(mask.device)):
             raise ValueError(
-                "the attention_mask of a batch hides more or less than other documents and later tokens, which is all "
-                "that segments of a sequence can hide; drop --sequence-splits"
+                "the attention_mask of a batch hides more or less than other documents and later tokens, but segments "
+                "hide exactly these; drop --sequence-splits"
             )
         return starts
     tokens = entries.get("tokens")
@@ -151,8 +142,8 @@ def documents_of_step(
 ) -> list[Documents]:
     """The documents of every micro-batch of a step, on all ranks of a model.
 
-    The rank of the first stage, and of its tensor-parallel ranks the first, reads the `batches` of its chunk ahead. One
-    bit a token is broadcast: to the other stages, then to the other tensor-parallel ranks.
+    The first tensor-parallel rank of the first stage reads the `batches` of its chunk ahead. It broadcasts one bit a
+    token to the other stages, and from there it goes to the other tensor-parallel ranks.
     """
     shape = call.num_microbatches, call.micro_batch_size, call.seq_length
     source, pipeline, tensor = placement.rank_of(0), call.pipeline, call.groups.tp

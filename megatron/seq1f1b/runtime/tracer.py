@@ -1,4 +1,4 @@
-"""Writes the measured timelines of chosen iterations, in the form of simulated ones."""
+"""Writes measured timelines of chosen iterations, in the format of simulated ones."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Measured(NamedTuple):
-    """The step of one rank: times of its machine's `clock`, `origin` when it left the barrier before the step."""
+    """The step of one rank in times of its machine's `clock`; the rank left the barrier before the step at `origin`."""
 
     clock: str
     origin: float
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 class Tracer:
     """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank.
 
-    A file that cannot be written is a warning: a trace is not worth the end of a training.
+    A file that cannot be written is a warning, since training matters more than its trace.
     """
 
     def __init__(self, directory: Path, iterations: Collection[int], iteration_now: Callable[[], int]) -> None:
@@ -50,8 +50,8 @@ class Tracer:
     ) -> Iterator[Recorder]:
         """Record one training step of the pipeline `group`, with collectives and a file if its iteration is chosen.
 
-        `chunks` are the model chunks of this rank, `lengths` those of the segments in tokens, if they are the same in
-        all micro-batches.
+        `chunks` are the model chunks of this rank, `lengths` the tokens of each segment if all micro-batches have the
+        same.
         """
         device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
@@ -86,7 +86,7 @@ class Tracer:
             _log.warning("the trace %s is not written: %s", self._directory / name, error)
 
     def _warn_if_too_late(self, iteration: int, group: dist.ProcessGroup) -> None:
-        """A run that goes on from a checkpoint may start beyond all iterations that are to be traced."""
+        """A run that continues from a checkpoint may start after all chosen iterations."""
         if self._is_first_step and iteration > max(self._iterations, default=iteration) and dist.get_rank(group) == 0:
             chosen = " ".join(map(str, sorted(self._iterations)))
             _log.warning(
@@ -112,8 +112,8 @@ def run_traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatch
 def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any]) -> Timeline:
     """One timeline of all ranks, counted from the barrier before the step.
 
-    Clocks of different machines have nothing in common but the barrier. Ranks leave it when the last has come, or later
-    if they are not scheduled at once, so the earliest departure by a clock is the origin of all ranks with that clock.
+    Clocks of different machines share the barrier only. Ranks leave it when the last one has arrived, or later if they
+    are not scheduled at once, so the earliest departure by a clock is the origin of all ranks with that clock.
     """
     left: dict[str, float] = {}
     for clock, origin, _, _ in measured:
@@ -126,5 +126,5 @@ def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any
 
 
 def _clock() -> str:
-    """Names what `time.perf_counter` counts from: the start of this machine."""
+    """The name of this machine's start, from which `time.perf_counter` counts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

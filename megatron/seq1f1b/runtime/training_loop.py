@@ -1,4 +1,4 @@
-"""What is put around functions of Megatron's training loop."""
+"""Wrappers of functions of Megatron's training loop."""
 
 from __future__ import annotations
 
@@ -30,41 +30,37 @@ _PR_SET_PDEATHSIG = 1
 
 
 class TrainingLoop:
-    """Around functions of Megatron's training loop.
-
-    `args` gives its arguments, `last_step` what this rank measured.
-    """
+    """Wraps functions of Megatron's training loop; `args` gives its arguments, `last_step` this rank's measurements."""
 
     def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], Reading | None]) -> None:
         self._args = args
         self._last_step = last_step
 
     def patches(self) -> tuple[Patch, ...]:
-        """What puts the functions below in their places."""
         training = "megatron.training.training"
         rows = (
-            (f"{training}.training_log", self.training_log, "prints as the second loss of every start the mean of two"),
+            (f"{training}.training_log", self.training_log, "averages the first two losses into the second line"),
             (
                 f"{training}.print_rank_last",
                 partial(print_rank_last, self._args, self._last_step),
-                "a line of an iteration has neither tokens per second nor what ranks idle",
+                "shows neither tokens per second nor idle ranks",
             ),
-            (f"{training}.save_checkpoint_and_time", self.save, "does not name what is left after a save that failed"),
-            (f"{training}.load_checkpoint", self.load, "ends with exit code 0 at a checkpoint that it cannot load"),
+            (f"{training}.save_checkpoint_and_time", self.save, "does not name the last checkpoint if it fails"),
+            (f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
             (
                 f"{training}.report_theoretical_memory",
                 self.report_theoretical_memory,
-                "counts whole micro-batches in flight, where our schedules hold segments",
+                "counts whole micro-batches in flight, but our schedules hold segments",
             ),
             (
                 "megatron.core.utils.StragglerDetector.__exit__",
                 lambda upstream, detector, *_: upstream(detector, None, None, None),
-                "logs every exception in a step besides, with its traceback, on every rank",
+                "also logs every exception in a step, with its traceback, on every rank",
             ),
             (
                 "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
                 _queue_that_ends_with_its_rank,
-                "starts a process that outlives a killed rank and, forked, keeps the connections of its peers open",
+                "starts a process that outlives a killed rank and keeps the connections of its peers open",
             ),
         )
         return (*(wrapping(*row) for row in rows), *corpora.patches(self._args))
@@ -80,17 +76,17 @@ class TrainingLoop:
         is_first_iteration: bool = False,
         **more: Any,
     ) -> Any:
-        """Megatron prints the first iteration besides, and goes on adding up; where it ends an interval, it is one."""
-        is_besides = is_first_iteration and iteration % self._args().log_interval != 0
-        return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_besides, **more)
+        """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
+        is_extra = is_first_iteration and iteration % self._args().log_interval != 0
+        return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_extra, **more)
 
     def report_theoretical_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
-        """Megatron's estimate is of its own schedules; the block at the start has that of ours."""
+        """Only with Megatron's own schedules; the block at the start estimates ours."""
         if getattr(args, "pipeline_schedule", None) is None and not getattr(args, "pipeline_schedule_file", None):
             upstream(args, *rest, **more)
 
     def save(self, upstream: Callable, iteration: int, *rest: Any, **more: Any) -> None:
-        """Megatron's loop saves after a loss that is not a number, --save or not."""
+        """Megatron's loop saves after a loss that is not a number, even without --save."""
         folder = self._args().save
         if folder is None:
             warn_on_rank_0(_log, f"nothing is saved of iteration {iteration}, since --save is not given")
@@ -106,7 +102,7 @@ class TrainingLoop:
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
-        """Megatron prints what is wrong with some checkpoints, and exits as if all were well."""
+        """For some bad checkpoints Megatron prints the reason and exits with code 0."""
         try:
             return upstream(*rest, **more)
         except SystemExit as error:
