@@ -1,5 +1,5 @@
-"""Bring segments to the modules of a Megatron model, whatever layer specification built it: our attention in place of
-its own, and in other modules patches that follow the running segment."""
+"""Connect the modules of a Megatron model to the running segment, whatever layer specification built it: replace its
+attention, and patch other modules."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -54,7 +54,7 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """Replace the `core_attention` of every causal self-attention layer in the model chunks; nothing else changes.
 
-    Also right for Megatron's own schedules: without a running segment it is plain causal attention.
+    It also serves Megatron's own schedules: without a running segment it is plain causal attention.
     """
     chunks = list(model)
     kernels = None
@@ -66,8 +66,7 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
             kernels = kernels or KernelChoice(
                 config.attention_backend.name, config.flash_attention_version, config.attention_dropout > 0
             )
-            # Multi-latent attention scales by its own head sizes, and by YaRN's factor.
-            scale = getattr(layer, "softmax_scale", None)
+            scale = getattr(layer, "softmax_scale", None)  # multi-latent attention has its own
             replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer), _exchange(layer))
             replacement.train(layer.training)
             _carry_over_hook(chunk, layer.core_attention, replacement)
@@ -79,7 +78,7 @@ _CORE_ATTENTION = "megatron.core.transformer.attention.Attention.core_attention"
 
 
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError if a model whose sequences are cut has attention layers that are not causal self-attention."""
+    """Raise ValueError if the model has attention layers other than causal self-attention."""
     for chunk in chunks:
         for name, layer in _attention_layers(chunk):
             if not _is_causal(layer):
@@ -99,7 +98,7 @@ def _is_causal(layer: Attention) -> bool:
 
 
 def _window(layer: Attention) -> int | None:
-    """Keys before its own that a query of this layer sees, None for all."""
+    """The number of keys before its own that a query of this layer sees, None for all."""
     config = layer.config
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
         return None
@@ -108,7 +107,7 @@ def _window(layer: Attention) -> int | None:
 
 
 def _sink(layer: Attention) -> Tensor | None:
-    """The term in the denominator of the softmax, one for each head: zeros, or the parameter that the layer learns."""
+    """The term in the denominator of each head's softmax: zeros, or the layer's parameter."""
     if layer.config.softmax_type == "learnable":
         return layer.core_attention.softmax_offset
     if layer.config.softmax_type == "off-by-one":
@@ -118,8 +117,7 @@ def _sink(layer: Attention) -> Tensor | None:
 
 
 def _exchange(layer: Attention) -> HeadExchange | None:
-    """What lets context-parallel ranks share the heads, as many as can: raises ValueError if they are to share keys
-    otherwise."""
+    """For context-parallel ranks, which share the heads. Raises ValueError if flags choose another way."""
     group = layer.pg_collection.cp
     if group.size() == 1:
         return None
@@ -135,7 +133,7 @@ def _exchange(layer: Attention) -> HeadExchange | None:
 
 
 def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Megatron's DistributedDataParallel, while it gathers parameters ahead, looks for its hook on every module."""
+    """While it gathers parameters ahead, Megatron's DistributedDataParallel needs its hook on every module."""
     handles = getattr(chunk, "remove_forward_pre_hook_handles", {})
     if old in handles:
         for part in old.modules():
@@ -145,10 +143,10 @@ def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn
 
 
 def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments of a model chunk without `packed_seq_params` where the running segment has documents.
+    """The arguments of a model chunk without `packed_seq_params` if the running segment has documents.
 
-    Rotary positions then count from the start of the sequence instead of the document, which comes to the same: rotary
-    attention depends on differences of positions only. Raises ValueError where the segment has none.
+    Rotary positions then count from the start of the sequence instead of the document. That is equivalent, since rotary
+    attention depends on differences of positions only. Raises ValueError if the segment has no documents.
     """
     segment = chunk.segment_context.segment
     if segment is None or kwargs.get("packed_seq_params") is None:
@@ -162,24 +160,23 @@ def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) ->
 
 
 def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Rotary positions that begin where the segment does; Megatron's are as many as there are tokens, from 0.
+    """Rotary positions from the start of the segment; Megatron's begin at 0.
 
-    They are the same in all model chunks, which would keep 4·d bytes a token each, for d rotary dimensions.
+    All model chunks share them, since each copy would take 4·d bytes a token, for d rotary dimensions.
     """
     segment = rotary.segment_context.segment
     if segment is None:
         return forward(*args, **kwargs)
     at_segment = partial(forward, *args, **kwargs, offset=segment.start)
-    if isinstance(rotary, YarnRotaryEmbedding):  # returns a number, too
+    if isinstance(rotary, YarnRotaryEmbedding):  # also returns a number
         return at_segment()
     return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), at_segment)
 
 
 def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
-    """The cache that the fused rotary embedding of multi-latent attention reads instead of calling the module.
+    """The cosines and sines that the fused rotary embedding of multi-latent attention reads.
 
-    The cosines and sines are those of a longer sequence without its first positions, so that one cache serves all
-    segments.
+    They are those of a longer sequence without its first positions, so that one cache serves all segments.
     """
     segment = rotary.segment_context.segment
     if segment is None:
@@ -198,7 +195,7 @@ _POSITIONS = (
     ),
 )
 
-# Modules other than attention that follow the running segment, each with the patches that make it do so.
+# Other modules that depend on the running segment, with their patches.
 _FOLLOWERS = (
     (RotaryEmbedding, _POSITIONS),
     (TopKRouter, experts.FOLLOWS),
@@ -207,7 +204,7 @@ _FOLLOWERS = (
 )
 
 
-# With context parallelism, whose ranks share heads, Megatron's local attention is built only to be replaced.
+# With context parallelism, Megatron's local attention is built only to be replaced.
 def _built(init: Callable[..., None], attention: Any, config: Any, *args: Any, **options: Any) -> None:
     size, config.context_parallel_size = config.context_parallel_size, 1
     try:
@@ -219,7 +216,7 @@ def _built(init: Callable[..., None], attention: Any, config: Any, *args: Any, *
 def _not_run(forward: Callable[..., Tensor], attention: Any, *args: Any, **options: Any) -> Tensor:
     if attention.config.context_parallel_size > 1:
         raise ValueError(
-            "Megatron's local attention does not see the keys of other context-parallel ranks; give --cp-comm-type "
+            "Megatron's local attention does not read the keys of other context-parallel ranks; give --cp-comm-type "
             "a2a or all_gather and no --attention-backend local"
         )
     return forward(attention, *args, **options)
@@ -229,5 +226,5 @@ _LOCAL = "megatron.core.transformer.dot_product_attention.DotProductAttention"
 
 LOCAL_ATTENTION = (
     wrapping(f"{_LOCAL}.__init__", _built, "refuses context parallelism before ours takes its place"),
-    wrapping(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank where ours does not"),
+    wrapping(f"{_LOCAL}.forward", _not_run, "would attend to the keys of one rank only"),
 )

@@ -1,8 +1,8 @@
 """Causal self-attention of one segment over the keys and values of its whole prefix.
 
-Takes the place of Megatron's `core_attention`: after the projections and the rotary embedding, before the output
-projection. Without a running segment, or where the segment is the whole sequence, it is plain causal attention on the
-same kernel, so that comparing two schedules compares schedules and not kernels.
+It replaces Megatron's `core_attention`, which stands between the rotary embedding and the output projection. Without a
+running segment, or if the segment is the whole sequence, it is plain causal attention on the same kernel, so that
+schedules can be compared on equal kernels.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,11 @@ class SegmentAttention(torch.nn.Module):
     """Drop-in for `core_attention`: query [n, b, h, d], key [n, b, g, d] and value [n, b, g, e] to context [n, b, h·e].
 
     n tokens of the running segment, b sequences, h query and g KV heads of this tensor-parallel rank; g divides h and
-    is never expanded. With an `exchange` the n tokens are those of this context-parallel rank, which attends with its
-    share of the heads, and of the queries where ranks have the same heads. Saved for the backward are query, output and
-    log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element; keys and values live in the KVCache of the
-    micro-batch, with a sliding window in its WindowCache. A query sees at most `window` keys before its own; a `sink`
-    [h] is a term in the denominator of the softmax of each head, a parameter if it is learned, under the name that
-    Megatron's layers have for it.
+    is never expanded. With an `exchange`, the n tokens are those of this context-parallel rank, which attends with its
+    share of the heads, and of the queries if ranks have the same heads. The backward needs query, output and
+    log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element. Keys and values live in the KVCache of the
+    micro-batch, with a sliding window in its WindowCache. A query sees at most `window` keys before its own. A `sink`
+    [h] is a term in the denominator of each head's softmax; if it is a parameter, it has the name of Megatron's.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class SegmentAttention(torch.nn.Module):
         self.exchange = exchange
         self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
-        self.context = SegmentContext()  # until layers are given one that they share
+        self.context = SegmentContext()  # until `attach` gives it the executor's
 
     def forward(
         self,
@@ -105,7 +104,7 @@ class SegmentAttention(torch.nn.Module):
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:
-        """For these queries of the segment, within its documents; it runs once if attention is kept."""
+        """The kernel for these queries, within documents; it runs once if attention is kept."""
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
@@ -131,13 +130,13 @@ class SegmentAttention(torch.nn.Module):
         )
 
     def _random_numbers(self, rule: AttentionRule) -> AbstractContextManager:
-        """Heads on other tensor-parallel ranks drop other weights; with sequence parallelism Megatron sees to that."""
+        """Each tensor-parallel rank drops other weights; with sequence parallelism Megatron has already forked."""
         return get_cuda_rng_tracker().fork() if rule.dropout and self.has_own_random_state else nullcontext()
 
 
 class _Call(NamedTuple):
-    """What attends: `kernel`, and for a segment the cache that its keys and values go to; the backward of the first
-    segment ends with `release`."""
+    """A call of `kernel`; for a segment also the cache of its keys and values. The first segment's backward ends with
+    `release`."""
 
     kernel: Kernel
     segment: Segment | None = None
@@ -146,9 +145,9 @@ class _Call(NamedTuple):
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a segment, whose keys and values go to the cache, not to the graph, or of a whole sequence.
+    """Attention of a whole sequence, or of a segment, whose keys and values go to the cache instead of the graph.
 
-    Later segments write other rows of the same buffers, which save_for_backward would take for a modification.
+    Later segments write other rows of the same buffers, and save_for_backward would report a modification.
     """
 
     @staticmethod

@@ -1,14 +1,14 @@
-"""The auxiliary losses of a mixture of experts, cut into segments.
+"""The auxiliary losses of a mixture of experts, by segments.
 
-A router chooses the experts of a token by that token alone, so segments change nothing there. But it adds losses over
-all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A balance loss multiplies two
-sums over tokens, of the tokens that each expert got and of the probabilities that it had:
+A router chooses the experts of each token by that token alone, so segments change nothing there. But it adds losses
+over all tokens of a forward. The z-loss is a mean over tokens, so each segment adds its share. A balance loss
+multiplies two sums over tokens, the tokens of each expert and its probabilities:
 
     loss = factor · Σ_experts (Σ_tokens chosen) · (Σ_tokens probability)
 
-(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The first sum has no gradient. Every probability has to be
-multiplied by the count over the whole micro-batch. That is known when its first backward starts, since all its segments
-have gone forward by then, so the gradients are those of the unsegmented loss.
+(Switch Transformer, arXiv 2101.03961, equations 4 to 6). The first sum has no gradient, so every probability has to be
+multiplied by the count over the whole micro-batch. All segments have gone forward when the first backward starts, so
+that count is known then, and the gradients are those of the unsegmented loss.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from ..patches import wrapping
 
 
 class _Balance(NamedTuple):
-    """A balance loss of Megatron: its name, and over what it is taken."""
+    """A balance loss of Megatron: its name, and what it sums over."""
 
     kind: str
     by_sequence: bool = False
@@ -44,10 +44,10 @@ _BALANCES = (
 
 
 class _Tally:
-    """What a balance loss has seen of one micro-batch, whose segments are noted and added in any order.
+    """The sums of a balance loss over one micro-batch, whose segments come in any order.
 
-    `before` are the tokens of each expert in micro-batches that are averaged with this one, `microbatches` the number
-    of all of them. `counts` are the tokens of each expert by segment.
+    `counts` are the tokens of each expert by segment. They are averaged with `before`, those of earlier micro-batches;
+    `microbatches` is the number of all of them.
     """
 
     def __init__(self, before: Tensor | float = 0.0, microbatches: Tensor | float = 1.0) -> None:
@@ -57,11 +57,14 @@ class _Tally:
         self._loss: Tensor | float = 0.0
 
     def chosen(self) -> Tensor:
-        """Tokens of each expert, in the mean of the micro-batches; complete once all segments have gone forward."""
+        """Tokens of each expert, averaged over micro-batches; complete once all segments have gone forward."""
         return (self._before + sum(self.counts.values())) / self._microbatches
 
     def add(self, probabilities: Tensor) -> Tensor:
-        """What Σ_experts chosen · probability grows by with a segment, in at least fp32."""
+        """The growth of Σ_experts chosen · probability with a segment, in at least fp32.
+
+        It multiplies new probabilities by all counts so far, and new counts by earlier probabilities.
+        """
         probabilities = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32))
         self._probabilities, before = self._probabilities + probabilities, self._loss
         self._loss = (self._probabilities * self.chosen()).sum()
@@ -69,7 +72,7 @@ class _Tally:
 
 
 class _Product(torch.autograd.Function):
-    """A segment's part of a balance loss, in whose backward its probabilities meet all counts."""
+    """A segment's part of a balance loss; its backward multiplies by the counts of all segments."""
 
     @staticmethod
     def forward(ctx: Any, probabilities: Tensor, tally: _Tally, factor: float, release: Callable | None) -> Tensor:
@@ -82,7 +85,7 @@ class _Product(torch.autograd.Function):
         if ctx.release is not None:
             ctx.release()
         chosen = ctx.tally.chosen()
-        # A tensor without dimensions, as the gradient is, would not raise the type of the counts.
+        # The gradient, a tensor without dimensions, does not raise the type of the counts.
         chosen = chosen.to(torch.promote_types(ctx.dtype, chosen.dtype))
         return (grad_output * ctx.factor * chosen).to(ctx.dtype), None, None, None
 
@@ -107,7 +110,7 @@ def _apply_balance(
     sequences = shape[1] if balance.by_sequence else 1
     tally = _noted(router, balance, routing_map, sequences)
     release = partial(context.release, (router, balance), segment.microbatch) if segment.is_first else None
-    # In the whole micro-batch; of a sequence where the loss is taken by sequence.
+    # Of the whole micro-batch, or of each sequence if the loss is taken by sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
@@ -126,7 +129,7 @@ def _apply_balance(
 def _routing(
     router: TopKRouter, routing: Callable[..., Any], logits: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
-    """With recomputation Megatron adds losses when it computes again, but other segments need the counts before."""
+    """With recomputation, Megatron adds losses in the repeated forward, but other segments need the counts earlier."""
     context = router.segment_context
     is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
     segment = context.segment
@@ -143,7 +146,7 @@ def _routing(
 
 
 def _noted(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> _Tally:
-    """The tally of the running micro-batch, in which the tokens that each expert got of the segment are noted."""
+    """The tally of the running micro-batch, with the tokens of each expert in the running segment."""
 
     def make() -> _Tally:
         if not balance.over_step:
@@ -168,12 +171,12 @@ def _apply_z_loss(
     logits: Tensor,
     padding_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attach the segment's share of the z-loss to `logits` and log it, as it is done for balance losses."""
+    """Attach the segment's share of the z-loss to `logits` and log it."""
     segment, coefficient = router.segment_context.segment, router.config.moe_z_loss_coeff
     if segment is None or coefficient is None or not (router.training and torch.is_grad_enabled()):
         return of_whole_sequences(logits, padding_mask=padding_mask)
     share = segment.length / segment.sequence_length
-    # A mean over the ranks that share the tokens of a sequence, while the log sums over them.
+    # Averaged over the ranks that share the tokens of a sequence; the log sums over them.
     loss = z_loss_func(logits, share * coefficient / router.tp_cp_group.size(), padding_mask)
     return router.attach_and_log_load_balancing_loss(
         logits, coefficient, loss, "z_loss", router.tp_cp_group, valid_token_count=logits.shape[0] / share
@@ -181,10 +184,9 @@ def _apply_z_loss(
 
 
 _ROUTER = "megatron.core.transformer.moe.router.TopKRouter"
-# The losses of a router become those of the micro-batch whose segments run.
 FOLLOWS = (
-    wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "takes the mean over a segment for that over a sequence"),
-    wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, before a forward is repeated"),
+    wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "averages over a segment instead of a sequence"),
+    wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, until a forward is repeated"),
     *(
         wrapping(f"{_ROUTER}._apply_{balance.kind}", partial(_apply_balance, balance), "multiplies sums over a segment")
         for balance in _BALANCES

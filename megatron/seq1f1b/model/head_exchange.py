@@ -1,9 +1,9 @@
 """Context parallelism by heads: around attention, tokens are exchanged for heads (DeepSpeed Ulysses, arXiv 2309.14509).
 
-A context-parallel rank holds its share of the tokens of every segment, with all heads. Around attention it holds all
-keys and values of the segment, with its share of the heads: so its cache holds those of these heads, and those of
-earlier segments never travel again. Where there are more ranks than heads to share, some ranks have the same heads and
-a part of the queries each.
+A context-parallel rank holds its share of the tokens of every segment, with all heads. For attention it holds all keys
+and values of the segment, with its share of the heads. Its cache keeps those, so keys and values of earlier segments
+never travel again. If there are more ranks than heads to share, some ranks have the same heads and a part of the
+queries each.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,13 @@ from torch import Tensor
 class HeadExchange:
     """The all-to-alls of one attention layer over the c ranks of `group`, in rows of `row_size` (a) ranks.
 
-    Rank r holds the r-th and the (2c−1−r)-th of 2c equal parts of a segment, as Megatron's
-    `get_batch_on_this_cp_rank` cuts it, so that n is a multiple of 2c. The ranks of a row share the heads, and attend
-    with the queries of their row to the keys of all rows; a row of all ranks is DeepSpeed Ulysses, rows of one rank
-    gather all keys and values. Where a does not divide the KV heads, each is sent to all ranks whose query heads read
-    it.
+    Rank r holds the r-th and the (2c−1−r)-th of 2c equal parts of a segment, as cut by Megatron's
+    `get_batch_on_this_cp_rank`, so n is a multiple of 2c. The ranks of a row share the heads, and attend with the
+    queries of their row to the keys of all rows. One row of all ranks is DeepSpeed Ulysses; rows of one rank gather all
+    keys and values. If a does not divide the KV heads, each is sent to all ranks whose query heads read it.
 
-    Bytes that a rank sends for n tokens of b sequences, with h query and g KV heads of size d and e bytes an element,
-    in the forward, and the same in the backward: n/c · b · d · e · (2h·(a−1) + 2·lcm(g, a)·(c−1)) / a.
+    A rank sends n/c · b · d · e · (2h·(a−1) + 2·lcm(g, a)·(c−1)) / a bytes in the forward, and as many in the backward,
+    for n tokens of b sequences, with h query and g KV heads of size d and e bytes an element.
     """
 
     def __init__(self, group: dist.ProcessGroup, row_size: int | None = None) -> None:
@@ -35,11 +34,8 @@ class HeadExchange:
         assert self._size % self._row_size == 0, f"{self._size} ranks in rows of {self._row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With this rank's heads, its row's queries [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] of a
-        segment, from this rank's tokens with all heads [n/c, b, h, d] and [n/c, b, g, d].
-
-        In one message.
-        """
+        """From this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], in one message: its row's queries
+        [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
         copies = lcm(key.shape[2], self._row_size) // key.shape[2]
         if copies > 1:
             key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
@@ -64,8 +60,7 @@ class HeadExchange:
         )
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """This rank's tokens with all heads, [n/c, b, h·d], from its row's tokens with its heads
-        [n·a/c, b, h/a·d]."""
+        """From its row's tokens with its heads, [n·a/c, b, h/a·d]: this rank's tokens with all heads [n/c, b, h·d]."""
         parts = output.chunk(2 * self._row_size)
         sent = torch.cat(
             [part for pair in zip(parts[: self._row_size], reversed(parts), strict=False) for part in pair]
@@ -79,7 +74,7 @@ class HeadExchange:
         return of_heads.unflatten(0, (self._row_size, -1))[self._group.rank() % self._row_size]
 
     def own_queries(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Where, in a segment of `length` tokens, the runs of queries of this rank's row start and end."""
+        """Start and end of the runs of queries of this rank's row in a segment of `length` tokens."""
         rows = self._size // self._row_size
         if rows == 1:
             return ((0, length),)
@@ -93,6 +88,7 @@ class HeadExchange:
 
 
 def _in_order(of_ranks: Sequence[Tensor]) -> Tensor:
-    """The tokens of consecutive ranks in the order of the sequence: of each its first part, backwards its second."""
+    """The tokens of consecutive ranks in the order of the sequence: their first parts, then their second ones
+    reversed."""
     firsts, seconds = zip(*(tensor.chunk(2) for tensor in of_ranks), strict=True)
     return torch.cat((*firsts, *reversed(seconds)))

@@ -1,11 +1,12 @@
-"""Weights and gradients of a model chunk that exist while it works: between, every data-parallel rank keeps its share.
+"""Weights and gradients of a model chunk that exist while it works; in between, every data-parallel rank keeps its
+share.
 
 As in layered gradient accumulation with modular pipeline parallelism (arXiv 2106.02679), the state is partitioned over
-the replicas, and moves once for all micro-batches that a chunk works on without a break: its weights are gathered
-before them and freed after them (GATHER and RELEASE of the lowered schedule), its gradients exist from its first
-backward until they are reduced (REDUCE). Two chunks at most have their weights.
+the replicas and moves once for all micro-batches that a chunk works on without a break. Its weights are gathered before
+them and freed after them (GATHER and RELEASE of the lowered schedule); its gradients exist from its first backward
+until they are reduced (REDUCE). At most two chunks have their weights.
 
-Buffers, collectives and optimizer are Megatron's. Storages of its buffers are emptied and filled again, so that
+Buffers, collectives and optimizer are Megatron's. The storages of its buffers are emptied and filled again, so that
 parameters, and the views that autograd and Megatron hold, stay the same objects.
 """
 
@@ -30,29 +31,21 @@ _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 
 
 class Share:
-    """What this rank keeps of a bucket of Megatron's: one of as many equal parts as its group has ranks."""
+    """This rank's part of a bucket of Megatron: one of as many equal parts as its group has ranks."""
 
     def __init__(self, bucket: Any, rank: int, num_ranks: int) -> None:
         self.bucket = bucket
         size = bucket.grad_data.numel() // num_ranks
         self._start, self._end = rank * size, (rank + 1) * size
-        self.weights = self._of(bucket.param_data).clone()
-        self.gradients = self._of(bucket.grad_data).clone()
-        # Whole gradients of some parameters, and the views that these stand in for.
+        # Its place in Megatron's buffers, and its own memory.
+        self.weights_in_bucket = bucket.param_data[self._start : self._end]
+        self.gradients_in_bucket = bucket.grad_data[self._start : self._end]
+        self.weights, self.gradients = self.weights_in_bucket.clone(), self.gradients_in_bucket.clone()
+        # Whole gradients of some parameters, and the views that these replace.
         self._lent: dict[Parameter, tuple[Tensor, Tensor]] = {}
 
-    def put_weights(self) -> None:
-        """Where a gather expects those of this rank."""
-        self._of(self.bucket.param_data).copy_(self.weights)
-
-    def take_weights(self) -> None:
-        self.weights.copy_(self._of(self.bucket.param_data))
-
-    def take_gradients(self) -> None:
-        self.gradients.copy_(self._of(self.bucket.grad_data))
-
     def lend_gradients(self) -> None:
-        """Give parameters whose gradients are summed over other ranks, too, whole ones: the share, and zeros."""
+        """Give parameters whose gradients are also summed over other ranks a whole gradient: the share, and zeros."""
         for parameter in filter(_is_summed_elsewhere, self.bucket.params_list):
             whole = self.gradients.new_zeros(parameter.shape)
             inside, mine = self._overlap(parameter)
@@ -61,7 +54,7 @@ class Share:
             parameter.main_grad = whole
 
     def take_back_gradients(self) -> None:
-        """Keep what became of the share."""
+        """Keep the share of the summed gradients."""
         for parameter, (whole, view) in self._lent.items():
             inside, mine = self._overlap(parameter)
             self.gradients[mine] = whole.view(-1)[inside]
@@ -72,11 +65,8 @@ class Share:
         for gradients in (self.gradients, *(whole for whole, _ in self._lent.values())):
             gradients *= factor
 
-    def _of(self, whole: Tensor) -> Tensor:
-        return whole[self._start : self._end]
-
     def _overlap(self, parameter: Parameter) -> tuple[slice, slice]:
-        """The elements of the parameter that the share has: by their places in the parameter, and in the share."""
+        """The elements of the parameter in the share: their places in the parameter, and in the share."""
         first, last = self.bucket.param_to_index[parameter]
         start = max(first, self._start)
         end = max(start, min(last, self._end))
@@ -89,30 +79,28 @@ class PartitionedChunk:
     def __init__(self, ddp: Any) -> None:
         self._overlaps_reduction = ddp.ddp_config.overlap_grad_reduce
         self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
-        self._shared_groups = []
+        self._shared_groups = [each for each in self._groups if each.intra_distributed_optimizer_instance_size > 1]
         self.shares: list[Share] = []
-        for group in self._groups:
+        for group in self._shared_groups:
+            rank = group.intra_distributed_optimizer_instance_rank
             num_ranks = group.intra_distributed_optimizer_instance_size
-            if num_ranks > 1:
-                self._shared_groups.append(group)
-                for bucket in group.buckets:
-                    bucket.share = Share(bucket, group.intra_distributed_optimizer_instance_rank, num_ranks)
-                    self.shares.append(bucket.share)
+            for bucket in group.buckets:
+                bucket.share = Share(bucket, rank, num_ranks)
+                self.shares.append(bucket.share)
         buffers = [each for each in (*ddp.buffers, *ddp.expert_parallel_buffers) if each.data_parallel_world_size > 1]
-        self._weights = [_Storage(buffer.param_data) for buffer in buffers]
-        self._gradients = [_Storage(buffer.grad_data) for buffer in buffers]
+        self._weights = [buffer.param_data for buffer in buffers]
+        self._gradients = [buffer.grad_data for buffer in buffers]
         self._is_lent = True  # all weights are there, and may be written to
         self._is_gathering = self._is_reducing = False
-        self._drop_gradients()
+        _empty(self._gradients)
 
     def gather(self) -> None:
         """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
         if self.has_weights:
             return
-        for storage in self._weights:
-            storage.fill()
+        _fill(self._weights)
         for share in self.shares:
-            share.put_weights()
+            share.weights_in_bucket.copy_(share.weights)
         for group in self._shared_groups:
             group.start_param_sync()
         self._is_gathering = True
@@ -129,19 +117,18 @@ class PartitionedChunk:
         self.wait_for_weights()
         if self._is_lent:
             for share in self.shares:
-                share.take_weights()
+                share.weights.copy_(share.weights_in_bucket)
             self._is_lent = False
-        for storage in self._weights:
-            storage.drop()
+        _empty(self._weights)
 
     def lend(self) -> None:
-        """Gather the weights for whoever writes to them between steps."""
+        """Gather the weights for code that writes to them between steps."""
         self.gather()
         self.wait_for_weights()
         self._is_lent = True
 
     def copy_to_host(self, tensors: Iterable[Any]) -> None:
-        """Let `data` of Megatron's sharded tensors be copies of these weights."""
+        """Replace the `data` of Megatron's sharded tensors by copies of these weights on the host."""
         was_whole = self.has_weights
         self.gather()
         self.wait_for_weights()
@@ -152,18 +139,18 @@ class PartitionedChunk:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is room for them, as always where no other rank has the same parameters."""
-        return not any(storage.is_empty for storage in self._weights)
+        """Whether there is memory for the weights; always if no other rank has the same parameters."""
+        return not any(map(_is_empty, self._weights))
 
     @property
     def has_gradients(self) -> bool:
-        """The same of gradients."""
-        return not any(storage.is_empty for storage in self._gradients)
+        """Whether there is memory for the gradients."""
+        return not any(map(_is_empty, self._gradients))
 
     def begin_gradients(self) -> None:
-        """Make room for the gradients, which are zero then."""
-        for storage in self._gradients:
-            storage.fill().zero_()
+        _fill(self._gradients)
+        for gradients in self._gradients:
+            gradients.zero_()
 
     def reduce(self) -> None:
         """Start to reduce the gradients; with --overlap-grad-reduce that runs beside compute."""
@@ -181,37 +168,25 @@ class PartitionedChunk:
         for group in self._groups:
             group.finish_grad_sync()
         for share in self.shares:
-            share.take_gradients()
-        self._drop_gradients()
+            share.gradients.copy_(share.gradients_in_bucket)
+        _empty(self._gradients)
         self._is_reducing = False
 
-    def lend_gradients(self) -> None:
-        """See `Share.lend_gradients`; the optimizer ends it."""
-        for share in self.shares:
-            share.lend_gradients()
 
-    def _drop_gradients(self) -> None:
-        for storage in self._gradients:
-            storage.drop()
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == 0
 
 
-class _Storage:
-    """The storage of one of Megatron's buffers, which may be empty while views of it live on."""
+def _empty(buffers: Iterable[Tensor]) -> None:
+    """Free the storages of Megatron's buffers, while views of them live on."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(0)
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._size = buffer.untyped_storage().nbytes()
 
-    @property
-    def is_empty(self) -> bool:
-        return _is_empty(self._buffer)
-
-    def fill(self) -> Tensor:
-        self._buffer.untyped_storage().resize_(self._size)
-        return self._buffer
-
-    def drop(self) -> None:
-        self._buffer.untyped_storage().resize_(0)
+def _fill(buffers: Iterable[Tensor]) -> None:
+    """Allocate the storages of Megatron's buffers again, each of which is one tensor."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(buffer.nbytes)
 
 
 class PartitionedSync(GradientSync):
@@ -222,7 +197,7 @@ class PartitionedSync(GradientSync):
         self._states: list[PartitionedChunk] = [chunk.partitioned_state for chunk in chunks]
         self._reducing: PartitionedChunk | None = None
         for chunk, no_sync, state in zip(chunks, self._no_sync, self._states, strict=True):
-            no_sync.enter_context(chunk.no_sync())  # Megatron's hooks never reduce
+            no_sync.enter_context(chunk.no_sync())  # so that Megatron's hooks never reduce
             state.release()
 
     def before_forward(self, chunk: int) -> None:
@@ -257,19 +232,18 @@ class PartitionedSync(GradientSync):
 
 
 def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Whether Megatron built these model chunks with `patches` in force."""
+    """Whether Megatron built these model chunks under `patches`."""
     return hasattr(chunks[0], "partitioned_state")
 
 
 def gradient_sync(config: Any, chunks: list[torch.nn.Module], ends_last: bool) -> GradientSync:
-    """What gathers and reduces in a step of these model chunks."""
     if is_partitioned(chunks):
         return PartitionedSync(config, chunks)
     return GradientSync(config, chunks, ends_last)
 
 
 def patches() -> PatchTable:
-    """What makes Megatron build and step chunks with a partitioned state."""
+    """Megatron builds and steps chunks with a partitioned state."""
     return (
         wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
         wrapping(
@@ -284,7 +258,7 @@ def patches() -> PatchTable:
 
 
 def patches_of_training_loop() -> PatchTable:
-    """What makes Megatron's training loop release the weights that it built, and save them."""
+    """Megatron's training loop releases the weights that it built, and saves them."""
     return (
         wrapping("megatron.training.training.setup_model_and_optimizer", _released, "leaves whole weights"),
         wrapping("megatron.training.checkpointing.generate_state_dict", _with_weights, "takes weights to be whole"),
@@ -293,7 +267,7 @@ def patches_of_training_loop() -> PatchTable:
 
 @contextmanager
 def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """The weights of all these model chunks, to read and write, where shares of them are kept."""
+    """Inside, all weights of these model chunks are there, to read and write."""
     states = [chunk.partitioned_state for chunk in chunks if hasattr(chunk, "partitioned_state")]
     for state in states:
         state.lend()
@@ -305,7 +279,7 @@ def whole(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def _is_summed_elsewhere(parameter: Parameter) -> bool:
-    """Over tensor-parallel ranks, which vectors may be, or over those of the first and the last stage."""
+    """Over tensor-parallel ranks, as vectors may be, or over the first and the last stage."""
     marks = ("sequence_parallel", "average_gradients_across_tp_domain", "shared_embedding")
     return parameter.dim() == 1 or any(getattr(parameter, mark, False) for mark in marks)
 
@@ -314,7 +288,7 @@ def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
     init(ddp, *args, **options)
     if not ddp.ddp_config.use_distributed_optimizer:
         raise ValueError("partition_state needs DistributedDataParallelConfig(use_distributed_optimizer=True)")
-    # Megatron hands the training loop the wrapper, and checkpoints the model within.
+    # Megatron's training loop has the wrapper, its checkpoints the model inside.
     ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
 
 
@@ -325,7 +299,8 @@ def _unless_gathered_later(start: Callable, ddp: Any, group: Any, force_sync: bo
 
 def _finished(finish: Callable, ddp: Any, force_all_reduce: bool = False) -> None:
     ddp.partitioned_state.finish_reduction()
-    ddp.partitioned_state.lend_gradients()
+    for share in ddp.partitioned_state.shares:
+        share.lend_gradients()  # until the optimizer takes them
 
 
 def _unless_empty(reset: Callable, buffer: Any) -> None:
@@ -342,13 +317,13 @@ def _scaled(scale: Callable, buffer: Any, factor: Any) -> None:
 
 
 def _take_gradients(upstream: Callable, optimizer: Any) -> None:
-    """The parameters that the optimizer steps are parts of the shares."""
+    """The optimizer's parameters are parts of the shares."""
     if not _lacks(optimizer, "grad_data"):
         upstream(optimizer)
         return
     if optimizer.config.use_precision_aware_optimizer or optimizer.config.optimizer_cpu_offload:
         raise ValueError(
-            "partition_state does not go with use_precision_aware_optimizer and optimizer_cpu_offload; drop them"
+            "partition_state does not work with use_precision_aware_optimizer and optimizer_cpu_offload; drop them"
         )
     for model, main, share, place in _parameters(optimizer):
         share.take_back_gradients()
@@ -366,12 +341,12 @@ def _keep_weights(upstream: Callable, optimizer: Any) -> None:
 
 
 def _lacks(optimizer: Any, data: str) -> bool:
-    """Whether the weights or gradients that it works with are not there, as they are in groups of one rank."""
+    """Whether the weights or gradients of the optimizer are empty; in groups of one rank they never are."""
     return not optimizer.is_stub_optimizer and any(_is_empty(getattr(buffer, data)) for buffer in optimizer.buffers)
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[Parameter, Tensor, Share, slice]]:
-    """The model's parameters with what the optimizer steps for them, and where that lies in a share."""
+    """Each parameter of the model, the optimizer's part of it, and the place of that part in a share."""
     models = chain(*optimizer.model_float16_groups, *optimizer.model_fp32_groups)
     mains = chain(*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups)
     for model, main in zip(models, mains, strict=True):
@@ -390,7 +365,7 @@ def _released(setup: Callable, *args: Any, **options: Any) -> Any:
 def _with_weights(
     generate: Callable, args: Any, model: Sequence[torch.nn.Module], *rest: Any, **more: Any
 ) -> dict[str, Any]:
-    """What is saved is copied to the host, chunk by chunk; what is loaded needs the weights themselves."""
+    """Weights are saved from copies on the host, made chunk by chunk, and loaded in place."""
     states = [unwrap_model(chunk).partitioned_state for chunk in model]
     is_loading = (more.get("optim_sd_kwargs") or {}).get("is_loading", False)
     if is_loading:
@@ -402,7 +377,3 @@ def _with_weights(
             saved = nested_values(found[f"model{number}" if len(states) > 1 else "model"])
             state.copy_to_host(each for each in saved if isinstance(each, (ShardedTensor, ShardedTensorFactory)))
     return found
-
-
-def _is_empty(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == 0
