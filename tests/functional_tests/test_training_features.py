@@ -75,7 +75,7 @@ def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
     assert log.count("-- sequence-level pipeline parallelism") == 1
     assert re.search(r"segments +4, balanced: \d+ \d+ \d+ \d+ tokens", log)
     assert re.search(r"^ *schedule +1f1b with segments$", log, re.MULTILINE)
-    assert "in-flight microbatches" not in log and "TFLOP/s/GPU): 0.0" not in log
+    assert "in-flight microbatches" not in log
     lines = [line for line in log.splitlines() if re.search(r" iteration +\d+/ +3 \|", line)]
     assert len(lines) == 3
     for line in lines:
@@ -83,7 +83,6 @@ def test_every_iteration_shows_what_segments_gain(launch, tmp_path):
         assert all(0 < float(share) < 100 for share in idle.groups())
         assert float(re.search(r"tokens/s per process: (\S+) \|", line)[1]) > 0
         assert re.search(r"peak activations by pipeline rank \(MB\): \S+ \S+ \|", line)
-        assert re.search(r"throughput per process \(GFLOP/s\): \S+ \|", line)
     for allocated, most in re.findall(r"\| allocated: (\S+) \| max allocated: (\S+) \|", log):
         assert float(allocated) <= float(most)
 

@@ -1,11 +1,10 @@
-"""Activations in the memory of the host: what a forward leaves for its backward moves there, and back in time.
+"""Activations in the memory of the host: tensors that a forward leaves for its backward move there, and back in time.
 
 Within the forward of a unit every tensor that autograd saves becomes a handle (`saved_tensors_hooks`), and so do the
-results that recomputation keeps of attention. `offload` moves the storages that nothing but handles refers to: to move
-parameters, caches, rotary tables or masks would free nothing. Views of one storage move once. The schedule determines
-when (schedule/moves.py).
+results of attention that recomputation keeps. `offload` moves the storages that only handles refer to, each once;
+moving parameters, caches, rotary tables or masks would free nothing. The schedule decides when (schedule/moves.py).
 
-What weight gradients are computed from stays on the device from the input-gradient half of the backward on.
+Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,11 +17,11 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_map
 
-from .host_copies import Lane, StreamLane, ThreadLane, Wait, mapped_buffer, pinned_buffer
+from .host_copies import Lane, Wait, mapped_buffer, pinned_buffer
 
-SMALLEST = 1 << 12  # bytes; a smaller storage stays, since every copy costs a launch
+SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
-_GRAIN = 1 << 20  # bytes; what units leave may differ a little from step to step, and reuse the same buffers
+_GRAIN = 1 << 20  # bytes; a unit may need a little more in another step, and reuses the same buffer
 
 
 class _Storage:
@@ -33,7 +32,7 @@ class _Storage:
         self.empty = tensor.new_empty(0)  # from which views are made, on the same device
 
     def may_leave(self) -> bool:
-        """Whether nothing but handles refers to it."""
+        """Whether only handles refer to it."""
         return self.here.nbytes() >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == 1
 
     def bytes(self) -> Tensor:
@@ -57,7 +56,7 @@ class _Handle(NamedTuple):
 
 
 class _Away(NamedTuple):
-    """What a unit has on the host."""
+    """The storages of a unit on the host."""
 
     buffer: Tensor
     parts: list[tuple[_Storage, Tensor]]
@@ -65,23 +64,23 @@ class _Away(NamedTuple):
 
 
 class HostMemory:
-    """What forwards have left for their backwards, here or on the host, by unit; each unit goes once."""
+    """The tensors that forwards leave for their backwards, here or on the host, by unit; each unit moves once."""
 
     def __init__(self) -> None:
-        # Of the unit whose forward is running, by address.
+        # The storages of the unit whose forward is running, by address.
         self._running: WeakValueDictionary[int, _Storage] | None = None
         self._here: dict[Hashable, WeakValueDictionary[int, _Storage]] = {}
-        # The unit that went last, and its storages, whose copies may not have ended.
+        # The unit that left last, and its storages, which may still be copied from.
         self._leaving: tuple[Hashable, list[UntypedStorage]] = None, []
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
-        # Each with the end of its last copy. Steps are alike, so the first makes all.
+        # Buffers with the end of their last copy, for later units and steps.
         self._unused: list[tuple[Tensor, Wait]] = []
         self.num_bytes = self.most_bytes = 0
 
     @contextmanager
     def keeping(self, unit: Hashable) -> Iterator[None]:
-        """Inside, the forward of `unit` runs; what autograd saves there may move."""
+        """Inside, the forward of `unit` runs; the tensors that autograd saves may move."""
         self._running = self._here[unit] = WeakValueDictionary()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.keep, taken):
@@ -90,8 +89,8 @@ class HostMemory:
             self._running = None
 
     def keep(self, tensor: Any) -> Any:
-        """What stands for `tensor` until `taken` gives it back: a handle, if it may move with the running unit."""
-        # Those of other types have attributes, or parts, that a view of their storage lacks.
+        """A handle from which `taken` gives the tensor back, or `tensor` itself if it may not move."""
+        # Other types have attributes, or parts, that a view of their storage lacks.
         if self._running is None or type(tensor) is not Tensor:
             return tensor
         key = tensor.untyped_storage()._cdata
@@ -107,10 +106,10 @@ class HostMemory:
     @cached_property
     def _lanes(self) -> tuple[Lane, Lane]:
         """Out, and back."""
-        return (StreamLane(), StreamLane()) if self._is_on_gpu else (ThreadLane(), ThreadLane())
+        return Lane(self._is_on_gpu), Lane(self._is_on_gpu)
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
-        """Start moving what `unit` has left; the copies run inside `span`. Raises MemoryError if the host is full."""
+        """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
         self._settle()
         going = [each for each in self._here.pop(unit).values() if each.may_leave()]
         sizes = [each.here.nbytes() for each in going]
@@ -129,7 +128,7 @@ class HostMemory:
         self.most_bytes = max(self.most_bytes, self.num_bytes)
 
     def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
-        """Start bringing back what `unit` has on the host."""
+        """Start bringing the tensors of `unit` back."""
         if self._leaving[0] == unit:
             self._settle()
         buffer, parts, departure = self._away.pop(unit)
@@ -141,7 +140,7 @@ class HostMemory:
         self.num_bytes -= sum(part.nbytes for _, part in parts)
 
     def wait(self, unit: Hashable) -> None:
-        """Wait until all of `unit` is back: its backward is next."""
+        """Wait until all of `unit` is back, before its backward."""
         self._arriving.pop(unit)()
 
     def clear(self) -> None:
@@ -151,12 +150,11 @@ class HostMemory:
         self._leaving, self.num_bytes = (None, []), 0
 
     def assert_empty(self) -> None:
-        """Whatever has left is back."""
         units = [*self._here, *self._away, *self._arriving]
         assert not units and not self._leaving[1], f"activations outlived the step: {units}"
 
     def _settle(self) -> None:
-        """Free on the device what the unit that went last had there."""
+        """Free the device memory of the unit that left last."""
         unit, storages = self._leaving
         if storages:
             self._away[unit].departure()
@@ -185,7 +183,7 @@ def taken(kept: Any) -> Any:
 
 
 class MovableResults(dict[Hashable, Any]):
-    """Results by unit, whose tensors move with it."""
+    """Results by unit; their tensors move with the unit."""
 
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()

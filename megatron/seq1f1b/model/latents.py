@@ -1,9 +1,9 @@
 """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) that keeps the latents of earlier segments, and
 the rotary part of their keys, which all heads share, instead of keys and values.
 
-A segment projects the latents of its prefix up again, with its own and in the same product, so that a linear layer of
-any kind computes all gradients in its own backward. Between segments there are r + p numbers a token instead of
-h·(d + e): for the sizes of DeepSeek-V3, 576 instead of 40960.
+A segment projects the latents of its prefix up again, together with its own, so that any kind of linear layer computes
+all gradients in its own backward. It keeps r + p numbers a token instead of h·(d + e), for the sizes of DeepSeek-V3 576
+instead of 40960.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,11 @@ from .kernels import Gradients
 from .kv_cache import KVCache
 from .segment import Segment
 
-# Projecting up again may take this part of the time that attention to the prefix takes.
-LARGEST_SHARE = 1 / 8
+LARGEST_SHARE = 1 / 8  # of the time of attention to the prefix, for projecting it up again
 
 
 def keep_latents(chunk: torch.nn.Module) -> None:
-    """Make multi-latent attention keep latents where that takes little time and every gradient finds its way."""
+    """Make multi-latent attention keep latents if that takes little time and all gradients can be computed."""
     for layer in chunk.modules():
         if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
             continue
@@ -36,8 +35,8 @@ def keep_latents(chunk: torch.nn.Module) -> None:
 
 
 def _can_keep_latents(layer: MLASelfAttention) -> bool:
-    """Not where the projection or attention alone are computed again in the backward, from their arguments, nor where
-    ranks share tokens or heads, nor in 8 bit, whose context is gone in the backward."""
+    """Not if the backward recomputes the projection or attention alone, from their arguments; not if ranks share tokens
+    or heads; not in 8 bits, which need a context that the backward lacks."""
     config, attention = layer.config, layer.core_attention
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
     return (
@@ -49,8 +48,8 @@ def _can_keep_latents(layer: MLASelfAttention) -> bool:
 
 
 def share_of_projection(config: Any, length: int) -> float:
-    """FLOPs of projecting a token of the prefix up again, forward and three times backward, relative to those of the
-    `length` queries of a segment attending to it, forward and two and a half times backward."""
+    """FLOPs of projecting a prefix token up again, relative to those of attention to it by the `length` queries of a
+    segment. The backward takes three times the forward of the projection, two and a half times that of attention."""
     sizes = config.qk_head_dim + config.v_head_dim
     attended = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
     return 4 * config.kv_lora_rank * sizes / (3.5 * attended * length)
@@ -59,7 +58,6 @@ def share_of_projection(config: Any, length: int) -> float:
 def _with_prefix(
     layer: MLASelfAttention, _: torch.nn.Module, forward: Callable[..., Any], latent: Tensor
 ) -> tuple[Tensor, Any]:
-    """The forward of the layer's projection."""
     attention = layer.core_attention
     context, segment = attention.context, attention.context.segment
     if segment is None or segment.is_whole_sequence or context.splits_backwards:
@@ -86,12 +84,12 @@ class LatentCache(KVCache):
         self._size = size  # d
         self.latents, self.rotary = self.rows
         self._heads = 0
-        # Of the running segment: its tokens and those before it projected up, and the latter as a part of the graph.
+        # Of the running segment: prefix and segment projected up, and the prefix as a part of the graph.
         self._projected: Tensor | None = None
         self._prefix: Tensor | None = None
 
     def project(self, joined: Tensor, segment: Segment) -> tuple[Tensor, Any]:
-        """The latents [end, b, r] of a segment and its prefix projected up; returns the segment's."""
+        """Project the latents [end, b, r] of a prefix and a segment up; returns those of the segment."""
         output, bias = self._project_up(joined)
         self._prefix, own = output.split([segment.start, segment.length])
         self._projected = output.detach()
@@ -102,12 +100,12 @@ class LatentCache(KVCache):
         return prefix
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
-        """Of the keys [n, b, h, d + p] only the last part is kept, which is that of any head."""
+        """Keep the rotary part of the keys [n, b, h, d + p], which is the same in all heads."""
         self._heads = key.shape[2]
         self.rotary.write(start, end, key[:, :, 0, self._size :])
 
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """As all caches do; here g is h, and keys are of size d + p. Projects up again unless `project` just did."""
+        """As in KVCache, with g = h and keys of size d + p. Projects up again unless `project` just did."""
         projected, self._projected = self._projected, None
         if projected is None:
             projected, _ = self._project_up(self.latents.read(end))
@@ -116,10 +114,10 @@ class LatentCache(KVCache):
         return torch.cat([projected[..., : self._size], rotary], -1), projected[..., self._size :].contiguous()
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of the rotary keys; the gradients of the prefix go on through the projection, as [start, b, h·(d + e)]."""
+        """Exchanges those of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the projection."""
         size, length = self._size, end - start
         own = grads.key[-length:].clone()
-        # The gradients of all heads add up to that of what they share, which goes on through the first.
+        # The shared rotary part gets the sum of the gradients of all heads, through the first head.
         own[..., size:] = 0
         own[:, :, 0, size:] = self.rotary.exchange(start, end, grads.key[..., size:].sum(2))
         if len(grads.key) == length:
@@ -130,13 +128,13 @@ class LatentCache(KVCache):
 
 
 class _Join(torch.autograd.Function):
-    """The latents of a segment behind those of its prefix."""
+    """The latents of a segment, joined to those of its prefix."""
 
     @staticmethod
     def forward(ctx: Any, latent: Tensor, cache: LatentCache, segment: Segment) -> Tensor:
         cache.latents.write(segment.start, segment.end, latent)
         ctx.cache, ctx.segment = cache, segment
-        # With a version of its own, since the projection saves it.
+        # `data` has a version of its own, since the projection saves it and later segments write to the buffer.
         return cache.latents.read(segment.end).data
 
     @staticmethod

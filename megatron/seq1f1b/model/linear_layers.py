@@ -1,15 +1,15 @@
-"""Linear layers with their weight gradients apart: Megatron's local ones, and Transformer Engine's.
+"""Weight gradients apart from input gradients, in Megatron's local linear layers and in Transformer Engine's.
 
-With `delay_wgrad_compute` the latter hand the product that gives a weight gradient to their `wgrad_store`, where it
-waits for `backward_dw()`. Three properties do not fit a schedule with I and W:
+With `delay_wgrad_compute`, Transformer Engine's layers put the product that gives a weight gradient into their
+`wgrad_store`, where it waits for `backward_dw()`. That does not fit a schedule with I and W in three ways:
 
 - `backward_dw` assigns the gradient instead of adding it, so the units of a step would overwrite one another.
-- The backward that leaves the product still goes to the live parameter, so that hooks there fire at I, before there is
-  a gradient (Megatron's DistributedDataParallel would reduce it).
+- The backward that leaves the product still reaches the parameter, so its hooks fire at I, before there is a gradient
+  (Megatron's DistributedDataParallel would reduce it).
 - Their queue does not separate units, so an order of W other than that of I would mix them.
 
-So the products go to our own store instead, which keeps them by unit and hands their results to the live parameters
-through autograd, and the forward of a layer runs on aliases of its parameters, which have no hooks.
+So our own store takes the products. It keeps them by unit and gives their results to the parameters through autograd.
+The forward of a layer runs on aliases of its parameters, which have no hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,14 +31,13 @@ from .weight_gradient import WeightGradientStore, accumulated
 
 
 def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn.Module]) -> ExitStack:
-    """Inside, the backward of linear layers, Megatron's local ones and Transformer Engine's, leaves weight gradients in
-    `store`.
+    """Inside, the backward of linear layers leaves weight gradients in `store`.
 
-    All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients. So are those of
-    an output layer whose logits are not kept.
+    All other gradients (norms, biases, embeddings) are cheap and are computed with the input gradients, as are those of
+    an output layer that computes its logits in pieces.
     """
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
-    local = [
+    rows = [
         Patch(
             f"megatron.core.tensor_parallel.layers.{kind}._forward_impl",
             lambda _, forward: deferring(forward, store),
@@ -47,17 +46,23 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
         )
         for kind in ("ColumnParallelLinear", "RowParallelLinear")
     ]
-    with ExitStack() as undo:
-        undo.enter_context(patched_on(modules, local))
-        undo.enter_context(products_left_in(store, modules))
-        return undo.pop_all()
+    layers_of_te = [module for module in modules if hasattr(module, "wgrad_store")]
+    if layers_of_te:
+        biased = (each for each in layers_of_te if _has_experts(each) and each.use_bias and each.apply_bias)
+        assert not any(biased), "grouped products with biases are refused at start-up"
+        base, reason = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule", "does not separate units"
+        rows += (
+            Patch(f"{base}.wgrad_store", lambda layer, _: _Products(layer, store), reason, wraps=True),
+            wrapping(f"{base}.forward", _on_aliases, "fires hooks of parameters before there is a gradient"),
+        )
+    return patched_on(modules, rows)
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
     """`linear`, the `_forward_impl` of a Megatron linear layer, with its weight gradient left in `store`.
 
-    Only the product with the weight is split; the bias, cheap as it is, gets its gradient with the input. Where there
-    is nothing to split (frozen weights, weights that are computed, inputs without a gradient) `linear` runs as it is.
+    Only the product with the weight is split; the gradient of the bias is cheap. `linear` runs unchanged if there is
+    nothing to split: frozen weights, computed weights, inputs without a gradient.
     """
 
     def split(*, input: Tensor, weight: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
@@ -71,14 +76,14 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         def leave(grad_output: Tensor) -> None:
             store.leave([weight], partial(_gradient, weight, kept, grad_output, group, accumulates))
 
-        # Megatron gives the output gradient to such a buffer instead of computing the weight's, and returns none for a
-        # weight whose gradient is to be added to `main_grad`.
+        # With these, Megatron appends the output gradient to the buffer instead of computing the weight gradient, and
+        # returns none, as if it had been added to `main_grad`.
         options |= {
             "gradient_accumulation_fusion": True,
             "grad_output_buffer": SimpleNamespace(append=leave),
             "wgrad_deferral_limit": 0,
         }
-        # Of the weight itself, autograd would call the hooks before its gradient exists.
+        # Detached, or autograd would fire the weight's hooks before its gradient exists.
         output = linear(input=input, weight=weight.detach().requires_grad_(), bias=None, **options)
         return output if bias is None else output + bias
 
@@ -94,8 +99,8 @@ def _gradient(
 ) -> tuple[Tensor | None]:
     """The gradient of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
 
-    With `gather_group` the n tokens of the input are this rank's part of the n' (sequence parallelism). It is added to
-    the weight's `main_grad` by Apex's kernel if it `accumulates` there.
+    With `gather_group`, the n tokens of the input are this rank's part of the n' (sequence parallelism). If it
+    `accumulates`, Apex's kernel adds it to the weight's `main_grad`.
     """
     if gather_group is not None:
         input = gather_from_sequence_parallel_region(input, group=gather_group, use_global_buffer=True)
@@ -110,7 +115,7 @@ def _gradient(
 
 
 class _Products:
-    """Takes the place of the `wgrad_store` of one layer."""
+    """Replaces the `wgrad_store` of one layer."""
 
     def __init__(self, layer: Any, store: WeightGradientStore) -> None:
         self._layer = layer
@@ -122,7 +127,7 @@ class _Products:
     def put(self, tensors: list[Any], product: Callable[..., tuple[Any, ...]]) -> None:
         """Called by the layer's backward: `product(*tensors)` gives the gradients of its weight and of its bias.
 
-        Where the layer is for several experts it writes the gradients of their weights into the last of the `tensors`.
+        In a layer of several experts it writes the gradients of their weights into the last of the `tensors`.
         """
         layer = self._layer
         parameters = [layer._parameters[name] for name in _aliased(layer)]
@@ -138,23 +143,8 @@ class _Products:
         self._store.leave(parameters, gradients)
 
 
-def products_left_in(store: WeightGradientStore, modules: Iterable[torch.nn.Module]) -> ExitStack:
-    """Inside, the backward of Transformer Engine's linear layers leaves its weight gradients in `store`."""
-    layers = [module for module in modules if hasattr(module, "wgrad_store")]
-    if not layers:  # Transformer Engine may not be installed
-        return ExitStack()
-    with_biases = (layer for layer in layers if _has_experts(layer) and layer.use_bias and layer.apply_bias)
-    assert not any(with_biases), "grouped products with biases are refused at start-up"
-    base, reason = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule", "does not keep units apart"
-    rows = (
-        Patch(f"{base}.wgrad_store", lambda layer, _: _Products(layer, store), reason, wraps=True),
-        wrapping(f"{base}.forward", _on_aliases, "lets hooks of parameters fire before there is a gradient"),
-    )
-    return patched_on(layers, rows)
-
-
 def _on_aliases(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Parameters with the same values and the same `main_grad`, without hooks, take the place of the layer's own."""
+    """Run the layer on parameters with the same values and the same `main_grad`, but without hooks."""
     live = {name: layer._parameters[name] for name in _aliased(layer)}
     for name, parameter in live.items():
         layer._parameters[name] = alias = parameter.detach().requires_grad_(parameter.requires_grad)
@@ -167,7 +157,7 @@ def _on_aliases(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def _aliased(layer: Any) -> list[str]:
-    """The parameters whose gradients the product gives: the weight, and the bias where the layer adds it itself."""
+    """The parameters whose gradients the product gives: the weight, and the bias if the layer adds it itself."""
     if _has_experts(layer):
         return [f"weight{expert}" for expert in range(layer.num_gemms)]
     adds_bias = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
@@ -175,16 +165,16 @@ def _aliased(layer: Any) -> list[str]:
 
 
 def _has_experts(layer: Any) -> bool:
-    """Whether it multiplies the tokens of each of several experts with a weight of its own."""
+    """Whether the layer multiplies the tokens of each expert with a weight of its own."""
     return hasattr(layer, "num_gemms")
 
 
 def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
-    """Let Transformer Engine's layers add the gradient of every unit to `main_grad`.
+    """Make Transformer Engine's layers add the gradient of every unit to `main_grad`.
 
-    Where they write to it themselves (`gradient_accumulation_fusion`), they overwrite it with the gradient of the unit
-    that goes forward first, which in Megatron's schedules goes backward first too. That unit also puts the weights into
-    8 bits, for all units of the step; here it does no more than that.
+    With `gradient_accumulation_fusion` they overwrite it with the gradient of the unit that goes forward first, which
+    in Megatron's schedules also goes backward first. That unit also puts the weights into 8 bits, for all units of the
+    step; here it only does that.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -193,7 +183,7 @@ def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _as_any_unit(layer: Any, _: tuple) -> None:
-    """Megatron marks the first unit of a step. Weights in 8 bits that are not there are made, and kept, in any unit."""
+    """Unmark the first unit of a step, which Megatron marks; any unit makes, and keeps, missing weights in 8 bits."""
     if layer.is_first_microbatch:
         layer.is_first_microbatch = False
         getattr(layer, "_fp8_workspaces", {}).clear()

@@ -1,8 +1,8 @@
 """Weight gradients of linear layers, computed apart from the backward that gives the input gradients.
 
-The backward of a linear layer has two independent halves: the input gradient, for which the previous stage waits, and
-the weight gradient, which is not needed before the end of the step. Zero-bubble schedules (arXiv 2401.10241, section 2)
-run the second where a rank would be idle.
+The backward of a linear layer has two independent halves: the input gradient, which the previous stage needs, and the
+weight gradient, which the end of the step needs. Zero-bubble schedules (arXiv 2401.10241, section 2) run the second
+half when a rank would be idle.
 """
 
 from collections import deque
@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Gives the gradients of parameters; None for one means that its gradient is already complete, for instance because it
-# was added to `main_grad`.
+# Gives the gradients of parameters, None for one whose gradient is already in `main_grad`.
 Product = Callable[[], Sequence[Tensor | None]]
 
 
 class WeightGradientStore:
-    """The weight gradients that are still to be computed, by the unit whose backward left them.
+    """The weight gradients still to be computed, by the unit whose backward left them.
 
-    Holds inputs and output gradients of the unit's linear layers: b·n·(i + o)·e bytes for n tokens, b sequences, i and
-    o features, e bytes an element.
+    It holds inputs and output gradients of the unit's linear layers: b·n·(i + o)·e bytes for n tokens, b sequences, i
+    and o features, e bytes an element.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class WeightGradientStore:
 
     @contextmanager
     def collecting(self, unit: Hashable) -> Iterator[None]:
-        """What is left inside belongs to `unit`."""
+        """Inside, the backward of `unit` runs."""
         self._collecting = self._left.setdefault(unit, deque())
         try:
             yield
@@ -45,10 +44,9 @@ class WeightGradientStore:
         self._collecting.append((parameters, product))
 
     def compute(self, unit: Hashable) -> None:
-        """Compute what was left for `unit`, freeing it one by one.
+        """Compute the weight gradients of `unit`, and free each product.
 
-        Like all gradients these reach the parameters' hooks through autograd, where Megatron's DistributedDataParallel
-        collects them.
+        They reach the parameters' hooks, and so Megatron's DistributedDataParallel, through autograd.
         """
         left = self._left.pop(unit)
         while left:
@@ -60,12 +58,11 @@ class WeightGradientStore:
         self._left.clear()
 
     def assert_empty(self) -> None:
-        """No weight gradient is forgotten, no activation outlives a step."""
         assert not self._left, f"the weight gradients of {len(self._left)} units outlived the step"
 
 
 class _WeightGradient(torch.autograd.Function):
-    """A scalar whose backward gives the gradients of parameters, which may keep what it gives, uncopied."""
+    """A scalar whose backward gives the gradients of parameters; autograd need not copy them."""
 
     @staticmethod
     def forward(ctx: Any, product: Product, *parameters: torch.nn.Parameter) -> Tensor:
@@ -81,10 +78,10 @@ class _WeightGradient(torch.autograd.Function):
 
 
 def accumulated(weight: torch.nn.Parameter) -> Tensor | None:
-    """The gradient that autograd passes to the hooks of a weight whose gradient was added to its `main_grad`.
+    """The gradient for the hooks of a weight whose gradient was added to its `main_grad`.
 
-    `grad_added_to_main_grad` keeps DistributedDataParallel from adding it again. Where another layer gives the same
-    weight a gradient the ordinary way (`zero_out_wgrad`: tied embeddings) it is added after all, so it has to be zero.
+    `grad_added_to_main_grad` keeps DistributedDataParallel from adding it again. If another layer gives the same weight
+    an ordinary gradient (`zero_out_wgrad`: tied embeddings), this one is added, too, so it has to be zero.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

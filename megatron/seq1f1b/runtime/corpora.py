@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
 
 from ..patches import Patch, wrapping
@@ -17,42 +18,38 @@ _log = logging.getLogger(__name__)
 _BLOCK = 4096  # documents
 
 
-class NoTokens(ValueError):
-    """A part of a data set has no tokens."""
-
-
-def _indices(upstream: Callable, dataset: Any) -> Any:
-    if dataset.indices is not None and not _has_tokens(dataset):  # None with --dataloader-fast-cache-load
-        part, documents = dataset.index_split.name, len(dataset.dataset.document_indices) - 1
-        raise NoTokens(
-            f"{dataset.dataset.path_prefix} has {documents} documents, none of them for the {part} part of --split "
-            f"{dataset.config.split}; give that part a larger share, or take more text"
-        )
-    return upstream(dataset)
-
-
-def _has_tokens(dataset: Any) -> bool:
-    lengths, indices = dataset.dataset.sequence_lengths, dataset.indices
-    return any(lengths[indices[start : start + _BLOCK]].any() for start in range(0, len(indices), _BLOCK))
-
-
 def _built(
-    upstream: Callable, kind: Callable, is_built_on_rank: Callable[[], bool], synchronizes: bool, *arguments: Any
+    upstream: Callable, kind: Any, is_built_on_rank: Callable[[], bool], synchronizes: bool, *arguments: Any
 ) -> Any:
-    if kind is BlendedDataset and is_built_on_rank() and None in arguments[0]:
-        if synchronizes and dist.is_initialized():
-            dist.barrier()
-        return None  # one of its data sets was left out
-    try:
+    if not is_built_on_rank() or not _is_left_out(kind, arguments):
         return upstream(kind, is_built_on_rank, synchronizes, *arguments)
-    except NoTokens as error:
-        *_, split, _ = arguments
-        if split is Split.train:
-            raise
-        warn_on_rank_0(_log, f"{error}. There is no {split.name} part.")
-        if synchronizes and dist.is_initialized() and dist.get_rank() == 0:
-            dist.barrier()  # where the other ranks wait until this one has built it
-        return None
+    if synchronizes and dist.is_initialized():
+        dist.barrier()  # where ranks that build nothing wait
+    return None
+
+
+def _is_left_out(kind: Any, arguments: tuple) -> bool:
+    """Whether a part for evaluations has no tokens; raises ValueError for training."""
+    if kind is BlendedDataset:
+        return None in arguments[0]
+    if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
+        return False
+    dataset, _, indices, _, split, config = arguments
+    if indices is None or _has_tokens(dataset, indices):  # None with --dataloader-fast-cache-load
+        return False
+    reason = (
+        f"{dataset.path_prefix} has {len(dataset.document_indices) - 1} documents, none of them for the {split.name} "
+        f"part of --split {config.split}; give that part a larger share, or take more text"
+    )
+    if split is Split.train:
+        raise ValueError(reason)
+    warn_on_rank_0(_log, f"{reason}. There is no {split.name} part.")
+    return True
+
+
+def _has_tokens(dataset: Any, indices: Any) -> bool:
+    lengths = dataset.sequence_lengths
+    return any(lengths[indices[start : start + _BLOCK]].any() for start in range(0, len(indices), _BLOCK))
 
 
 def _loaders(args: Callable[[], Any], upstream: Callable, provider: Callable) -> tuple:
@@ -67,15 +64,10 @@ def _loaders(args: Callable[[], Any], upstream: Callable, provider: Callable) ->
 def patches(args: Callable[[], Any]) -> tuple[Patch, ...]:
     """Megatron trains even if evaluations have no documents; `args` gives Megatron's arguments."""
     return (
-        wrapping(
-            "megatron.core.datasets.gpt_dataset.GPTDataset._build_document_sample_shuffle_indices",
-            _indices,
-            "adds up epochs of no tokens for ever",
-        ),
         Patch(
             "megatron.core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder.build_generic_dataset",
             lambda upstream: staticmethod(partial(_built, upstream)),
-            "fails if a part for evaluations has no documents",
+            "adds up epochs of no tokens for ever",
             wraps=True,
         ),
         wrapping(

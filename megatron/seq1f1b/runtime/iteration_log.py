@@ -12,7 +12,6 @@ from .recorder import Reading
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
 _BATCH = re.compile(r" global batch size: +(\d+) \|")
-_NO_TERAFLOPS = re.compile(r" throughput per GPU \(TFLOP/s/GPU\): 0\.0 \|")  # of a CPU, in one decimal
 _FEW = 8  # ranks whose values are all in the line
 
 
@@ -47,7 +46,7 @@ def print_rank_last(
         values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
         words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
         words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
-    upstream(_with_gigaflops(message, flags, int(batch[1]), seconds) + "".join(f" {each} |" for each in words))
+    upstream(message + "".join(f" {each} |" for each in words))
     if iteration % flags.tensorboard_log_interval == 0:
         _write(values, iteration)
 
@@ -73,17 +72,8 @@ def _few(values: Sequence[float]) -> str:
     return f"{min(values):.1f} to {max(values):.1f}, {sum(values) / len(values):.1f} on average"
 
 
-def _with_gigaflops(message: str, args: Namespace, batch_size: int, seconds: float) -> str:
-    if _NO_TERAFLOPS.search(message) is None:
-        return message
-    from megatron.training.training import num_floating_point_operations
-
-    speed = num_floating_point_operations(args, batch_size) / (seconds * args.world_size * 1e9)
-    return _NO_TERAFLOPS.sub(f" throughput per process (GFLOP/s): {speed:.2f} |", message)
-
-
 def _write(values: dict[str, float], iteration: int) -> None:
-    """Megatron has its writers on the last rank only."""
+    """To Megatron's writers, which only the last rank has."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer
 
     writer, wandb = get_tensorboard_writer(), get_wandb_writer()

@@ -1,8 +1,8 @@
-"""Attention kernels: what a kernel must offer, and which one serves a layer.
+"""Attention kernels: their interface, and the choice of one for a layer.
 
 A kernel computes causal attention of a segment to its whole prefix by one `AttentionRule`. `KernelChoice` finds one for
-the rule, the device, the type and the head sizes; `WithSink` gives a kernel's softmax a sink; `on_parts` confines a
-kernel to the documents of packed sequences, and to some of the queries of a segment; `RunOnce` spares it a repeated
+the rule, the device, the type and the head sizes. `WithSink` adds a sink to a kernel's softmax; `on_parts` confines a
+kernel to the documents of packed sequences and to some of the queries of a segment; `RunOnce` skips its repeated
 forward.
 """
 

@@ -1,5 +1,4 @@
-"""A kernel for head sizes, or with a softmax, that it does not have by itself; and one that runs once where a layer is
-recomputed."""
+"""Wrappers of a kernel: for other head sizes, for a softmax with a sink, for layers that are recomputed."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -12,10 +11,10 @@ from .interface import Gradients, Kernel, Saved
 
 @dataclass(frozen=True)
 class Padded:
-    """Runs `kernel` on heads of one size, a multiple of `multiple_of`, by filling up with zeros.
+    """Pads heads with zeros to one size, a multiple of `multiple_of`; the padded copies live for the call only.
 
-    Serves multi-latent attention, whose values have smaller heads than its queries, and odd sizes. Zeros change neither
-    scores nor what is kept of the output. The padded copies live for the call only.
+    For multi-latent attention, whose values have smaller heads than its queries, and for odd sizes. Zeros change
+    neither the scores nor the part of the output that is kept.
     """
 
     kernel: Kernel
@@ -40,20 +39,20 @@ class Padded:
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    """[..., d] to [..., size]; `x` itself if it has that size, where `pad` would copy it."""
+    """[..., d] to [..., size], without a copy if `x` has that size."""
     missing = size - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 @dataclass(frozen=True)
 class WithSink:
-    """Runs `kernel` with a `sink` [h], a term in the denominator of each head's softmax that has no value:
+    """Adds a `sink` [h] to the softmax of any kernel, a term in the denominator of each head that has no value:
 
         weight_j = exp(score_j) / (exp(sink) + Σ_k exp(score_k))
 
-    With sink 0 that is the off-by-one softmax; gpt-oss (arXiv 2508.10925) learns one for each head. Any kernel serves:
-    the sink changes the log-sum-exp, the first of the statistics, by which the output is scaled down and from which the
-    kernel's backward starts.
+    With sink 0 that is the off-by-one softmax; gpt-oss (arXiv 2508.10925) learns one for each head. The sink changes
+    the log-sum-exp, the first of the statistics: the output is scaled down accordingly, and the kernel's backward
+    starts from it.
     """
 
     kernel: Kernel
@@ -69,7 +68,7 @@ class WithSink:
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         total = self._by_head(saved.statistics[0], saved.query)
         weight = (self._sink(total) - total).exp()
-        # Σ weight · its gradient over the keys of a query, as [b, h, n]: the sink's own gradient is 0.
+        # Σ weight · its gradient over the keys of a query; the sink has no value, so it adds nothing.
         expected = (grad_output * saved.output).to(total.dtype).sum(-1)
         grad_sink = -(weight * expected.permute(1, 2, 0)).sum((0, 2)).to(self.sink.dtype)
         return self.kernel.backward(grad_output, saved)._replace(sink=grad_sink)
@@ -79,25 +78,24 @@ class WithSink:
 
     @staticmethod
     def _by_head(logsumexp: Tensor, query: Tensor) -> Tensor:
-        """Reshape to [b, h, n], however the kernel groups heads."""
+        """As [b, h, n], however the kernel groups heads."""
         length, batch, heads, _ = query.shape
         return logsumexp.view(batch, heads, length)
 
 
 @dataclass(frozen=True)
 class RunOnce:
-    """`kernel` for a forward that full recomputation repeats; `results` are those of first forwards, by layer and unit.
+    """Runs `kernel` once if full recomputation repeats the forward of `unit`; `results` has those of first forwards.
 
-    The forward of `unit` that is about to run is the first, which autograd does not record, the repeated one, or the
-    only one, as `is_recorded` shows. The repeated one needs the output and the statistics for its backward, and nothing
-    else that the kernel computes; it takes them, lest the graph keep itself. For n tokens of b sequences, with h query
-    heads, values of size e and w bytes an element, a layer keeps b·n·h·(e·w + 4) bytes in between. `generator` is the
-    one that the kernel draws from, None if it draws nothing.
+    Autograd does not record a first forward that is repeated (`is_recorded`). The repeated forward takes its output and
+    statistics out of `results`, so that the graph does not keep itself. In between a layer keeps b·n·h·(e·w + 4) bytes,
+    for n tokens of b sequences, h query heads, values of size e and w bytes an element. `generator` is the one that the
+    kernel draws from, None if it draws nothing.
     """
 
     kernel: Kernel
     unit: Hashable
-    # Output and statistics, and the state of the generator, which the rest of the layer draws from, too.
+    # Output, statistics, and the state of the generator, from which the rest of the layer draws, too.
     results: dict[Hashable, tuple[Tensor, tuple[Tensor, ...], Tensor | None]]
     generator: torch.Generator | None
     is_recorded: bool = field(default_factory=torch.is_grad_enabled)

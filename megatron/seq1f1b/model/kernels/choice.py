@@ -1,4 +1,4 @@
-"""Which kernel serves a layer, by Megatron's own flags for attention."""
+"""The choice of a kernel for a layer, by Megatron's own flags for attention."""
 
 import logging
 from functools import cache, partial
@@ -17,20 +17,19 @@ from .unfused import Unfused
 
 _log = logging.getLogger(__name__)
 
-# The largest head of each kernel, and what the sizes of heads have to be multiples of.
-_LARGEST_HEAD = 256
-_HEAD_MULTIPLE = 8
+_LARGEST_HEAD = 256  # of fused kernels on GPUs
+_HEAD_MULTIPLE = 8  # of the sizes of heads there
 
 
 class KernelChoice:
-    """Made once for the attention layers of a model; warns once, on rank 0, where no fused kernel serves.
+    """Made once for the attention layers of a model; warns once, on rank 0, if no fused kernel fits.
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` means
     Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is its
     --flash-attention-version: 2 for PyTorch's own operators, 3 for these operators on FlashAttention 3, 4 for
-    flash-attn-4, which is taken only where it is asked for; None for 3 where it is installed, on Hopper GPUs, else 2.
-    Versions 3 and 4 have no dropout, and the operators of a process run on one version: where a model `has_dropout`,
-    that is 2. Raises ValueError for a version that cannot be used.
+    flash-attn-4; None takes 3 on Hopper GPUs if it is installed, else 2. All operators of a process run on one version.
+    Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2. Raises ValueError for a version that
+    cannot be used.
     """
 
     def __init__(
@@ -44,19 +43,17 @@ class KernelChoice:
         self._warn_once = cache(partial(warn_on_rank_0, _log))
 
     def kernel(self, rule: AttentionRule, query: Tensor, value: Tensor) -> Kernel:
-        """The kernel by which `rule` is computed for queries like [n, b, h, d] and values like [m, b, g, e].
-
-        Chosen at the first tensors of a device, type and head sizes; later ones get the same kernel.
-        """
+        """The kernel of `rule` for queries [n, b, h, d] and values [m, b, g, e]; chosen once for a device, type and
+        head sizes."""
         return self._chosen(rule, self.is_on_gpu(query), query.dtype, query.shape[3], value.shape[3])
 
     @staticmethod
     def is_on_gpu(tensor: Tensor) -> bool:
-        """Whether GPU kernels serve a tensor; a rehearsal replaces this, since its tensors are not on a GPU."""
+        """A rehearsal replaces this, since its tensors are on no GPU."""
         return tensor.is_cuda
 
     def name(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> str:
-        """What `kernel` is going to choose, in words."""
+        """The choice of `kernel` in words."""
         if self._why_unfused(rule, is_cuda, dtype, max(size, value_size)) is not None:
             return "plain matrix products"
         if not is_cuda:
@@ -69,7 +66,7 @@ class KernelChoice:
     def _choose(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> Kernel:
         reason = self._why_unfused(rule, is_cuda, dtype, max(size, value_size))
         if reason:
-            self._warn_once(f"{reason} has no fused kernel: plain matrix products take its place, more slowly")
+            self._warn_once(f"{reason} has no fused kernel: plain matrix products compute it, more slowly")
         if reason is not None:
             return Unfused(rule)
         kernel: Kernel = self._fused(rule) if is_cuda else CpuFlash(rule)
@@ -79,7 +76,7 @@ class KernelChoice:
         return kernel if fits else Padded(kernel, multiple)
 
     def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
-        """What no fused kernel serves; empty where the user wants none, None where there is one."""
+        """What no fused kernel supports; empty if the user wants none, None if there is one."""
         if self._backend in ("unfused", "local"):
             return ""
         if not is_cuda:
@@ -95,7 +92,7 @@ class KernelChoice:
         return FlashAttention4(rule) if self._version() == 4 and rule.window is None else CudaFlash(rule)
 
     def _best_version(self) -> int:
-        """The version for this process, whose operators run on it from now on."""
+        """The version for this process; switches its operators."""
         if self._asked_for in (3, 4):
             reason = "it has no attention dropout" if self._has_dropout else why_not(self._asked_for)
             if reason is not None:

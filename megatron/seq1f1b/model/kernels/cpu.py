@@ -1,9 +1,9 @@
 """PyTorch's CPU flash attention, in parts of the keys.
 
-The operator aligns its causal mask top-left, so a segment is computed as full attention to the prefix plus causal
-attention to itself, merged by their log-sum-exps. The backward needs no merge: given the merged output and
-log-sum-exp, the operator returns each part's exact share, since the softmax weights of a part are
-exp(score − logsumexp) with the log-sum-exp of the whole row.
+The operator aligns its causal mask top-left. So a segment attends fully to its prefix and causally to itself, and the
+log-sum-exps merge the two. The backward needs no merge: from the merged output and log-sum-exp the operator computes
+each part's exact share, since the softmax weights of a part are exp(score − logsumexp) with the log-sum-exp of the
+whole row.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ from .interface import AttentionRule, Gradients, Saved
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-# Of the prefix, in the backward: their gradients exist twice until they are with the others.
-_KEYS_AT_ONCE = 2048
+_KEYS_AT_ONCE = 2048  # of the prefix in the backward, whose gradients exist twice for a moment
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,13 @@ class CpuFlash:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, h, d] as a view [b, h, s, d]; the operator takes any strides with a contiguous last dimension."""
+    """[s, b, h, d] as a view [b, h, s, d]; the operator needs a contiguous last dimension only."""
     return x.permute(1, 2, 0, 3)
 
 
 def _merge(output: Tensor, logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> tuple[Tensor, Tensor]:
     """One softmax over two sets of keys, from the softmax over each: [b, h, n, d] and [b, h, n]."""
     weight = torch.sigmoid(other_logsumexp - logsumexp).unsqueeze(-1)
-    # In 16 bits each part is already rounded; blend in fp32 so that only one more rounding follows.
+    # In 16 bits both parts are rounded already; in fp32 only one more rounding follows.
     merged = output.to(weight.dtype).lerp_(other.to(weight.dtype), weight).to(output.dtype)
     return merged, torch.logaddexp(logsumexp, other_logsumexp)

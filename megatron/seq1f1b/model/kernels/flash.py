@@ -1,4 +1,4 @@
-"""FlashAttention on GPUs; all versions align their causal mask bottom-right: one call per segment."""
+"""FlashAttention on GPUs. All versions align their causal mask bottom-right, so a segment takes one call."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,11 +11,10 @@ from ..packed_documents import CumulativeLengths
 from .interface import AttentionRule, DocumentKernel, Gradients, Saved
 
 _flash = torch.ops.aten._flash_attention_forward
-# Leaves out the random state, which version 3 fills with zeros, and writes the output where it is told to. PyTorch 2.6
-# lacks it.
+# Without the random state, which version 3 fills with zeros; PyTorch 2.6 lacks this operator.
 _flash_without_dropout = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
 _flash_backward = torch.ops.aten._flash_attention_backward
-# The module of a version, the GPUs that it is made for with their compute capabilities, and what to install.
+# The module of a version, its GPUs with their compute capabilities, and the package to install.
 _VERSIONS = {
     3: ("flash_attn_interface", "Hopper", (9,), "FlashAttention-3 (the folder hopper of flash-attention)"),
     4: ("flash_attn.cute.interface", "Hopper and Blackwell", (9, 10), "the package flash-attn-4"),
@@ -39,7 +38,7 @@ class CudaFlash(DocumentKernel):
         lengths = documents or (None, None, query.shape[1], key.shape[1])
         call = query, key, value, *lengths, self.rule.dropout, True, False
         if self.rule.dropout or _flash_without_dropout is None:
-            # The random state comes as two tensors, of which some versions of PyTorch leave one unused.
+            # The random state has two tensors, one of which some versions of PyTorch do not use.
             output, *statistics, _ = _flash(*call, **self._options)
         else:
             output = torch.empty_like(query)  # with the strides of the query
@@ -90,12 +89,12 @@ class FlashAttention4:
 
 
 def _turned(x: Tensor) -> Tensor:
-    """[n, b, h, d] to [b, n, h, d] and back; those of one sequence, [n, h, d], stay as they are."""
+    """[n, b, h, d] to [b, n, h, d] and back; [n, h, d], of one sequence, stays as it is."""
     return x.transpose(0, 1) if x.dim() == 4 else x
 
 
 def why_not(number: int) -> str | None:
-    """Why FlashAttention 3 or 4 cannot be used here, in words; None if it can."""
+    """Why FlashAttention 3 or 4 cannot be used here; None if it can."""
     module, gpus, capabilities, package = _VERSIONS[number]
     if torch.cuda.get_device_capability()[0] not in capabilities:
         return f"it is made for {gpus} GPUs"
@@ -103,6 +102,6 @@ def why_not(number: int) -> str | None:
         return "install a PyTorch that can switch to it, such as 2.13"
     try:
         import_module(module)
-    except Exception as error:  # whatever its compiler or its loader raises
+    except Exception as error:  # of any kind, from its compiler or its loader
         return f"install {package}; {module} cannot be imported ({error})"
     return None

@@ -1,21 +1,17 @@
-"""What a kernel of segment attention must provide."""
+"""The interface of kernels of segment attention."""
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..packed_documents import CumulativeLengths
-
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """How the queries of a layer weigh the keys that they see; a kernel is chosen for one rule and keeps it.
+    """How the queries of a layer weigh the keys that they see; each kernel follows one rule.
 
-    Scores are multiplied by `scale`. `dropout` is the probability with which a softmax weight is set to zero; the
-    others grow by 1 / (1 − dropout). A query sees at most `window` keys before its own token, all of them if that is
-    None.
+    Scores are multiplied by `scale`. A softmax weight is set to zero with the probability `dropout`; the others grow by
+    1 / (1 − dropout). A query sees at most `window` keys before its own token, all of them if it is None.
     """
 
     scale: float
@@ -24,7 +20,7 @@ class AttentionRule:
 
 
 class Saved(NamedTuple):
-    """What the backward of a call starts from, put together by the caller, which may keep keys and values elsewhere.
+    """The inputs of the backward of a call; the caller may have kept keys and values elsewhere.
 
     `statistics` are the kernel's own: the log-sum-exp of the scores, then the random state of the dropout.
     """
@@ -37,10 +33,7 @@ class Saved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the queries, of the last u ≥ n keys and values, and of the sink where there is one.
-
-    Keys and values before these have none.
-    """
+    """Gradients of the queries, of the last u ≥ n keys and values (earlier ones have none), and of a sink."""
 
     query: Tensor
     key: Tensor
@@ -66,17 +59,8 @@ class Kernel(Protocol):
 
 
 class DocumentKernel(Kernel):
-    """A kernel that can also do the documents of one sequence, which lie one after the other, in one call.
+    """A kernel that also computes all documents of one sequence, which lie one after the other, in one call.
 
-    Then query is [n, h, d], key [m, g, d], value [m, g, e] and output [n, h, e].
+    Forward and backward then get their `CumulativeLengths` as the last argument, `documents`. Query is [n, h, d], key
+    [m, g, d], value [m, g, e] and output [n, h, e].
     """
-
-    @abstractmethod
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """As every kernel does, or within each of the `documents`."""
-
-    @abstractmethod
-    def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
-        """As every kernel does, or within each of the `documents`."""

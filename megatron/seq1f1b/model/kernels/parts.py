@@ -1,4 +1,4 @@
-"""A kernel on parts of a segment: on the documents of packed sequences, or on some of the queries."""
+"""A kernel on parts of a segment: the documents of packed sequences, or some of the queries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from ..packed_documents import CumulativeLengths, Documents, pieces
 from ..segment import Segment
 from .interface import DocumentKernel, Gradients, Kernel, Saved
 
-# What selects tokens of a tensor [n, b, ...], and perhaps sequences.
+# Selects tokens of a tensor [n, b, ...], or tokens and sequences.
 Index = slice | tuple[slice, slice | int]
-# Queries and the keys that end with the last of them; for a kernel that does all documents at once also their lengths.
+# Queries, the keys that end with the last query, and the lengths of documents for a kernel that takes them.
 Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
 
 
@@ -22,9 +22,9 @@ def on_parts(
 ) -> Kernel:
     """`kernel` for some of the queries of a segment, [n, b, h, d], within its documents; None is a whole sequence.
 
-    The keys that it gets are those of the segment, and of a `window` before it or of all its prefix. Queries come one
-    run after the other; `runs` are where each starts and ends in the segment. Context-parallel ranks that share heads
-    have a part of the queries each.
+    The keys are those of the segment, and of a `window` before it or of its whole prefix. Queries come in `runs`, one
+    after the other, each with its start and end in the segment: context-parallel ranks that share heads have a part of
+    the queries each.
     """
     documents = None if segment is None else segment.documents
     if documents is None and len(runs) == 1:
@@ -49,8 +49,8 @@ def _calls(
     documents: Documents | None,
     device: torch.device | None,
 ) -> Iterator[Call]:
-    """One for every run. Within documents, one for every sequence of a run if the kernel does all documents of it at
-    once, whose lengths it reads on `device`; without a device, one for every document."""
+    """One call for every run. Within documents, one for every sequence of a run, with the lengths of its documents on
+    `device`; if that is None, one for every document."""
     done = 0
     for run_start, run_end in runs:
         first, last = start + run_start, start + run_end
@@ -72,7 +72,7 @@ def _calls(
 
 @dataclass(frozen=True)
 class InCalls:
-    """Runs `kernel` once for every call, of which no two have a query in common. A single call copies nothing."""
+    """Runs `kernel` once for every call; no two calls share a query. A single call copies nothing."""
 
     kernel: Kernel
     calls: tuple[Call, ...]
@@ -111,5 +111,5 @@ class InCalls:
 
 
 def _as_sequences(x: Tensor | None) -> Tensor | None:
-    """[n, h, d] of one sequence to [n, 1, h, d]; all else as it is."""
+    """[n, h, d] of one sequence to [n, 1, h, d]."""
     return x.unsqueeze(1) if x is not None and x.dim() == 3 else x

@@ -1,4 +1,4 @@
-"""Transformer Engine's fused attention, which is cuDNN's: what Megatron runs on by `--attention-backend fused`."""
+"""Transformer Engine's fused attention (cuDNN), which Megatron uses with `--attention-backend fused`."""
 
 from functools import cache
 from typing import Any
@@ -13,8 +13,8 @@ from .interface import AttentionRule, DocumentKernel, Gradients, Saved
 class TransformerEngineFused(DocumentKernel):
     """bf16 and fp16; head sizes that are multiples of 8; grouped KV heads; a window or packed documents, or dropout.
 
-    For Transformer Engine 2.20 and later. Tensors stay in Megatron's layout, sequence first, without a transposition.
-    Packed documents need a Hopper GPU or a later one.
+    For Transformer Engine 2.20 and later. Tensors stay in Megatron's layout, sequence first. Packed documents need a
+    Hopper GPU or a later one.
     """
 
     def __init__(self, rule: AttentionRule) -> None:
@@ -30,7 +30,7 @@ class TransformerEngineFused(DocumentKernel):
         if documents is not None and query.is_cuda and torch.cuda.get_device_capability()[0] < 9:
             raise ValueError(
                 "--attention-backend fused cannot keep packed documents apart on this GPU, since Transformer Engine "
-                "does so on Hopper and later only; use --attention-backend flash"
+                "needs Hopper or later for that; use --attention-backend flash"
             )
         tensors = {name: x.contiguous() for name, x in zip("qkv", (query, key, value), strict=True)}
         output, statistics, *_ = self._package.fused_attn_fwd(
@@ -53,14 +53,14 @@ class TransformerEngineFused(DocumentKernel):
         return Gradients(*grads[:3])
 
     def _common(self, query: Tensor, key: Tensor, documents: CumulativeLengths | None) -> dict[str, Any]:
-        """What forward and backward are given alike; the causal mask is aligned bottom-right."""
+        """Arguments of both forward and backward; the causal mask is aligned bottom-right."""
         if documents is None:
             layout, lengths, starts = "sbhd", (len(query), len(key)), (None, None)
             ends = [self._ends(length, query.shape[1], query.device) for length in lengths]
         else:  # one after the other in memory, too
             layout, ends = "thd", [documents.query_ends, documents.key_ends]
             starts = tuple(ends)
-            # Upper bounds, which cuDNN may make a plan for each of: few of them, whatever the documents.
+            # Upper bounds; powers of two, since cuDNN may make a plan for each.
             lengths = tuple(1 << (length - 1).bit_length() for length in (documents.most_queries, documents.most_keys))
         window = self._rule.window
         return {

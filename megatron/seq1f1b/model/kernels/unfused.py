@@ -1,4 +1,4 @@
-"""Attention as plain matrix products, for what no fused kernel serves: any device, type, head size, and dropout."""
+"""Attention as plain matrix products, for any device, type, head size and dropout."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,15 +8,14 @@ from torch import Tensor
 
 from .interface import AttentionRule, Gradients, Saved
 
-# Rows of a block within a window, unless the window is larger: fewer make the products small.
-_FEWEST_ROWS = 128
+_FEWEST_ROWS = 128  # of a block within a smaller window, so that products are not too small
 
 
 @dataclass(frozen=True)
 class Unfused:
-    """Works on blocks of queries, so that at most about `scores_at_once` scores are in memory; in at least fp32.
+    """Computes blocks of queries, with about `scores_at_once` scores in memory, in at least fp32.
 
-    Saved are the log-sum-exp and, with dropout, the state of the random generator, which the host has without waiting
+    It saves the log-sum-exp and, with dropout, the state of the random generator, which the host has without waiting
     for a GPU; the backward computes the weights and the masks again.
     """
 
@@ -42,7 +41,7 @@ class Unfused:
         query, key, value, _ = tensors
         q, k, v, o, grad = (_by_group(x, key.shape[2]) for x in (*tensors, grad_output))
         generator = torch.Generator(default_generator(query.device).device).set_state(*state) if state else None
-        # Σ weight · its gradient, over the keys of a query; dropout leaves this identity as it is.
+        # Σ weight · its gradient over the keys of a query, with dropout, too.
         expected = (o * grad).sum(-1, keepdim=True)
         grad_queries, grad_key, grad_value = [], torch.zeros_like(k), torch.zeros_like(v)
         for rows, keys in self._blocks(q, key.shape[0]):
@@ -58,11 +57,11 @@ class Unfused:
         return Gradients(*(_by_token(grad).to(query.dtype) for grad in grads))
 
     def _blocks(self, q: Tensor, num_keys: int) -> Iterator[tuple[slice, slice]]:
-        """Rows of queries, and the keys that they see, of one block after the other; the same for the same shapes."""
+        """The rows of queries of each block, and the keys that they see; equal for equal shapes."""
         batch, groups, heads, length, _ = q.shape
         window = num_keys if self.rule.window is None else self.rule.window
         rows = max(1, self.scores_at_once // (batch * groups * heads * min(num_keys, 2 * window + 1)))
-        # Longer blocks would compute scores that a window hides.
+        # Larger blocks would compute scores that a window hides.
         rows = min(rows, max(window, _FEWEST_ROWS))
         for first in range(0, length, rows):
             end = min(first + rows, length)
@@ -70,7 +69,7 @@ class Unfused:
             yield slice(first, end), slice(max(0, own + first - window), own + end)
 
     def _mask(self, weights: Tensor, generator: torch.Generator | None) -> Tensor | None:
-        """Of dropout, drawn block by block: 0 for what is dropped, 1 / (1 − dropout) for what stays."""
+        """The dropout of a block: 0 for dropped weights, 1 / (1 − dropout) for others."""
         if not self.rule.dropout:
             return None
         keep = 1.0 - self.rule.dropout
@@ -82,7 +81,7 @@ def _times(weights: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The one that kernels on `device` draw from."""
+    """The random generator of kernels on `device`."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
