@@ -1,8 +1,9 @@
-"""Model chunks of `--pipeline-placement v`, built by code of Megatron's that places chunks looped.
+"""Model chunks of `--pipeline-placement v`, built by Megatron's code for looped chunks.
 
-Megatron derives what a chunk is made of (its layers, the embedding, the loss) from its rank and its number there.
-Here a chunk that runs back is built as on the rank where a looped chunk would lie as deep. Its layers bear the numbers
-of their depth, by which checkpoints name them: those of V-shaped and of looped chunks are interchangeable.
+Megatron derives the contents of a chunk (its layers, the embedding, the loss) from its rank and its number there. A
+chunk that runs back is built as if on the rank that holds its depth in the looped placement. Its layers have the
+numbers of their depth, by which checkpoints name them, so checkpoints of V-shaped and of looped chunks are
+interchangeable.
 """
 
 from collections.abc import Callable
@@ -20,19 +21,19 @@ from .runtime.gradient_sync import tied_embeddings
 from .schedule import Placement
 
 _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
-# As it is while no chunk is built.
+# Megatron's own, which is replaced while a chunk is built.
 _pipeline_rank = parallel_state.get_pipeline_model_parallel_rank
 
 
 def depth_of(stage: int, num_ranks: int) -> Any:
-    """Stands for the pipeline group of a chunk that runs back: its rank is that of the looped chunk of its stage."""
+    """Replaces the pipeline group of a chunk that runs back: its rank is that of the looped chunk of its stage."""
     return SimpleNamespace(rank=lambda: stage % num_ranks, size=lambda: num_ranks)
 
 
 def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
-    """Megatron's process groups, for building the chunk of `stage`.
+    """Megatron's process groups to build the chunk of `stage`.
 
-    Megatron takes the groups of a step from those of the first chunk, which never runs back.
+    Megatron takes the groups of a step from the first chunk, which never runs back.
     """
     if placement.rank_of(stage) == stage % placement.num_ranks:
         return groups
@@ -42,8 +43,8 @@ def at_stage(placement: Placement, stage: int, groups: Any) -> Any:
 
 
 def building(placement: Placement, stage: int) -> PatchTable:
-    """What Megatron looks up besides its process groups while it builds the chunk of `stage`."""
-    reason = "a chunk that runs back lies as deep as the looped one of another rank"
+    """Besides process groups, Megatron looks these up while it builds the chunk of `stage`."""
+    reason = "a chunk that runs back is as deep as a looped one of another rank"
     return (
         Patch(_RANK, depth_of(stage, placement.num_ranks).rank, reason),
         wrapping(
@@ -57,7 +58,7 @@ def building(placement: Placement, stage: int) -> PatchTable:
 def in_forward_step(stage: int) -> ExitStack:
     """To be entered around a user's forward step: the rank is that of the looped chunk of `stage`.
 
-    Scripts ask Megatron for the rank, not for a chunk, to tell what a stage reads of a batch.
+    Scripts use the rank, not the chunk, to decide what a stage reads of a batch.
     """
     depth = depth_of(stage, parallel_state.get_pipeline_model_parallel_world_size())
     return patched((Patch(_RANK, depth.rank, "a script reads for a looped chunk"),))
@@ -66,12 +67,12 @@ def in_forward_step(stage: int) -> ExitStack:
 def _part_of_stage(
     stage: int, select: Callable, pattern: str, pipeline: Any, chunk: int, *rest: Any, **more: Any
 ) -> Any:
-    """In a pipeline of one rank, Megatron numbers parts of a pattern by depth."""
+    """Megatron numbers the parts of a pattern by depth if the pipeline has one rank."""
     return select(pattern, None, stage, *rest, **more)
 
 
 def patches() -> PatchTable:
-    """What makes Megatron's training loop build, feed and save V-shaped chunks."""
+    """Megatron's training loop builds, feeds and saves V-shaped chunks."""
     built, state = "builds looped chunks", "megatron.core.parallel_state"
     return (
         wrapping("megatron.training.models.dist_utils.build_virtual_pipeline_stages", _v_shaped, built),
@@ -96,10 +97,10 @@ def _placement() -> Placement:
 
 
 def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
-    """All chunks of a rank; the first argument of Megatron's functions that build them builds one."""
+    """All chunks of a rank; the first argument of Megatron's functions builds one."""
     chunks = build_chunks(partial(_build, build_one), *args, **options)
     weights = tied_embeddings(chunks)
-    if weights:  # start with the same values; Megatron ties those of two ranks, by an all-reduce
+    if weights:  # start with equal values; Megatron does that for two ranks, by an all-reduce
         embedding, copy_of_it = weights
         copy_of_it.data.copy_(embedding.data)
     return chunks

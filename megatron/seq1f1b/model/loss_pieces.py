@@ -1,13 +1,11 @@
 """The loss of a segment without its logits: computed in pieces of tokens, and again in the backward.
 
-The last stage runs all forwards of a micro-batch before its first backward. Kept logits take 4·s·b·V/t bytes there,
-however many segments there are: 64 GiB for a million tokens, a vocabulary of 128k and 8 tensor-parallel ranks. Here the
-stage keeps hidden states, 2·s·b·h/t bytes with sequence parallelism, and the backward repeats a product of 2·s·b·h·V/t
-FLOPs.
+The last stage runs all forwards of a micro-batch before its first backward. Logits take 4·s·b·V/t bytes there, whatever
+the number of segments: 64 GiB for a million tokens, a vocabulary of 128k and 8 tensor-parallel ranks. Instead the stage
+keeps hidden states, 2·s·b·h/t bytes with sequence parallelism, and the backward repeats a product of 2·s·b·h·V/t FLOPs.
 
-Megatron's own output layer and cross entropy compute each piece, so all their features stay, and the scale of a loss
-arrives in the backward. The weight gradient of a piece is computed with its input gradient, in I where backwards are
-split: in W it would take the logits once more.
+Megatron's own output layer and cross entropy compute each piece, so all their features stay. The weight gradient of a
+piece is computed with its input gradient, in I if backwards are split: in W it would need the logits once more.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,17 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ..patches import patched_on, wrapping
 
-# Logits of a piece: 256 MiB in fp32, and enough rows for a product at full speed.
-PIECE = 2**26
-# As many pieces, 2 GiB, are worth the time: of a small model the repeated product can be a tenth of the last stage's.
-WORTH = 8
+PIECE = 2**26  # logits: 256 MiB in fp32, and enough rows for a product at full speed
+WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage
 
 
 def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, piece: int | None = PIECE) -> None:
-    """Let the model chunks with an output layer compute their losses in pieces of `piece` logits; None keeps them all.
+    """Make model chunks with an output layer compute their losses in pieces of `piece` logits; None keeps all logits.
 
-    `num_tokens` are those of a micro-batch on this context-parallel rank, s·b. At most `WORTH` pieces are kept in any
-    case. The latest call wins.
+    `num_tokens` are those of a micro-batch on this context-parallel rank, s·b. Up to `WORTH` pieces of logits are kept
+    in any case. The latest call wins.
     """
     for model in map(unwrap_model, chunks):
         layer = getattr(model, "output_layer", None)
@@ -47,16 +43,16 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
 
 
 def keeps_logits(layer: torch.nn.Module) -> bool:
-    """Whether a linear layer returns all of its output; an output layer that computes it in pieces does not."""
+    """False for an output layer that computes its logits in pieces."""
     return getattr(layer, "logits_of_piece", None) is None
 
 
 class Logits:
-    """Logits [n, b, V/t] that are not there. The loss and the largest of each token are computed in pieces; whatever
-    else reads logits gets them whole.
+    """Logits [n, b, V/t] that are computed when needed: in pieces for the loss and the largest of each token, else
+    whole.
 
-    `of(hidden)` computes those of hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks. A piece
-    has `length` tokens of each run.
+    `of(hidden)` computes the logits of hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks. A
+    piece has `length` tokens of each run.
     """
 
     def __init__(self, of: Callable[[Tensor], Tensor], hidden: Tensor, layer: ColumnParallelLinear) -> None:
@@ -68,7 +64,7 @@ class Logits:
         self._layer = layer
 
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """`loss(labels, logits)` [b, n] of labels [b, n]; its backward computes the logits again."""
+        """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
 
         def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
             return loss(labels, self.of(hidden))
@@ -82,7 +78,7 @@ class Logits:
         return self._joined(losses, dim=1)
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
-        """The largest logit of each token and its index [n, b], as Megatron reads them from logits to predict from."""
+        """The largest logit of each token and its index [n, b], from which Megatron counts correct predictions."""
         found = [self.of(hidden).max(dim=dim) for hidden in self.hidden.split(self.length)]
         values, indices = (self._joined(each, dim=0) for each in zip(*found, strict=True))
         return values, indices
@@ -91,7 +87,7 @@ class Logits:
         return self.shape[dim]
 
     def __mul__(self, factor: Any) -> "Logits":
-        """As the maximal update parametrization scales them (arXiv 2203.03466)."""
+        """The maximal update parametrization scales logits (arXiv 2203.03466)."""
         return Logits(lambda hidden: self.of(hidden) * factor, self.hidden, self._layer)
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +100,7 @@ class Logits:
         return func(*(each.of(each.hidden) if isinstance(each, Logits) else each for each in args), **(kwargs or {}))
 
     def _joined(self, pieces: Iterable[Tensor], dim: int) -> Tensor:
-        """What pieces have of each token along `dim`, in the order of the sequence."""
+        """Pieces joined along the tokens in `dim`, in the order of the sequence."""
         return torch.cat([each.unflatten(dim, (self.num_runs, -1)) for each in pieces], dim + 1).flatten(dim, dim + 1)
 
 
@@ -112,12 +108,10 @@ _LOSS = "megatron.core.models.common.language_module.language_module.LanguageMod
 
 
 def _logits(layer: ColumnParallelLinear, forward: Callable, hidden: Tensor, *args: Any, **options: Any) -> tuple:
-    """The forward of an output layer."""
     if keeps_logits(layer) or options.get("runtime_gather_output"):
         return forward(hidden, *args, **options)
     return Logits(lambda part: forward(part, *args, **options)[0], hidden, layer), None
 
 
 def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], labels: Tensor, logits: Any) -> Tensor:
-    """The loss of a model."""
     return logits.loss(labels, loss) if isinstance(logits, Logits) else loss(labels, logits)

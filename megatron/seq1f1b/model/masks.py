@@ -1,4 +1,4 @@
-"""Attention masks of a batch: whether they hide what segments of a sequence hide by themselves."""
+"""Comparison of attention masks with the attention of segments."""
 
 import torch
 from torch import Tensor
@@ -9,16 +9,16 @@ _ROWS_AT_ONCE = 1024
 
 
 class MaskCheck:
-    """Compares masks with causal attention, without waiting for a GPU: what is found there is read by `settle`."""
+    """Compares masks with causal attention; `settle` reads the results of a GPU, so that nothing waits before."""
 
     def __init__(self) -> None:
         self._doubts: list[tuple[Tensor, str]] = []
 
     def require_causal(self, mask: Tensor, where: str, may_be_inverted: bool = False) -> None:
-        """Raise ValueError unless `mask`, booleans [..., s, s], hides exactly the tokens after each.
+        """Raise ValueError unless `mask`, booleans [..., s, s], hides from each token exactly those after it.
 
-        `may_be_inverted`: a mask that shows what others hide will do, too. `where` names the mask in the error, which
-        comes from `settle` if the mask is on a GPU.
+        `may_be_inverted` also accepts a mask that shows exactly those. `where` names the mask in the error, which
+        `settle` raises if the mask is on a GPU.
         """
         if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
             raise ValueError(_sentence(f"{where} {list(mask.shape)}"))
@@ -32,21 +32,20 @@ class MaskCheck:
             raise ValueError(_sentence(where))
 
     def settle(self) -> None:
-        """Raise ValueError for a mask on a GPU that was not causal; waits for the GPU if there were any."""
+        """Raise ValueError for a mask on a GPU that is not causal; waits for the GPU if there were any."""
         doubts, self._doubts = self._doubts, []
         if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
             raise ValueError(_sentence(next(where for doubt, where in doubts if doubt)))
 
     def clear(self) -> None:
-        """Forget what was not read, after a step that failed."""
+        """Forget unread results, after a step that failed."""
         self._doubts = []
 
 
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
-    """Whether `mask` [b, s, s] is another than that of causal attention, which hides from a token those after it.
+    """Whether `mask` [b, s, s] differs from causal attention, which hides later tokens: a boolean on its device.
 
-    With `document` [b, s], the number of each token's document, it hides all other documents too. A boolean on the
-    device of the mask.
+    With `document` [b, s], the number of each token's document, other documents are to be hidden, too.
     """
     found = torch.zeros((), dtype=torch.bool, device=mask.device)
     for first in range(0, mask.shape[-1], _ROWS_AT_ONCE):
@@ -60,6 +59,6 @@ def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
 
 def _sentence(where: str) -> str:
     return (
-        f"{where} is not plain causal attention, which is what segments of a sequence compute; {KEEP_APART}, or drop "
-        "--sequence-splits"
+        f"{where} is not plain causal attention, and segments of a sequence compute nothing else; {KEEP_APART}, or "
+        "drop --sequence-splits"
     )

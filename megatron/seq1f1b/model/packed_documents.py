@@ -1,4 +1,4 @@
-"""Documents that share a sequence, and the pieces that a segment has of them."""
+"""Documents packed into a sequence, and their pieces in a segment."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,16 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# For each sequence of a micro-batch the positions of the tokens that documents start with, in order, the first of
-# them 0.
+# For each sequence of a micro-batch, the positions where documents start, in order from 0.
 Documents = tuple[tuple[int, ...], ...]
 
 
 class Piece(NamedTuple):
-    """What a segment has of one document: its tokens `start` to `end`, which see the keys from `first_key` on.
+    """The tokens `start` to `end` of one document in a segment, which see the keys from `first_key` on.
 
-    All are positions in the sequence. The pieces of a segment follow one another without a gap; only the first can
-    begin later than its document.
+    All are positions in the sequence. The pieces of a segment have no gaps; only the first may begin later than its
+    document.
     """
 
     first_key: int
@@ -26,9 +25,9 @@ class Piece(NamedTuple):
 
 
 def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) -> list[Piece]:
-    """The documents of one sequence, which begin at `starts`, in the segment of its tokens `start` to `end`.
+    """The pieces of documents that begin at `starts`, in the segment of the tokens `start` to `end`.
 
-    A document that has begun by `first_token`, before which no keys are seen, begins there.
+    No keys are seen before `first_token`, so a document that begins earlier begins there.
     """
     first = bisect_right(starts, start) - 1
     last = bisect_right(starts, end - 1)
@@ -37,10 +36,10 @@ def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) ->
 
 
 class CumulativeLengths(NamedTuple):
-    """Documents one after the other: where the queries and the keys of each end, and the length of the longest.
+    """Documents one after the other: the ends of the queries and keys of each, and the most that a document has.
 
     `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last of
-    the tokens that its keys span.
+    the tokens of its keys.
     """
 
     query_ends: Tensor
@@ -53,6 +52,6 @@ class CumulativeLengths(NamedTuple):
         queries = [piece.end - piece.start for piece in found]
         keys = [piece.end - piece.first_key for piece in found]
         ends = torch.tensor([[0, *accumulate(queries)], [0, *accumulate(keys)]], dtype=torch.int32)
-        if device.type == "cuda":  # from pinned memory the host need not wait for the copy
+        if device.type == "cuda":  # the host does not wait for a copy from pinned memory
             ends = ends.pin_memory().to(device, non_blocking=True)
         return cls(ends[0], ends[1], max(queries), max(keys))

@@ -1,10 +1,10 @@
-"""Recurrent layers cut into segments: gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
+"""Recurrent layers by segments: gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
 
-A segment starts from the state that the segment before left, and its backward passes the gradient of that state back
-to it. The state is that of the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last columns before the
-convolution. A layer provides one function, from its input and a state to its output and the next state. The kernels are
-those that Megatron's layers were built with: flash-linear-attention's, mamba-ssm's and causal-conv1d's on GPUs, plain
-PyTorch on CPUs and for delta nets in deterministic mode.
+A segment starts from the state after the segment before it, and its backward gives the gradient of that state back. The
+state is that of the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last columns before the convolution.
+A layer provides one function, from its input and a state to its output and the next state. Kernels are those of
+Megatron's layers: flash-linear-attention, mamba-ssm and causal-conv1d on GPUs, plain PyTorch on CPUs and for delta nets
+in deterministic mode.
 """
 
 from collections.abc import Callable
@@ -25,16 +25,16 @@ from .segment import Segment, SegmentContext
 
 # Tensors [b, ...] for b sequences.
 State = tuple[Tensor, ...]
-# From an input [n, b, ...] and the state before it, None at the start of a sequence, to the output [n, b, ...] and the
-# state after it.
+# From an input [n, b, ...] and the state before it, None at the start of a sequence, to output [n, b, ...] and next
+# state.
 Recurrence = Callable[[Tensor, State | None], tuple[Tensor, State]]
 
 
 def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, inputs: Tensor) -> Tensor:
     """The output [n, b, ...] of `recurrence` for the running segment's inputs [n, b, ...].
 
-    Each document of a packed sequence starts without a state. The state after a segment is a leaf of the graph of the
-    next one; it lives from the forward of the segment that leaves it to the backward of that segment.
+    Each document of a packed sequence starts without a state. The state after a segment is a leaf in the graph of the
+    next one, and lives from the forward of the segment to its backward.
     """
     segment = context.segment
     assert segment is not None, "outside segments a layer runs by itself"
@@ -51,13 +51,13 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
 
 
 class _Leave(torch.autograd.Function):
-    """Returns the output unchanged; the state goes to `states`, and its gradient comes from there."""
+    """Returns the output unchanged, puts the state into `states`, and takes its gradient from there."""
 
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, segment: Segment, states: dict[int, State], release: Callable, *state: Tensor
     ) -> Tensor:
-        # Recomputation runs a forward twice, and leaves the state that the next segment's graph has.
+        # A repeated forward leaves the first state, which is in the next segment's graph.
         states.setdefault(segment.index, tuple(x.detach().requires_grad_() for x in state))
         ctx.segment, ctx.states, ctx.release = segment, states, release
         return output.view_as(output)
@@ -74,7 +74,7 @@ class _Leave(torch.autograd.Function):
 def _within_documents(
     recurrence: Recurrence, inputs: Tensor, state: State | None, segment: Segment
 ) -> tuple[Tensor, State]:
-    """Output and state after a segment; documents that end inside it pass nothing on."""
+    """The output and the state after a segment; documents that end in it pass nothing on."""
     if segment.documents is None:
         return recurrence(inputs, state)
     outputs, states = [], []
@@ -95,10 +95,10 @@ def _within_documents(
 def causal_convolution(
     convolve: Callable[[Tensor], Tensor], x: Tensor, before: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution over `width` tokens of x [b, n, d] after the columns [b, width − 1, d] before it.
+    """A causal convolution over `width` tokens of x [b, n, d] and the columns [b, width − 1, d] before it; None are
+    zeros.
 
-    `convolve` pads with zeros in front, as convolutions of whole sequences do; so does None for `before`. Also returns
-    the last columns, which the next segment starts from.
+    `convolve` pads with zeros in front. Also returns the last columns, from which the next segment starts.
     """
     if before is None:
         before = x.new_zeros(x.shape[0], width - 1, x.shape[2])
@@ -115,7 +115,7 @@ def _delta_net(
         return of_whole_sequences(hidden_states, *args, **kwargs)
     projected, _ = layer.in_proj(hidden_states)
     group = layer.pg_collection.cp
-    if group.size() > 1:  # with this rank's part of every kind of head, of all tokens of the segment
+    if group.size() > 1:  # all tokens of the segment, with this rank's part of every kind of head
         sizes = layer.in_proj_split_sections
         heads = gdn._build_head_perm_for_split_sections(sizes, group.size(), projected.device)
         projected = projected.index_select(-1, heads)
@@ -166,7 +166,7 @@ def _delta_net_convolution(layer: GatedDeltaNet, x: Tensor) -> Tensor:
 def _mamba(
     mixer: MambaMixer, of_whole_sequences: Callable[..., Tensor], projected: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Megatron's fused training path takes no state, so the convolution and the scan are called apart."""
+    """Megatron's fused training path takes no state, so convolution and scan are called separately."""
     segment = mixer.segment_context.segment
     if segment is None or segment.is_whole_sequence and segment.documents is None:
         return of_whole_sequences(projected, *args, **kwargs)
@@ -178,7 +178,7 @@ def _mamba(
     return mixer.norm(output, mixer.cp.post_conv_ssm(gate))
 
 
-# Megatron's methods from the input projection to the input of the output projection, with and without its fused path.
+# Megatron's methods between the input and the output projection, with and without its fused path.
 MAMBA_FOLLOWS = tuple(
     wrapping(f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}", _mamba, _REASON)
     for method in ("_ssm_training", "_ssm_prefill")
@@ -186,8 +186,8 @@ MAMBA_FOLLOWS = tuple(
 
 
 def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
-    """From the input projection [n, b, ...] to the output of the scan [n, b, h·p]; with context parallelism, of all
-    tokens of a segment with this rank's heads, between Megatron's two exchanges."""
+    """From the input projection [n, b, ...] to the output of the scan [n, b, h·p]; with context parallelism between
+    Megatron's two exchanges, for all tokens of a segment with this rank's heads."""
     columns, memory = state or (None, None)
     own = mixer.cp
     width, groups = own.d_inner_local_tpcp, own.ngroups_local_tpcp * mixer.d_state

@@ -1,4 +1,4 @@
-"""Which unit is running, kept in one object that the executor shares with the modules of its model chunks."""
+"""The running segment, in one object that the executor shares with the modules of its model chunks."""
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ from .packed_documents import Documents
 class Segment:
     """Tokens `start` to `end` of every sequence of `microbatch`, number `index` of its segments.
 
-    Where sequences are packed, `documents` holds the starts of those of the whole micro-batch. Its attention
-    layers keep in `calls` what is the same for all of them.
+    `documents` are those of the whole micro-batch if sequences are packed. `calls` are kernel calls that all attention
+    layers share.
     """
 
     microbatch: int
@@ -46,7 +46,7 @@ class Segment:
         return self.is_first and self.is_last
 
     def shared(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """A constant of this segment that model chunks share, made once for as long as a backward needs it."""
+        """A constant of this segment, shared by model chunks while a backward needs it."""
         found = self._shared[name]() if name in self._shared else None
         if found is None:
             found = make()
@@ -55,18 +55,17 @@ class Segment:
 
 
 class SegmentContext:
-    """The running segment, and what layers keep of the micro-batches in flight, keys and values above all.
+    """The running segment, and the caches of layers for the micro-batches in flight.
 
-    It is set around the forward and around the backward of a unit: activation recomputation runs a forward inside the
+    It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
     backward. Between units there is no running segment, and modules treat their input as whole sequences.
     """
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.keeps_for_backward = True
-        # Whether weight gradients are computed apart, from inputs and output gradients that are kept until then.
-        self.splits_backwards = False
-        # Of first forwards, where layers are recomputed all but their attention.
+        self.splits_backwards = False  # then inputs and output gradients are kept for the weight gradients
+        # The results of first forwards, if recomputation keeps attention.
         self.kept_attention: dict[Hashable, Any] | None = None
         self.masks = MaskCheck()
         self._checked_mask: Tensor | None = None
@@ -74,7 +73,7 @@ class SegmentContext:
 
     @contextmanager
     def running(self, segment: Segment, keeps_for_backward: bool) -> Iterator[None]:
-        """Everything inside belongs to `segment`; without `keeps_for_backward` no backward will follow (evaluation)."""
+        """Inside, `segment` runs; no backward follows (evaluation) unless `keeps_for_backward`."""
         self.segment, self.keeps_for_backward, self._checked_mask = segment, keeps_for_backward, None
         try:
             yield
@@ -82,28 +81,27 @@ class SegmentContext:
             self.segment = self._checked_mask = None
 
     def check_mask(self, mask: Tensor) -> None:
-        """Raise ValueError unless the mask that a layer of the running segment got is causal; once for all layers."""
+        """Raise ValueError unless the mask of the running segment is causal; compared once for all layers."""
         if mask is not self._checked_mask:
             self._checked_mask = mask
             self.masks.require_causal(mask, f"the attention mask of micro-batch {self.segment.microbatch}")
 
     def cache(self, layer: Any, make: Callable[[], Any]) -> Any:
-        """What `layer` keeps of the running micro-batch from segment to segment, made at the first."""
+        """The cache of `layer` for the running micro-batch, made at its first segment."""
         key = (layer, self.segment.microbatch)
         if key not in self._caches:
             self._caches[key] = make()
         return self._caches[key]
 
     def find(self, layer: Any) -> Any | None:
-        """What `layer` keeps of the running micro-batch, if it does."""
+        """The cache of `layer` for the running micro-batch, if there is one."""
         return self._caches.get((layer, self.segment.microbatch))
 
     def release(self, layer: Any, microbatch: int) -> None:
-        """Forget what `layer` keeps of `microbatch`."""
         del self._caches[layer, microbatch]
 
     def kept(self) -> list[Any]:
-        """All that layers keep now, of all micro-batches in flight."""
+        """The caches of all layers and micro-batches in flight."""
         return list(self._caches.values())
 
     def clear(self) -> None:
@@ -114,6 +112,5 @@ class SegmentContext:
             self.kept_attention.clear()
 
     def assert_empty(self) -> None:
-        """No keys, values or gradients outlive a step."""
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
         assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"
