@@ -27,10 +27,10 @@ class HeadExchange:
     for n tokens of b sequences, with h query and g KV heads of size d and e bytes an element.
     """
 
-    def __init__(self, group: dist.ProcessGroup, row_size: int | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, row_size: int) -> None:
         self._group = group
         self._size = group.size()
-        self._row_size = row_size or self._size
+        self._row_size = row_size
         assert self._size % self._row_size == 0, f"{self._size} ranks in rows of {self._row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

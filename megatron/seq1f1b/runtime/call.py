@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection, get_tensor_shapes
+from megatron.core.pipeline_parallel.schedules import _build_default_pg_collection
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
@@ -58,17 +58,6 @@ class Call:
     @property
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
-
-    def message_shape(self, length: int, decoder_seq_length: int | None = None) -> tuple[int, ...]:
-        """The shape of the activations of `length` tokens between two stages."""
-        return get_tensor_shapes(
-            seq_length=length,
-            micro_batch_size=self.micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=self.config,
-            tp_group=self.groups.tp,
-            cp_group=self.groups.cp,
-        )[0]
 
     @property
     def finalizes(self) -> bool:

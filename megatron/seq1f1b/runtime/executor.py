@@ -187,7 +187,7 @@ class PipelineExecutor:
             )
             Interpreter(step, services).run(program)
             sync.close()
-            losses.make_up_checks()
+            losses.checks.make_up()
             self._context.masks.settle()
             if call.finalizes:
                 num_tokens = None

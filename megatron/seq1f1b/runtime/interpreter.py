@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.schedules import (
     check_first_val_step,
     deallocate_output_tensor,
     forward_step,
+    get_tensor_shapes,
 )
 from torch import Tensor
 from torch.profiler import record_function
@@ -50,10 +51,18 @@ class Step:
 
     def message_shape(self, length: int, stage: int) -> tuple[int, ...]:
         """The shape of the activations of `length` tokens that `stage` sends, and of their gradients."""
+        call = self.call
         # Megatron's interleaved schedules ignore the length of the decoder's sequences, too.
-        is_plain = len(self.call.chunks) == self.shape.num_segments == 1
-        rows, *sizes = self.call.message_shape(length, self.call.decoder_seq_length if is_plain else None)
-        return (rows * rows_per_token(self.call.config, self.placement, stage), *sizes)
+        is_plain = len(call.chunks) == self.shape.num_segments == 1
+        [(rows, *sizes)] = get_tensor_shapes(
+            seq_length=length,
+            micro_batch_size=call.micro_batch_size,
+            decoder_seq_length=call.decoder_seq_length if is_plain else None,
+            config=call.config,
+            tp_group=call.groups.tp,
+            cp_group=call.groups.cp,
+        )
+        return (rows * rows_per_token(call.config, self.placement, stage), *sizes)
 
 
 @dataclass(frozen=True)

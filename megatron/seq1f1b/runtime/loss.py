@@ -31,7 +31,7 @@ class LossLedger:
         self._context_parallel = context_parallel
         self._num_shares = 1 if context_parallel is None else context_parallel.size()
         self._of_micro_batches: dict[int, Tensor] = {}
-        self._checks = LossChecks()
+        self.checks = LossChecks()
         self._num_tokens: dict[int, list[Tensor]] = defaultdict(list)
         self._reports: dict[int, list[Any]] = defaultdict(list)
         # The loss of each part of a micro-batch, as its function returned it, and the entries of reports that share its
@@ -55,7 +55,7 @@ class LossLedger:
         return observed
 
     def _loss(self, loss_func: Callable, segment: Segment, output: Any, **kwargs: Any) -> Any:
-        with self._checks.of(segment):
+        with self.checks.of(segment):
             result = loss_func(output, **kwargs)
         if kwargs.get("non_loss_data"):
             self._are_outputs = True
@@ -90,10 +90,6 @@ class LossLedger:
 
     def _is_whole(self, segment: Segment) -> bool:
         return segment.is_whole_sequence and self._num_shares == 1
-
-    def make_up_checks(self) -> None:
-        """Run Megatron's checks of the losses, which wait for the GPU; to be called when the whole step is issued."""
-        self._checks.make_up()
 
     def total_num_tokens(self, device: torch.device) -> Tensor:
         """Unmasked tokens of all micro-batches; zero where no loss is computed."""

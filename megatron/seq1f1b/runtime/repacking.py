@@ -20,7 +20,7 @@ from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator
 from .interpreter import Step
-from .segmentation import Packing, Segmentation, document_starts
+from .segmentation import Packing, Segmentation, document_starts, reads_data, send_to_all_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -172,17 +172,12 @@ def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
 
 
 def _of_all_replicas(call: Call, placement: Placement, lengths: list[int]) -> list[list[int]]:
-    """The lengths of the sequences that each replica has read, on all ranks.
-
-    The first tensor-parallel rank of the first stage reads them.
-    """
-    source, pipeline, tensor, replicas = placement.rank_of(0), call.pipeline, call.groups.tp, call.groups.dp
+    """The lengths of the sequences that each replica has read, on all ranks."""
+    replicas = call.groups.dp
     gathered: list[Any] = [None] * replicas.size()
-    if pipeline.rank() == source and tensor.rank() == 0:
+    if reads_data(call, placement):
         dist.all_gather_object(gathered, lengths, group=replicas)
-    if tensor.rank() == 0:
-        dist.broadcast_object_list(gathered, dist.get_global_rank(pipeline, source), group=pipeline)
-    dist.broadcast_object_list(gathered, dist.get_global_rank(tensor, 0), group=tensor)
+    send_to_all_ranks(call, placement, gathered)
     return gathered
 
 

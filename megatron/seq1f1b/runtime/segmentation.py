@@ -6,10 +6,8 @@ The rank that reads the data finds the starts of documents and sends them to all
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -142,22 +140,28 @@ def documents_of_step(
 ) -> list[Documents]:
     """The documents of every micro-batch of a step, on all ranks of a model.
 
-    The first tensor-parallel rank of the first stage reads the `batches` of its chunk ahead. It broadcasts one bit a
-    token to the other stages, and from there it goes to the other tensor-parallel ranks.
+    The first tensor-parallel rank of the first stage reads the `batches` of its chunk ahead.
     """
-    shape = call.num_microbatches, call.micro_batch_size, call.seq_length
-    source, pipeline, tensor = placement.rank_of(0), call.pipeline, call.groups.tp
-    bits = torch.empty(-(-prod(shape) // 8), dtype=torch.uint8)
-    if pipeline.rank() == source and tensor.rank() == 0:
-        read = batches[placement.chunk_of(0)].read_ahead(call.num_microbatches)
-        starts = torch.stack([document_starts(batch, shape[1:], end_of_document) for batch in read])
-        bits = torch.from_numpy(np.packbits(starts.numpy()))
-    bits = bits if dist.get_backend(pipeline) == "gloo" else bits.to(call.device)
+    documents: list[Documents] = [()] * call.num_microbatches
+    if reads_data(call, placement):
+        for number, batch in enumerate(batches[placement.chunk_of(0)].read_ahead(call.num_microbatches)):
+            starts = document_starts(batch, (call.micro_batch_size, call.seq_length), end_of_document)
+            documents[number] = tuple(tuple(row.nonzero().view(-1).tolist()) for row in starts)
+    send_to_all_ranks(call, placement, documents)
+    return documents
+
+
+def reads_data(call: Call, placement: Placement) -> bool:
+    """Whether this is the first tensor-parallel rank of the first stage."""
+    return call.pipeline.rank() == placement.rank_of(0) and call.groups.tp.rank() == 0
+
+
+def send_to_all_ranks(call: Call, placement: Placement, objects: list) -> None:
+    """Replace `objects` on all ranks of a model by those of the rank that reads data."""
+    pipeline, tensor = call.pipeline, call.groups.tp
     if tensor.rank() == 0:
-        dist.broadcast(bits, dist.get_global_rank(pipeline, source), group=pipeline)
-    dist.broadcast(bits, dist.get_global_rank(tensor, 0), group=tensor)
-    starts = np.unpackbits(bits.cpu().numpy(), count=prod(shape)).reshape(shape)
-    return [tuple(tuple(np.flatnonzero(row).tolist()) for row in batch) for batch in starts]
+        dist.broadcast_object_list(objects, dist.get_global_rank(pipeline, placement.rank_of(0)), group=pipeline)
+    dist.broadcast_object_list(objects, dist.get_global_rank(tensor, 0), group=tensor)
 
 
 def _check(entry: Tensor, shape: tuple[int, ...], name: str) -> None:

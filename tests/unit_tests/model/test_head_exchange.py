@@ -17,7 +17,7 @@ TOKENS, SEQUENCES, SIZE = 24, 2, 3
 class Ranks:
     """Takes the place of Megatron's all_to_all, and counts the bytes that a rank sends to others."""
 
-    def __init__(self, size: int, row_size: int | None = None) -> None:
+    def __init__(self, size: int, row_size: int) -> None:
         self.size, self.row_size = size, row_size
         self.barrier, self.sent, self.bytes = Barrier(size), [None] * size, [0] * size
 
@@ -82,7 +82,7 @@ def test_a_rank_receives_its_heads_and_queries_and_returns_them(monkeypatch, siz
 
 
 def test_a_rank_has_the_sinks_of_its_heads():
-    assert [part.tolist() for part in Ranks(2).run(lambda exchange, _: exchange.own_heads(torch.arange(4)))] == [
+    assert [part.tolist() for part in Ranks(2, 2).run(lambda exchange, _: exchange.own_heads(torch.arange(4)))] == [
         [0, 1],
         [2, 3],
     ]
