@@ -39,16 +39,15 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
             chunk.register_forward_pre_hook(_without_packed_format, with_kwargs=True)
         chunk.segment_context = context
         keep_latents(chunk)
+        followers = [module for module in chunk.modules() if isinstance(module, _FOLLOWERS)]
+        patched_on((each for each in followers if not hasattr(each, "segment_context")), _FOLLOWS)
+        for module in followers:
+            module.segment_context = context
         for path, module in chunk.named_modules():
             if isinstance(module, SegmentAttention):
                 module.context = context
             if isinstance(module, RotaryEmbedding):
                 module.path_in_chunk = path
-            for kind, follows in _FOLLOWERS:
-                if isinstance(module, kind):
-                    if not hasattr(module, "segment_context"):
-                        patched_on([module], follows)
-                    module.segment_context = context
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -185,22 +184,18 @@ def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int,
     return cos[segment.start :], sin[segment.start :]
 
 
+# Other modules that depend on the running segment, and their patches.
+_FOLLOWERS = RotaryEmbedding, TopKRouter, GatedDeltaNet, MambaMixer
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
-_POSITIONS = (
+_FOLLOWS = (
+    *experts.FOLLOWS,
+    *recurrent_layers.FOLLOWS,
     wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
     wrapping(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
         _from_segment_start,
         "takes no offset, and begins at 0",
     ),
-)
-
-# Other modules that depend on the running segment, with their patches.
-_FOLLOWERS = (
-    (RotaryEmbedding, _POSITIONS),
-    (TopKRouter, experts.FOLLOWS),
-    (GatedDeltaNet, recurrent_layers.DELTA_NET_FOLLOWS),
-    (MambaMixer, recurrent_layers.MAMBA_FOLLOWS),
 )
 
 

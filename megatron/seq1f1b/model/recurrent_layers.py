@@ -124,10 +124,6 @@ def _delta_net(
     return layer.out_proj(common.tensor_a2a_hp2cp(output, seq_dim=0, head_dim=-1, cp_group=group))
 
 
-_REASON = "starts every segment without a state"
-DELTA_NET_FOLLOWS = (wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),)
-
-
 def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
     """From the input projection [n, b, ...] to the normalised output of the rule [n, b, h·d_v]."""
     columns, memory = state or (None, None)
@@ -178,10 +174,12 @@ def _mamba(
     return mixer.norm(output, mixer.cp.post_conv_ssm(gate))
 
 
-# Megatron's methods between the input and the output projection, with and without its fused path.
-MAMBA_FOLLOWS = tuple(
-    wrapping(f"megatron.core.ssm.mamba_mixer.MambaMixer.{method}", _mamba, _REASON)
-    for method in ("_ssm_training", "_ssm_prefill")
+_REASON = "starts every segment without a state"
+FOLLOWS = (
+    wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),
+    # Between the input and the output projection, with and without Megatron's fused path.
+    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_training", _mamba, _REASON),
+    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_prefill", _mamba, _REASON),
 )
 
 

@@ -59,17 +59,6 @@ class Call:
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
 
-    @property
-    def finalizes(self) -> bool:
-        return self.config.finalize_model_grads_func is not None and not self.forward_only
-
-    def finalize(self, num_tokens: torch.Tensor | None) -> None:
-        """Run Megatron's end of a training step, which reduces the gradients that are left and scales them per
-        token."""
-        self.config.finalize_model_grads_func(
-            self.chunks, num_tokens, pg_collection=self.groups, force_all_reduce=self.force_all_reduce
-        )
-
 
 def _check_messages(config: Any, p2p_communicator: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
     if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:

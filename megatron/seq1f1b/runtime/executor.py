@@ -189,20 +189,22 @@ class PipelineExecutor:
             sync.close()
             losses.checks.make_up()
             self._context.masks.settle()
-            if call.finalizes:
+            if call.config.finalize_model_grads_func is not None and not call.forward_only:
                 num_tokens = None
                 if call.config.calculate_per_token_loss:
                     num_tokens = losses.total_num_tokens(call.device)
                     _take_from_last_stage(num_tokens, shape.placement, call.pipeline)
-                call.finalize(num_tokens)
+                call.config.finalize_model_grads_func(
+                    call.chunks, num_tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
+                )
                 add_up_tied_embeddings(call.chunks)
         reports = losses.reports()
-        return self._on_last_rank(reports, shape.placement, call.pipeline) if self._reports_on_last_rank else reports
+        return self._on_last_rank(reports, shape.placement, call) if self._reports_on_last_rank else reports
 
-    def _on_last_rank(self, reports: list[Any], placement: Placement, pipeline: dist.ProcessGroup) -> list[Any]:
+    def _on_last_rank(self, reports: list[Any], placement: Placement, call: Call) -> list[Any]:
         """The reports, sent to the last rank, where Megatron's training loop reads them. Other ranks do not wait."""
         source, last = placement.rank_of(placement.num_stages - 1), placement.num_ranks - 1
-        ranks = dist.get_process_group_ranks(pipeline)
+        pipeline, ranks = call.pipeline, dist.get_process_group_ranks(call.pipeline)
         if source == last or pipeline.rank() not in (source, last):
             return reports
         if pipeline.rank() == source:
@@ -210,8 +212,7 @@ class PipelineExecutor:
             return reports
         received = [reports]
         dist.recv_object_list(received, ranks[source], group=pipeline)
-        device = torch.device(torch.cuda.current_device())
-        return tree_map_only(torch.Tensor, lambda report: report.to(device), received[0])
+        return tree_map_only(torch.Tensor, lambda report: report.to(call.device), received[0])
 
     def _communicator(self, call: Call, placement: Placement) -> Communicator:
         key = call.pipeline, placement
