@@ -6,7 +6,6 @@ import torch
 
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved, WithSink, on_parts
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from megatron.seq1f1b.model.packed_documents import Piece, pieces
 from megatron.seq1f1b.model.segment import Segment
 from support.segments import attention, expected, inputs, run, segments_of, worst_error
 
@@ -19,20 +18,6 @@ PACKED = {
     "every token": (tuple(range(LENGTH)), (0,)),
 }
 CUTS = {1: (), 2: (24,), 3: (12, 36), 4: (12, 24, 36), 7: (3, 11, 12, 25, 40, 47)}
-
-
-@pytest.mark.parametrize(
-    "start, end, expected",
-    [
-        (0, 4, [Piece(0, 0, 4)]),
-        (4, 8, [Piece(0, 4, 5), Piece(5, 5, 8)]),
-        (5, 6, [Piece(5, 5, 6)]),
-        (6, 12, [Piece(5, 6, 9), Piece(9, 9, 10), Piece(10, 10, 12)]),
-        (11, 12, [Piece(10, 11, 12)]),
-    ],
-)
-def test_pieces_of_a_segment(start, end, expected):
-    assert pieces((0, 5, 9, 10), start, end) == expected
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.bfloat16, 2e-2)])

@@ -175,11 +175,3 @@ def test_a_nan_loss_ends_the_step_and_names_the_segment(machine):
         run(executor(), Stage(), num_microbatches=2, step=partial(checking_step, [], losses))
     assert "the loss isnan in micro-batch 1, of its segments in [1]" in failure.value.__notes__
     assert "validate_result" not in vars(machine)
-
-
-def test_one_report_per_micro_batch_in_order():
-    ledger = LossLedger(per_token_loss=False)
-    for microbatch in (1, 0):
-        for segment in segments(microbatch):
-            forward(ledger, segment, torch.full((1, 12), microbatch + 1.0), torch.ones(1, 12))
-    assert [report["lm loss"].tolist() for report in ledger.reports()] == [[12, 12], [24, 12]]
