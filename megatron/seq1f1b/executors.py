@@ -33,7 +33,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
 
 
 def attention_kernel(config: PipelineConfig) -> str:
-    """What computes the attention of the layers; Megatron's own where no segment needs another."""
+    """The name of the attention kernel; Megatron's own if sequences stay whole and no attention is kept."""
     if config.num_segments == 1 and not config.keeps_attention:
         return "as with Megatron's own schedules"
     settings = config.run.settings
@@ -76,7 +76,7 @@ def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Calla
 
 
 def watched(function: Callable, tracer: Any) -> Callable:
-    """What `get_forward_backward_func` returned, with every action of every step reported to `tracer` alone."""
+    """The result of `get_forward_backward_func`, which reports every action of every step to `tracer` alone."""
     if isinstance(function, PipelineExecutor):
         function.trace_with(tracer)
         return function
@@ -89,12 +89,14 @@ def _executor(
     end_of_document: Callable[[], int] | None = None,
     **options: Any,
 ) -> PipelineExecutor:
-    """To be called when the first step is about to run: its one line shows whose schedule a program runs."""
-    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {_cut_in_words(config)}")
+    """To be called when the first step is about to run: it logs which schedule a program runs."""
+    units = f"units of at most {config.unit_tokens} tokens"
+    cut = f"segments: {config.num_segments}" if config.unit_tokens is None else units
+    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {cut}")
     packing = None
     if config.follows_documents:
-        cut = config.cut if config.partition.follows_documents else None
-        packing = Packing(end_of_document() if end_of_document else None, cut)
+        cut_documents = config.cut if config.partition.follows_documents else None
+        packing = Packing(end_of_document() if end_of_document else None, cut_documents)
     executor = PipelineExecutor(
         config.schedule,
         _segmentation(config, packing),
@@ -108,12 +110,6 @@ def _executor(
     if config.keeps_attention:
         executor.keep_attention()
     return executor
-
-
-def _cut_in_words(config: PipelineConfig) -> str:
-    if config.unit_tokens is not None:
-        return f"units of at most {config.unit_tokens} tokens"
-    return f"segments: {config.num_segments}"
 
 
 def _segmentation(config: PipelineConfig, packing: Packing | None) -> Segmentation:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import runpy
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import cpu, rehearsal
@@ -50,22 +48,21 @@ TESTED = ("0.19.0", "0.19.1", "0.19.2")
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
     """Make Megatron in this process run our schedules; best called before a program imports Megatron.
 
-    Names that modules of the program have bound to `get_forward_backward_func` by then are bound anew.
+    Modules that have imported `get_forward_backward_func` by then get ours, too. Calling `install` again does nothing.
 
-    A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags` so does every
-    script that has Megatron parse its arguments, at the latest when it calls `pretrain`. Without our schedule flags
-    Megatron's own functions are what runs.
+    A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags` this happens in
+    every script that has Megatron parse its arguments, at the latest when it calls `pretrain`. Without our schedule
+    flags Megatron's own functions run. With `--dry-run` a script rehearses its launch instead of training.
 
-    A program that uses megatron-core without megatron.training gives our flags here:
+    A program that uses megatron-core without megatron.training passes our flags as keywords, see docs/library.md:
     `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
-    schedule (1f1b if none is named), which raises ValueError in its first step for what is not supported.
-    With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart`
-    no token sees another document of its sequence; where those start is read from the `cu_seqlens` or the boolean
-    `attention_mask` [b, 1, s, s] of a batch. Raises ValueError for what is no flag, and ImportError where Megatron's
-    version does not fit.
+    schedule (1f1b if none is named), whose first step raises ValueError for what is unsupported. With
+    `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart` no
+    token sees another document of its sequence; the `cu_seqlens` or the boolean `attention_mask` [b, 1, s, s] of a
+    batch tell where documents start.
 
-    On a machine without a GPU, or with `--device cpu`, also moves Megatron to the CPU. With `--dry-run` a script
-    rehearses its launch instead of training. Calling it again does nothing.
+    On a machine without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown
+    keyword, and ImportError for a version of Megatron that does not fit.
     """
     is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
@@ -82,10 +79,11 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
         _silence_imports()
         cpu.activate()
-    version = megatron_version()
-    check_version(version)
+    from megatron.core import package_info
     from megatron.core.pipeline_parallel import schedules
 
+    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
+    check_version(version)
     upstream = schedules.get_forward_backward_func
     overlay = Overlay(upstream, patches)
     if is_library:
@@ -107,15 +105,6 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         overlay.patches.enter_context(patched(rehearsal.patches(watched)))
 
 
-def megatron_version() -> str:
-    """The version of the megatron-core that `import` finds, which need not be the one that pip installed."""
-    spec = find_spec("megatron.core")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("megatron-core is not installed: pip install 'megatron-core[training]==0.19.2'")
-    names = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "package_info.py"))
-    return str(names["__version__"]).split("+")[0]  # without a commit, which is that of the repository around it
-
-
 def check_version(version: str) -> None:
     """Raise ImportError for a Megatron without the names that we need; warn of one that nobody has tried."""
     tested = f"tested with {', '.join(TESTED)}"
@@ -127,7 +116,7 @@ def check_version(version: str) -> None:
 
 @contextmanager
 def _names_of(version: str) -> Iterator[None]:
-    """A name that is missing inside is a matter of Megatron's version."""
+    """Turns a missing name of Megatron into a sentence on its version."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -137,7 +126,7 @@ def _names_of(version: str) -> Iterator[None]:
 
 
 def _silence_imports() -> None:
-    """Of packages for GPUs, a machine without one needs to hear nothing."""
+    """Suppress warnings about packages for GPUs, which a machine without one does not need."""
     warnings.filterwarnings("ignore", r".*(Apex|transformer-engine)", UserWarning, r"megatron\.(core|training)")
     warnings.filterwarnings("ignore", "invalid escape sequence", SyntaxWarning)
     warnings.filterwarnings("ignore", "'pin_memory' argument", UserWarning)
@@ -152,11 +141,8 @@ def uninstall() -> None:
 
 
 def validate(args: Namespace) -> PipelineConfig:
-    """Check the parsed arguments, Megatron's and ours, and return the configuration that they make.
-
-    Raises ValueError for what is not supported, with which a script ends: one sentence on rank 0, on all ranks an exit
-    code that is not 0.
-    """
+    """Check the parsed arguments, Megatron's and ours, and return their configuration; raises ValueError for what is
+    unsupported."""
     config = _configured(args, run_of_arguments(args))
     check(args)
     vars(args).update(config.in_force())
@@ -171,7 +157,7 @@ def validate(args: Namespace) -> PipelineConfig:
 
 
 def _configured(flags: Namespace, run: MegatronRun) -> PipelineConfig:
-    """The configuration of our parsed flags; what their user may not expect of it is logged on rank 0."""
+    """The configuration of our parsed flags; rank 0 logs what their user may not expect of it."""
     config = make_config(flags, run, RunCosts(flags, run))
     if is_rank_0():
         for sentence in advice(config, flags):
@@ -185,10 +171,9 @@ def pipeline_config() -> PipelineConfig:
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Give the self-attention layers of the model chunks our attention, which several schedules can share.
+    """Give the self-attention layers of the model chunks our attention, for Megatron's own schedules, too.
 
-    For scripts that build local layers; layers that see segments get it without this. Returns the chunks as a list, as
-    Megatron's `pre_wrap_hooks` do.
+    For scripts that build local layers. Returns the chunks as a list, as Megatron's `pre_wrap_hooks` do.
     """
     from . import model as room
 
@@ -218,10 +203,10 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 class Overlay:
     """Stands between Megatron and its schedules; keeps our configuration and executor from one call to the next."""
 
-    def __init__(self, upstream: Callable, patches: ExitStack | None = None) -> None:
+    def __init__(self, upstream: Callable, patches: ExitStack) -> None:
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
-        self.patches = patches or ExitStack()
+        self.patches = patches
         self._upstream = upstream
 
     def use(self, config: PipelineConfig) -> None:
@@ -295,7 +280,7 @@ class Overlay:
 
 
 def _installed() -> Overlay | None:
-    """What `install` bound to Megatron's name, if it did."""
+    """The overlay in force, found by what `install` has bound."""
     schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
     bound = getattr(schedules, "get_forward_backward_func", None)
     overlay = getattr(bound, "__self__", None)
@@ -310,7 +295,7 @@ def _megatron_args() -> Namespace:
 
 
 def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
-    """What `install` binds; a program without megatron.training does not import it for our sake."""
+    """What `install` binds; nothing of megatron.training in a program that does without it."""
     from . import without_te
     from .model.attach import LOCAL_ATTENTION
 
@@ -326,7 +311,7 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
             "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
         )
     )
-    if not cpu.is_active():  # which brings them
+    if not cpu.is_active():  # the CPU's patches include these
         rows += without_te.repairs()
     if not is_library:
         rows.append(net.parsing())

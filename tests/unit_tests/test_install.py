@@ -9,7 +9,7 @@ import pytest
 from megatron.core import package_info
 
 import megatron.seq1f1b
-from megatron.seq1f1b.install import TESTED, _names_of, check_version, megatron_version
+from megatron.seq1f1b.install import TESTED, _names_of, check_version
 from megatron.seq1f1b.patches import Patch, patched
 from support.patience import patient
 
@@ -29,8 +29,8 @@ def test_a_megatron_that_nobody_has_tried_is_one_warning(caplog, version, lines)
     assert len(caplog.records) == lines
 
 
-def test_the_version_is_that_of_the_megatron_that_is_imported():
-    assert megatron_version() == package_info.__version__.split("+")[0] and megatron_version() in TESTED
+def test_the_installed_megatron_was_tried():
+    assert package_info.__version__.split("+")[0] in TESTED
 
 
 def test_a_name_that_another_megatron_lacks_is_a_sentence():

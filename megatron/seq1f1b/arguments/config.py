@@ -21,12 +21,11 @@ from .supported import Use, first_unsupported, segments_are_possible, unsupporte
 class PipelineConfig:
     """All that runs our schedules in this process: `pipeline_config` makes it, once.
 
-    `schedule` is None if Megatron's own is to run untouched.
-    `lengths` are those of the segments, in tokens, of a sequence of `run.sequence_length` tokens. `keeps_attention`:
-    layers are recomputed all but their attention. `keeps_logits`: the loss is not computed in pieces. `offloads`: the
-    share of the activations that a rank would hold which waits in the memory of its host. `partitions_state`:
-    data-parallel ranks keep shares of weights and gradients. `unit_tokens`: sequences are put into units of at most so
-    many tokens, and `lengths` are those of the longest that there can be.
+    `schedule` is None if Megatron's own is to run untouched. `lengths` are those of the segments, in tokens, of a
+    sequence of `run.sequence_length` tokens. `keeps_attention`: layers are recomputed all but their attention.
+    `keeps_logits`: the loss is not computed in pieces. `offloads`: the share of a rank's activations that waits in the
+    memory of its host. `partitions_state`: data-parallel ranks keep shares of weights and gradients. `unit_tokens`:
+    sequences are put into units of at most so many tokens; `lengths` are then those of the longest possible one.
     """
 
     run: MegatronRun
@@ -108,7 +107,7 @@ def refuse_unsupported(flags: argparse.Namespace, settings: Mapping[str, Any]) -
     """
     schedule = _schedule(flags, settings)
     if schedule is not None:
-        _refuse(settings, schedule, _asks_for_segments(flags), flags.unit_tokens is not None)
+        _refuse(settings, _uses(flags, schedule, settings))
 
 
 def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> PipelineConfig:
@@ -116,43 +115,30 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
 
     Raises ValueError for what is not supported: a sentence that names the flag and the way out.
     """
-    schedule, in_units = _schedule(flags, run.settings), flags.unit_tokens is not None
-    if in_units:
-        _check_units(flags, schedule, run)
-    partition = SequencePartition(
-        run=run,
-        costs=costs,
-        strategy="even" if in_units else _strategy(flags, run),
-        num_segments=_number(flags, run),
-        file=flags.sequence_split_file,
-    )
-    if flags.pipeline_placement != "looped":
-        _check_placement(flags.pipeline_placement, schedule, run)
+    schedule, settings = _schedule(flags, run.settings), run.settings
+    offloads = flags.offload_activations
     lengths: tuple[int, ...] = (run.sequence_length,)
-    if schedule is not None:
-        # Before a cut, which takes costs that an unsupported layer may not have, and when their number is known.
-        _refuse(run.settings, schedule, _asks_for_segments(flags), in_units)
-        if flags.sequence_splits == "auto" and partition.file is None:
+    if schedule is None:
+        _refuse_without_schedule(flags)
+        partition = _partition(flags, run, costs)
+    else:
+        # Before a cut: an unsupported layer may have no known costs.
+        _refuse(settings, _uses(flags, schedule, settings))
+        _check(flags, schedule, run)
+        partition = _partition(flags, run, costs)
+        if flags.sequence_splits == AUTO and partition.file is None:
             partition = replace(partition, num_segments=_best_number(schedule, partition))
         if schedule.is_planned and schedule.placement == "v":
             partition = replace(partition, planned=schedule)
         lengths = partition.cut(run.sequence_length)
-        _refuse(run.settings, schedule, len(lengths) > 1 or in_units, in_units)
-    if flags.recompute_keeps_attention:
-        _check_recomputation(schedule, run.settings)
-    offloads = flags.offload_activations
-    if offloads or (schedule is not None and schedule.has_moves):
-        _check_offload(offloads, schedule, run)
-    if offloads == AUTO and schedule is not None:
-        offloads = costs.least_offload(schedule, lengths)
-    if flags.partition_state:
-        _refuse_megatrons_own(schedule, "--partition-state", "--pipeline-schedule breadth-first")
-        if not run.settings.get("partition_state"):  # a program's
-            raise ValueError(
-                "--partition-state is for chunks in Megatron's DistributedDataParallel; call install before it is made"
-            )
-    if schedule is not None and schedule.given is not None:
-        _check_sizes(schedule.given.shape, run, len(lengths), flags.pipeline_placement)
+        if len(lengths) > 1:
+            _refuse(settings, {Use.SEGMENTS})
+        if offloads or schedule.has_moves:
+            _refuse(settings, {Use.OFFLOAD})
+        if offloads == AUTO:
+            offloads = costs.least_offload(schedule, lengths)
+        if schedule.given is not None:
+            _check_sizes(schedule.given.shape, run, len(lengths), flags.pipeline_placement)
     return PipelineConfig(
         run=run,
         schedule=schedule,
@@ -169,139 +155,107 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     )
 
 
-def _asks_for_segments(flags: argparse.Namespace) -> bool:
-    given = flags.sequence_split_file, flags.unit_tokens
-    return flags.sequence_splits not in (None, 1) or any(each is not None for each in given)
-
-
-def _number(flags: argparse.Namespace, run: MegatronRun) -> int | None:
-    """Of the segments of a sequence, as far as it is given."""
-    if flags.unit_tokens is not None:
-        return -(-run.sequence_length // int(flags.unit_tokens))
-    given: int | None = None if flags.sequence_splits == AUTO else flags.sequence_splits
-    return given
-
-
-def _strategy(flags: argparse.Namespace, run: MegatronRun) -> str:
-    """The strategy that was given, or the default."""
-    if flags.sequence_split_strategy is not None:
-        return str(flags.sequence_split_strategy)
-    # A program may bring a model whose segments have no known costs.
-    return DEFAULT_STRATEGY if run.has_sizes and not flags.means_equal_lengths else "even"
-
-
-def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
-    if schedule.given is not None:
-        return schedule.given.shape.num_segments
-    if not partition.run.has_sizes:
-        raise ValueError(
-            "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
-        )
-    length = partition.run.sequence_length
-    return partition.costs.best_num_segments(schedule, lambda number: partition.cut(length, number))
-
-
-def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
-    """Raise ValueError for what does not go with sequences in units of equal size."""
-    most = flags.unit_tokens
-    others = "sequence_splits", "sequence_split_file", "sequence_split_strategy", "sequence_split_profile"
-    other = next((name for name in others if getattr(flags, name) is not None), None)
-    if other is not None:
-        raise ValueError(f"--unit-tokens determines where sequences are cut; drop --{other.replace('_', '-')}")
-    if schedule is None or not schedule.is_named:
-        raise ValueError(
-            "--unit-tokens gives each step other numbers of segments, for which no order is planned in time; take a "
-            f"--pipeline-schedule of {', '.join(FAMILIES)}"
-        )
-    if most < 1 or most % run.segment_multiple:
-        raise ValueError(
-            f"--unit-tokens {most} is no multiple of {run.segment_multiple}, as tensor and context parallelism need it"
-        )
-
-
-def _check_placement(placement: str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
-    """Raise ValueError without chunks to place, or without a schedule of ours."""
-    _refuse_megatrons_own(schedule, f"--pipeline-placement {placement}", "--pipeline-schedule auto")
-    if run.num_chunks == 1:
-        raise ValueError(
-            f"--pipeline-placement {placement} places several model chunks on each rank, but there is one; add "
-            "--num-virtual-stages-per-pipeline-rank 2"
-        )
-
-
-def _check_recomputation(schedule: ScheduleChoice | None, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where nothing repeats attention that could be kept, or Megatron's own schedule runs."""
-    if settings.get("recompute_granularity") != "full":
-        raise ValueError(
-            "--recompute-keeps-attention is for --recompute-granularity full, which alone repeats whole layers; add "
-            "that, or drop it"
-        )
-    _refuse_megatrons_own(schedule, "--recompute-keeps-attention")
-    _refuse_as_segments(settings, "--recompute-keeps-attention")
-
-
-def _check_offload(share: float | str, schedule: ScheduleChoice | None, run: MegatronRun) -> None:
-    """Raise ValueError where activations cannot move, or are told to by two flags."""
-    _refuse_megatrons_own(schedule, "--offload-activations")
-    if share and schedule is not None and schedule.has_moves:
-        raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
-    if share == AUTO and not run.has_sizes:
-        raise ValueError(
-            "--offload-activations auto needs the sizes of a transformer, which this model does not have; give a "
-            "fraction"
-        )
-    sentence = first_unsupported(run.settings, {Use.OFFLOAD})
-    if sentence is not None:
-        raise ValueError(sentence)
-
-
-def _refuse_megatrons_own(
-    schedule: ScheduleChoice | None, flag: str, added: str = "--sequence-splits or --pipeline-schedule 1f1b"
-) -> None:
-    if schedule is None:
-        raise ValueError(f"{flag} is not for Megatron's own schedules; add {added}")
-
-
 def _schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> ScheduleChoice | None:
     if flags.pipeline_schedule_file is not None:
-        try:
-            return ScheduleChoice.of(read_csv(flags.pipeline_schedule_file))
-        except OSError as error:
-            raise ValueError(str(error)) from error
+        return ScheduleChoice.of(read_csv(flags.pipeline_schedule_file))
     name = flags.pipeline_schedule
-    has_segments = flags.sequence_splits is not None or flags.sequence_split_file is not None
-    has_segments |= flags.unit_tokens is not None
-    if name is None and (has_segments or flags.sequence_split_strategy == "terapipe"):
-        name = "1f1b"
     if name is None:
-        return None
+        asked = flags.sequence_splits, flags.sequence_split_file, flags.unit_tokens
+        if all(each is None for each in asked) and flags.sequence_split_strategy != "terapipe":
+            return None
+        name = "1f1b"
     split = name != "auto" or first_unsupported(settings, {Use.SPLIT_BACKWARDS}) is None
     return ScheduleChoice(name, flags.pipeline_placement, split)
 
 
-def _refuse(settings: Mapping[str, Any], schedule: ScheduleChoice, has_segments: bool, in_units: bool) -> None:
-    uses = {Use.ANY_SCHEDULE}
-    if has_segments:
-        uses.add(Use.SEGMENTS)
-    if schedule.splits_backwards:
-        uses.add(Use.SPLIT_BACKWARDS)
-    if schedule.placement == "v":
-        uses.add(Use.V_CHUNKS)
-    if settings.get("partition_state"):
-        uses.add(Use.PARTITIONED_STATE)
-    if in_units:
-        uses.add(Use.UNITS)
+def _uses(flags: argparse.Namespace, schedule: ScheduleChoice, settings: Mapping[str, Any]) -> set[Use]:
+    """What the flags ask for, as far as it is known before a cut."""
+    in_units = flags.unit_tokens is not None
+    has_segments = flags.sequence_splits not in (None, 1) or flags.sequence_split_file is not None or in_units
+    asked = {
+        Use.ANY_SCHEDULE: True,
+        Use.SEGMENTS: has_segments,
+        Use.SPLIT_BACKWARDS: schedule.splits_backwards,
+        Use.V_CHUNKS: schedule.placement == "v",
+        Use.PARTITIONED_STATE: settings.get("partition_state"),
+        Use.UNITS: in_units,
+    }
+    return {use for use, is_asked in asked.items() if is_asked}
+
+
+def _refuse(settings: Mapping[str, Any], uses: set[Use]) -> None:
     sentence = first_unsupported(settings, uses)
     if sentence is not None:
         raise ValueError(sentence)
+
+
+def _refuse_as_segments(settings: Mapping[str, Any], flag: str) -> None:
+    """Raise ValueError for what segments do not support, where `flag` gives whole sequences their attention, too."""
+    for row in unsupported(settings, {Use.SEGMENTS}):
+        raise ValueError(f"{flag} attends as segments do, and {row.feature} {row.because}; drop one of the two")
+
+
+def _refuse_without_schedule(flags: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that Megatron's own schedules do not follow."""
+    placement, ours = flags.pipeline_placement, "--sequence-splits or --pipeline-schedule 1f1b"
+    for is_given, flag, added in (
+        (placement != "looped", f"--pipeline-placement {placement}", "--pipeline-schedule auto"),
+        (flags.recompute_keeps_attention, "--recompute-keeps-attention", ours),
+        (flags.offload_activations, "--offload-activations", ours),
+        (flags.partition_state, "--partition-state", "--pipeline-schedule breadth-first"),
+    ):
+        if is_given:
+            raise ValueError(f"{flag} is not for Megatron's own schedules; add {added}")
+
+
+def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
+    """Raise ValueError for flags that do not go with one another or with the run."""
+    settings, offloads = run.settings, flags.offload_activations
     if settings.get("keep_documents_apart"):  # a program's
         _refuse_as_segments(settings, "keep_documents_apart")
+    if flags.unit_tokens is not None:
+        _check_units(flags, schedule, run)
+    if flags.pipeline_placement != "looped" and run.num_chunks == 1:
+        raise ValueError(
+            f"--pipeline-placement {flags.pipeline_placement} places several model chunks on each rank, but there is "
+            "one; add --num-virtual-stages-per-pipeline-rank 2"
+        )
+    if flags.recompute_keeps_attention:
+        if settings.get("recompute_granularity") != "full":
+            raise ValueError(
+                "--recompute-keeps-attention is for --recompute-granularity full, which alone repeats whole layers; "
+                "add that, or drop it"
+            )
+        _refuse_as_segments(settings, "--recompute-keeps-attention")
+    if offloads and schedule.has_moves:
+        raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
+    if offloads == AUTO and not run.has_sizes:
+        raise ValueError(
+            "--offload-activations auto needs the sizes of a transformer, which this model does not have; give a "
+            "fraction"
+        )
+    if flags.partition_state and not settings.get("partition_state"):  # a program's
+        raise ValueError(
+            "--partition-state is for chunks in Megatron's DistributedDataParallel; call install before it is made"
+        )
 
 
-def _refuse_as_segments(settings: Mapping[str, Any], asked: str) -> None:
-    """Raise ValueError for what segments do not support where whole sequences have their attention, too."""
-    for row in unsupported(settings, {Use.SEGMENTS}):
-        raise ValueError(f"{asked} attends as segments do, and {row.feature} {row.because}; drop one of the two")
+def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
+    """Raise ValueError for what does not go with sequences in units of equal size."""
+    others = "sequence_splits", "sequence_split_file", "sequence_split_strategy", "sequence_split_profile"
+    for name in others:
+        if getattr(flags, name) is not None:
+            raise ValueError(f"--unit-tokens determines where sequences are cut; drop --{name.replace('_', '-')}")
+    if not schedule.is_named:
+        raise ValueError(
+            "--unit-tokens gives each step other numbers of segments, for which no order is planned in time; take a "
+            f"--pipeline-schedule of {', '.join(FAMILIES)}"
+        )
+    if flags.unit_tokens < 1 or flags.unit_tokens % run.segment_multiple:
+        raise ValueError(
+            f"--unit-tokens {flags.unit_tokens} is no multiple of {run.segment_multiple}, as tensor and context "
+            "parallelism need it"
+        )
 
 
 def _check_sizes(shape: Shape, run: MegatronRun, num_segments: int, placement: str) -> None:
@@ -315,3 +269,26 @@ def _check_sizes(shape: Shape, run: MegatronRun, num_segments: int, placement: s
     asked = Shape(stages, run.num_microbatches, num_segments)
     if shape != asked:
         raise ValueError(f"--pipeline-schedule-file is for {shape}, but the other flags are for {asked}")
+
+
+def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) -> SequencePartition:
+    """How the flags cut sequences; without a number of segments as far as that has to be found."""
+    strategy = flags.sequence_split_strategy
+    num_segments = None if flags.sequence_splits == AUTO else flags.sequence_splits
+    if flags.unit_tokens is not None:
+        strategy, num_segments = "even", -(-run.sequence_length // flags.unit_tokens)
+    elif strategy is None:
+        # A program may bring a model whose segments have no known costs.
+        strategy = DEFAULT_STRATEGY if run.has_sizes and not flags.means_equal_lengths else "even"
+    return SequencePartition(run, costs, strategy, num_segments, flags.sequence_split_file)
+
+
+def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
+    if schedule.given is not None:
+        return schedule.given.shape.num_segments
+    if not partition.run.has_sizes:
+        raise ValueError(
+            "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
+        )
+    length = partition.run.sequence_length
+    return partition.costs.best_num_segments(schedule, lambda number: partition.cut(length, number))

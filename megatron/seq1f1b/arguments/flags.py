@@ -3,9 +3,11 @@
 import argparse
 import difflib
 import logging
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -53,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_removed_arguments(parser, group)
     _add_run_arguments(group)
     _add_rehearsal_arguments(group)
-    _mend_help(parser)
+    for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, on which --help fails
+        action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     return parser
 
@@ -100,7 +103,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--offload-activations",
-        type=_share,
+        type=_value(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO),
         default=0.0,
         metavar="FRACTION",
         help="Let this fraction of the activations that a rank would hold wait in the memory of its host, from 0 to 1, "
@@ -158,7 +161,7 @@ def _add_rehearsal_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device-memory",
-        type=_gibibytes,
+        type=_value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB"),
         default=80.0,
         metavar="GIB",
         help="Memory of a GPU that --dry-run compares with. Default: 80.",
@@ -171,26 +174,20 @@ def _add_rehearsal_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _gibibytes(text: str) -> float:
-    size = _number(text)
-    if not 0 < size < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size above 0 in GiB")
-    return size
+def _value(
+    kind: type, is_valid: Callable[[Any], bool], problem: str, accepted: str | None = None
+) -> Callable[[str], Any]:
+    """An argparse type: text that is a valid number of the `kind`, or the word `accepted`."""
 
+    def value_of(text: str) -> Any:
+        if text == accepted:
+            return text
+        with suppress(ValueError):
+            if is_valid(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is {problem}")
 
-def _share(text: str) -> float | str:
-    share = _number(text)
-    if not 0 <= share <= 1 and text != AUTO:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a fraction from 0 to 1 nor 'auto'")
-    return AUTO if text == AUTO else share
-
-
-def _number(text: str) -> float:
-    """NaN where it is none, which is neither small nor large."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    return value_of
 
 
 def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
@@ -228,20 +225,13 @@ class _Splits(argparse.Action):
         namespace.means_equal_lengths = option in EQUAL_SPLITS
 
 
-def _splits(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of segments nor 'auto'") from None
-
-
 def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags for where sequences are cut."""
     group.add_argument(
         "--sequence-splits",
         *EQUAL_SPLITS,
         action=_Splits,
-        type=_splits,
+        type=_value(int, lambda number: True, "neither a number of segments nor 'auto'", AUTO),
         metavar="K",
         help="Number of segments that every sequence is cut into, or 'auto'. 4 is a good start: the bubble and the "
         "activation memory shrink with K until the segments become too short to keep the device busy. 'auto' takes the "
@@ -318,15 +308,3 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def has_our_flags(parser: argparse.ArgumentParser) -> bool:
     """Whether `add_arguments` was called on the parser."""
     return "--sequence-splits" in parser._option_string_actions
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Megatron 0.19 has a bare percent sign in a help text, on which --help fails."""
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        try:
-            formatter._expand_help(action)
-        except ValueError:
-            action.help = str(action.help).replace("%", "%%")
-        except TypeError:  # no help text
-            continue

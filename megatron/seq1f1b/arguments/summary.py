@@ -1,9 +1,9 @@
-"""What runs, in one block at the start, beside what Megatron's own schedule would give."""
+"""The block at the start: what runs, and what is predicted of it beside Megatron's own schedule."""
 
 from ..schedule import Clock, Placement, Shape, num_gathers
 from .config import PipelineConfig
 
-# Of so many segments all lengths are printed.
+# Up to this many segments, all lengths are printed.
 _FEW = 8
 
 
@@ -22,7 +22,6 @@ def summary(config: PipelineConfig, attention: str) -> str:
         rows.append(("recomputation", "all of a layer but its attention"))
     if config.offloads:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
-        rows += _copies(config)
     if config.partition.costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
     if config.partitions_state:
@@ -52,7 +51,7 @@ def _segments(config: PipelineConfig) -> str:
 
 
 def _gathers(config: PipelineConfig) -> str:
-    """How often the first rank gathers weights, where the order is not to be searched for first."""
+    """How often the first rank gathers weights, unless the order is still to be searched for."""
     run, schedule = config.run, config.schedule
     if schedule is None or schedule.is_planned:
         return ""
@@ -65,35 +64,25 @@ def _gathers(config: PipelineConfig) -> str:
 def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
     """Predictions of the cost model that also balances segments; none for a model of unknown sizes, or for sequences
     of unknown lengths."""
-    schedule = config.schedule
+    schedule, costs = config.schedule, config.partition.costs
     if not config.run.has_sizes or schedule is None or config.unit_tokens is not None:
         return []
+    rows = []
     try:
-        ours = config.partition.costs.forecast(schedule, config.lengths)
-        own = config.partition.costs.forecast_of_megatron()
+        if config.offloads:
+            rate, longer = costs.copies(schedule, config.lengths, config.offloads)
+            time = f"at {rate / 1e9:.3g} GB/s each way, {100 * longer:.1f} % of a step not hidden by compute"
+            rows.append(("predicted copies", time))
+        ours, own = costs.forecast(schedule, config.lengths), costs.forecast_of_megatron()
     except ValueError:
         return []
-    of = "Megatron's 1F1B"
-    bound = "at most " if schedule.name == "auto" else ""
+    of, bound = "Megatron's 1F1B", "at most " if schedule.is_planned else ""
     return [
+        *rows,
         ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
-        (
-            "predicted activations",
-            f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}",
-        ),
+        ("predicted activations", f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}"),
     ]
-
-
-def _copies(config: PipelineConfig) -> list[tuple[str, str]]:
-    """What of the copies to the host is predicted not to hide."""
-    if not config.run.has_sizes or config.schedule is None:
-        return []
-    try:
-        rate, longer = config.partition.costs.copies(config.schedule, config.lengths, config.offloads)
-    except ValueError:
-        return []
-    return [("predicted copies", f"at {rate / 1e9:.3g} GB/s each way, {100 * longer:.1f} % of a step beside nothing")]
 
 
 def _size(size: float) -> str:

@@ -19,7 +19,7 @@ from .packages import (
     packs_documents,
 )
 
-Condition = Callable[[Mapping[str, Any]], bool]
+Condition = Callable[[Mapping[str, Any]], object]  # true or false by its truth value
 
 
 _SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "auto")
@@ -51,7 +51,7 @@ class Unsupported(NamedTuple):
     def holds(self, settings: Mapping[str, Any]) -> bool:
         """Whether it is on in these settings."""
         if self.is_on is not None:
-            return self.is_on(settings)
+            return bool(self.is_on(settings))
         return bool(settings.get(self.feature.removeprefix("--").replace("-", "_")))
 
 
@@ -137,7 +137,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "variable_seq_lengths of a program's configuration",
             "negotiates the shape of every message, which our schedules fix in advance",
             "drop it",
-            lambda settings: bool(settings.get("variable_seq_lengths")),
+            lambda settings: settings.get("variable_seq_lengths"),
         ),
         Unsupported("--hybrid-context-parallel", _ORDER, _OWN_SCHEDULE),
         Unsupported("--use-megatron-fsdp", _UNTESTED, _OWN_SCHEDULE),
@@ -213,7 +213,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--allow-ambiguous-pad-tokens with --reset-attention-mask",
             "erases the tokens that end documents where padding is the same token",
             "drop --allow-ambiguous-pad-tokens",
-            lambda settings: bool(settings.get("reset_attention_mask") and settings.get("allow_ambiguous_pad_tokens")),
+            lambda settings: settings.get("reset_attention_mask") and settings.get("allow_ambiguous_pad_tokens"),
         ),
         Unsupported("--qk-clip", _NO_LOGITS, "drop it"),
         Unsupported("--log-max-attention-logit", _NO_LOGITS, "drop it"),
@@ -235,15 +235,13 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "fp8_dot_product_attention or fp8_multi_head_attention",
             "computes attention in 8 bits, which the kernels for segments do not",
             "drop it",
-            lambda settings: bool(
-                settings.get("fp8_dot_product_attention") or settings.get("fp8_multi_head_attention")
-            ),
+            lambda settings: settings.get("fp8_dot_product_attention") or settings.get("fp8_multi_head_attention"),
         ),
         Unsupported(
             "--fp4-format",
             "scales by the largest value of a micro-batch, too",
             "use --fp8-format",
-            lambda settings: bool(settings.get("fp4")),
+            lambda settings: settings.get("fp4"),
         ),
         Unsupported(
             "--attention-backend fused with --attention-dropout and a window or packed documents",
@@ -281,7 +279,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--moe-grouped-gemm with biases and --transformer-impl transformer_engine",
             "computes the gradients of biases sometimes with those of weights, sometimes with those of inputs",
             "give --disable-bias-linear, or use a schedule without W such as 1f1b",
-            lambda settings: bool(
+            lambda settings: (
                 settings.get("transformer_impl") == "transformer_engine"
                 and settings.get("moe_grouped_gemm")
                 and settings.get("add_bias_linear")
@@ -312,13 +310,13 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--cpu-offloading-num-layers",
             "moves the same activations, by layer",
             "drop it",
-            lambda settings: bool(settings.get("cpu_offloading") or settings.get("cpu_offloading_num_layers")),
+            lambda settings: settings.get("cpu_offloading") or settings.get("cpu_offloading_num_layers"),
         ),
         Unsupported(
             "--overlap-grad-reduce without --no-gradient-accumulation-fusion",
             "needs marks of parameters, which autograd does not give back where activations move",
             "give --no-gradient-accumulation-fusion",
-            lambda settings: bool(settings.get("overlap_grad_reduce") and settings.get("gradient_accumulation_fusion")),
+            lambda settings: settings.get("overlap_grad_reduce") and settings.get("gradient_accumulation_fusion"),
         ),
     ),
     Use.PARTITIONED_STATE: (
@@ -326,7 +324,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "a run without --use-distributed-optimizer",
             "keeps the state of the optimizer whole",
             "add --use-distributed-optimizer",
-            lambda settings: bool(settings.get("partition_state") and not settings.get("use_distributed_optimizer")),
+            lambda settings: settings.get("partition_state") and not settings.get("use_distributed_optimizer"),
         ),
         Unsupported(
             "--num-distributed-optimizer-instances above 1",
@@ -352,7 +350,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--ckpt-format other than torch_dist",
             "saves weights on some ranks alone, which would wait for the others",
             "use --ckpt-format torch_dist",
-            lambda settings: bool(
+            lambda settings: (
                 settings.get("partition_state") and settings.get("ckpt_format") not in (None, "torch_dist")
             ),
         ),

@@ -2,7 +2,7 @@
 
 from math import sqrt
 
-from .cut_positions import check_length, check_multiple
+from .cut_positions import check_length
 
 
 def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def uniform_comp(
     segments are solved from the last to the first, each rounded down to a multiple of `multiple_of`; the first takes
     what remains. Raises ValueError if rounding would leave an empty segment, or if the sequence is no multiple.
     """
-    check_multiple(sequence_length, multiple_of)
+    check_length(sequence_length, num_segments, multiple_of)
     # A segment of x tokens that ends at `end` costs (per_token + per_pair·end)·x − per_pair/2·x².
     quadratic = per_pair / 2
     target = (per_token * sequence_length + quadratic * sequence_length**2) / num_segments

@@ -50,10 +50,6 @@ class Strategy:
         return self.needs in ("time", "measured time")
 
 
-def _even(task: Task) -> tuple[int, ...]:
-    return even(task.sequence_length, task.num_segments, task.multiple_of)
-
-
 def _uniform_comp(task: Task) -> tuple[int, ...]:
     assert task.flops is not None
     return uniform_comp(task.sequence_length, task.num_segments, *task.flops, task.multiple_of)
@@ -90,12 +86,12 @@ def _terapipe(task: Task) -> tuple[int, ...]:
 
 _BALANCED = Strategy(_balanced, needs="time", follows_documents=True)
 
-# Of --sequence-splits without a strategy.
+# The strategy of --sequence-splits alone.
 DEFAULT_STRATEGY = "balanced"
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "even": Strategy(_even, needs="nothing"),
+        "even": Strategy(lambda task: even(task.sequence_length, task.num_segments, task.multiple_of), needs="nothing"),
         "uniform_comp": Strategy(_uniform_comp, needs="flops"),
         "balanced": _BALANCED,
         "terapipe": Strategy(_terapipe, needs="time"),
@@ -107,12 +103,9 @@ _WITHOUT_SIZES = (
     "needs the sizes of a transformer, which this model does not have; use --sequence-split-strategy even, or "
     "--sequence-split-file"
 )
-_WITHOUT = {
-    "flops": _WITHOUT_SIZES,
-    "time": _WITHOUT_SIZES,
-    "measured time": "needs --sequence-split-profile; write a trace with --pipeline-trace, or use "
-    "--sequence-split-strategy balanced",
-}
+_WITHOUT_PROFILE = (
+    "needs --sequence-split-profile; write a trace with --pipeline-trace, or use --sequence-split-strategy balanced"
+)
 
 
 def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
@@ -127,5 +120,6 @@ def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
         raise ValueError(f"--sequence-splits {task.num_segments} must be at least 1")
     needs = STRATEGIES[strategy].needs
     if (needs == "flops" and task.flops is None) or (STRATEGIES[strategy].needs_time and task.time is None):
-        raise ValueError(f"--sequence-split-strategy {strategy} {_WITHOUT[needs]}")
+        problem = _WITHOUT_PROFILE if needs == "measured time" else _WITHOUT_SIZES
+        raise ValueError(f"--sequence-split-strategy {strategy} {problem}")
     return STRATEGIES[strategy].cut(task)

@@ -13,31 +13,26 @@ _TILES_PER_SEGMENT = 64
 
 
 def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
-    """Tokens that every segment has a multiple of, so that all ranks hold equally many.
+    """Every segment is a multiple of so many tokens, so that all ranks hold equally many.
 
-    Of c context-parallel ranks each holds two of 2c equal parts of a segment, and of `tensor_parallel` ranks (1 without
-    sequence parallelism) each an equal part of what they hold.
+    Each of c context-parallel ranks holds two of 2c equal parts of a segment, and each of `tensor_parallel` ranks (1
+    without sequence parallelism) an equal share of that.
     """
     return tensor_parallel if context_parallel == 1 else context_parallel * lcm(2, tensor_parallel)
 
 
 def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:
     """Raises ValueError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
-    check_multiple(sequence_length, multiple_of)
+    if sequence_length % multiple_of:
+        raise ValueError(
+            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, to which segments are rounded with "
+            f"sequence parallelism; choose a multiple of {multiple_of}"
+        )
     pieces = sequence_length // multiple_of
     if num_segments > pieces:
         raise ValueError(
             f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only {pieces} "
             f"pieces of {multiple_of} token(s); use at most {pieces} segments"
-        )
-
-
-def check_multiple(sequence_length: int, multiple_of: int) -> None:
-    """Raises ValueError if the sequence is no multiple of `multiple_of`."""
-    if sequence_length % multiple_of:
-        raise ValueError(
-            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, to which segments are rounded with "
-            f"sequence parallelism; choose a multiple of {multiple_of}"
         )
 
 

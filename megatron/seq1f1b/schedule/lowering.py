@@ -1,39 +1,36 @@
 """Lowering: from compute actions to all that a rank does, as pure functions of the schedule.
 
-Adds the messages between ranks (SEND_*, RECV_*), the start of the gathering of parameters before
-the first forward of a model chunk (GATHER), and the start of the gradient reduction after its last
-backward (REDUCE). Gathering and reduction disturb compute, so where Megatron lets our
-runtime start them (--align-param-gather, --align-grad-reduce) all ranks do so at about the same time.
+Adds the messages between ranks (SEND_*, RECV_*), the start of gathering parameters before the first forward of a model
+chunk (GATHER), and the start of reducing gradients after its last backward (REDUCE). Both disturb compute, so where
+Megatron lets our runtime start them (--align-param-gather, --align-grad-reduce) all ranks do so at about the same time.
 
-A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send
-follows the action that produces the value and does not block the rank. A receive is posted, without
-blocking, one compute action ahead of the action that needs it, so that the transfer overlaps with
-compute; earlier still where its channel has to deliver another message first.
+A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send follows the action that
+produces the value and does not block the rank. A receive is posted, without blocking, one compute action ahead of the
+action that needs it, so that the transfer overlaps with compute, or earlier if a later message of its channel is needed
+sooner.
 
 Why it cannot hang, if the compute actions alone have no cycle of dependencies:
 
-1. The receiver posts the receives of a channel in the order in which the sender computes, which is
-   the order in which it sends. So the n-th receive meets the n-th send, without tags.
-2. A rank waits in one place only: in front of a compute action, for its message. Assume that some
-   rank waits for ever. Among the compute actions that never run take the first in an order that
-   respects all dependencies and the order of each rank. Its sender has computed the value, so it
-   has issued this send and all earlier ones of the channel; its own rank has come to this action,
-   so it has posted this receive and all earlier ones of the channel. All of them meet: the message
-   arrives, which contradicts the assumption.
+1. The receiver posts the receives of a channel in the order in which the sender computes, which is the order in which
+   it sends. So the n-th receive meets the n-th send, without tags.
+2. A rank waits in one place only: in front of a compute action, for its message. Assume that some rank waits for ever.
+   Take the first compute action that never runs, in an order that respects all dependencies and the order of each rank.
+   Its sender has computed the value, so it has issued this send and all earlier ones of the channel; its own rank has
+   come to this action, so it has posted this receive and all earlier ones. All of them meet and the message arrives,
+   which contradicts the assumption.
 
-Step 2 holds for a communicator that runs its operations one after the other (NCCL) if those that
-share it on a rank are one channel. It is not enough to give each direction a communicator of all
-ranks: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
-rank 2 would queue behind it, and rank 0 may be waiting for something that rank 2 makes from F0
-before it computes F1. `Channel.communicator` gives a number that keeps them apart.
+A communicator that runs its operations one after the other (NCCL) may therefore serve one channel on each rank, not
+both directions of a payload: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
+rank 2 would queue behind it, and rank 0 may need something that rank 2 makes of F0 before it computes F1.
+`Channel.communicator` numbers channels accordingly.
 
-Where streams share a hardware queue of the GPU step 2 does not hold: a second send or receive on a
-channel waits for the first, and holds up what is issued behind it, compute of this rank too. For
-that case, which is the usual one, `one_queue.py` determines when messages are issued.
+Step 2 does not hold where streams share a hardware queue of the GPU, the usual case: a second send or receive on a
+channel waits for the first, and holds up what is issued behind it, compute of this rank too. `one_queue.py` finds an
+order of messages for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from .action import Action, Kind
@@ -82,18 +79,18 @@ def channel_of(action: Action, placement: Placement) -> Channel:
 def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
     """The whole schedule with messages, gathering and reduction added.
 
-    With `one_queue` it does not hang where streams share hardware queues; that may delay messages. With `in_turn` it
-    does not hang where each rank waits for the end of a message before it goes on.
+    `one_queue`: it cannot hang where streams share hardware queues; that may delay messages. `in_turn`: it cannot hang
+    where each rank waits for the end of a message before it goes on.
     """
     ranks = (tuple(lower_rank(schedule, rank, one_queue, in_turn)) for rank in range(len(schedule.ranks)))
     return Schedule(schedule.shape, tuple(ranks))
 
 
 def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
-    """The same for one rank: all that it does in a step. Of a clock only its own order and its neighbours' are made.
+    """The same for one rank. A clock makes only the orders of this rank and of its neighbours.
 
-    The nominal times of a clock with many actions are its ticks: to simulate those of all ranks would take seconds. In
-    the order by ticks one queue costs up to 3 % of the time of such a step, in that by simulated times none.
+    The nominal times of a clock with many actions are its ticks, since simulating all ranks would take seconds. On one
+    queue, messages in the order of ticks cost up to 3 % of such a step, in the order of simulated times nothing.
     """
     needs_times = one_queue or in_turn
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
@@ -108,10 +105,10 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
-    """The actions of a rank that keeps the parameters of two model chunks at most: of the one at work and the next.
+    """The actions of a rank that keeps the parameters of two model chunks at most: the one at work and the next.
 
-    A chunk at work is a run of F, B and I of one stage; W needs no parameters. The next one is gathered while it works.
-    Data-parallel ranks run the same actions, so a gather waits for its peers alone, which come to it by the same steps.
+    A chunk is at work while F, B and I of its stage follow one another; W needs no parameters. Meanwhile the next chunk
+    is gathered. Data-parallel ranks run the same actions, so all of them come to the same gather.
     """
     needing = (Kind.F, Kind.B, Kind.I)
     at_work = [stage for stage, _ in groupby(action.stage for action in lowered if action.kind in needing)]
@@ -147,9 +144,9 @@ def _lower_rank(shape: Shape, orders: Orders, rank: int, times: NominalTimes | N
     incoming = [each for source in neighbours for each in _transfers(shape, orders, source, rank)]
     outgoing = [each for other in neighbours for each in _transfers(shape, orders, rank, other)]
     if times is None:
-        for transfer in (each for transfers in incoming for each in transfers):
+        for transfer in chain(*incoming):
             before[transfer.posted].append(transfer.receive)
-        for transfer in (each for transfers in outgoing for each in transfers):
+        for transfer in chain(*outgoing):
             after[transfer.sent].append(transfer.send)
     else:
         for index, action in issue_order(incoming, outgoing, rank, times, in_turn):
@@ -197,7 +194,7 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
 
 
 def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """Two chunks at the start; chunk c + 1 when chunk c starts on the rank that comes to it first."""
+    """Gather chunks 0 and 1 at once, chunk c + 1 when the first rank starts chunk c."""
     forwards = [index for index, action in enumerate(order) if action.kind is Kind.F]
     firsts: dict[int, int] = {}  # of every stage, in the order in which they start
     for number, index in enumerate(forwards):
@@ -212,7 +209,7 @@ def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Actio
 
 
 def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """After the last action of a chunk, when the rank that comes last to that is there too, or at the end."""
+    """Reduce a chunk when the last rank has ended it, too, or at the end."""
     ends = [index for index, action in enumerate(order) if action.kind in (Kind.B, Kind.W)]
     last = {order[index].stage: i for i, index in enumerate(ends)}
     for stage, i in last.items():
@@ -221,5 +218,5 @@ def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Ac
 
 
 def _depth(shape: Shape, stage: int) -> int:
-    """Position of a stage in its chunk: its forwards start as many ticks late, its backwards end as many early."""
+    """Position of a stage in its chunk: its forwards start that many ticks late, its backwards end that many early."""
     return stage % shape.num_ranks

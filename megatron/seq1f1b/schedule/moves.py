@@ -1,8 +1,8 @@
 """Moves of activations to the memory of the host and back, as actions of a rank.
 
-A unit sets out when its forward has run and its message is sent (OFFLOAD), and starts back AHEAD compute actions before
-its backward (RELOAD), so that both copies run beside compute. On the device its memory is free when the next unit sets
-out, by which time the copy has usually ended, or at the latest when it starts back.
+A unit leaves when its forward has run and its message is sent (OFFLOAD), and starts back AHEAD compute actions before
+its backward (RELOAD), so that both copies run beside compute. Its memory on the device is free when the next unit
+leaves, by which time the copy has usually ended, or at the latest when it starts back.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -14,20 +14,19 @@ from .schedule import Schedule
 # Stage, micro-batch and segment.
 Unit = tuple[int, int, int]
 
-# Compute actions that a unit starts back ahead of its backward.
+# A unit starts back this many compute actions ahead of its backward.
 AHEAD = 2
-# Compute actions from forward to backward from which on a unit may move: a way out, a way back, and some time away.
+# The fewest compute actions from the forward to the backward of a unit that moves: it leaves, stays away, comes back.
 SHORTEST = 2 * AHEAD + 2
 
 _BACKWARD = (Kind.B, Kind.I)
 
 
 def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
-    """The fewest units of a rank without which it holds a `share` less of the most units that it holds at once, as far
-    as there are enough whose backward comes late.
+    """The fewest units whose absence lowers the peak of units on a rank by a `share`; less if few backwards are late.
 
-    `order` are the compute actions of the rank. Where it would hold too many, the unit moves whose backward is the
-    farthest (Belady, IBM Systems Journal 5(2), 1966). Raises ValueError for a share that is not between 0 and 1.
+    `order` holds the compute actions of the rank. Where it would hold too many units, the one with the farthest
+    backward moves (Belady, IBM Systems Journal 5(2), 1966). Raises ValueError for a share that is not between 0 and 1.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")

@@ -1,33 +1,31 @@
 """When messages are issued where streams may share a hardware queue of the GPU.
 
-What is issued to a queue starts in the order in which it was issued. A send or receive cannot start before the last one
-of its channel has ended, nor compute before its message is there, and whatever cannot start holds up everything behind
+A queue starts what is issued to it in the order of issue. A send or receive cannot start before the last one of its
+channel has ended, nor a compute action before its message is there, and what cannot start holds up everything behind
 it. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell, all streams of a
-rank are in one queue; with fewer queues than streams, some are. The order made here is free of hangs in all of these
-cases: more queues only hold up less.
+rank share one queue; with fewer queues than streams, some do. The order made here cannot hang in any of these cases:
+more queues only hold up less.
 
-All ranks agree on one order of everything, in which each of them issues its part. Compute actions stand in it by their
-nominal times, so after all that they depend on: when they start if all take equally long, or the ticks of their clock.
-On every channel
+All ranks agree on one order of everything, and each issues its part of it. Compute actions stand in it by their nominal
+times, so after all that they depend on: when they start if all take equally long, or the ticks of their clock. On every
+channel
 
-- a send comes after the compute action that makes the message, and after the receive of the message
-  before;
-- a receive comes one compute action ahead of the action that needs it, or where the receive of a
-  later message does, but after the send of the message before.
+- a send comes after the compute action that makes the message, and after the receive of the message before;
+- a receive comes one compute action ahead of the action that needs it, or where the receive of a later message does,
+  but after the send of the message before.
 
-Why all of it starts: assume that something does not, and take the first in the common order. All
-that comes before it has started, on all ranks, so its own queue is free, compute has ended, and each
-message whose send and receive come before it is there. For a send or receive that is the message
-before; for a compute action it is the message that it needs, as follows. Follow the rules back from
-the send or receive of a message until one of them sets the point alone: to after the making of this
-message or an earlier one, which is before its use; or to where the receive of this message or an
-earlier one is wanted, which is at most one action ahead of its use. Both are before the compute
-action. So it starts, whatever the real durations are, and however many messages a channel buffers.
+Why all of it starts: assume that something does not, and take the first in the common order. All that comes before it
+has started, on all ranks, so its own queue is free, compute has ended, and each message whose send and receive come
+before it is there. A send or receive needs the message before; both ends of that come before it. A compute action needs
+its own message. Follow the rules back from the send or receive of that message until one of them alone sets the point:
+either the making of this message or of an earlier one, which is before its use, or the point where the receive of this
+message or of an earlier one is wanted, at most one action ahead of its use. Both are before the compute action. So it
+starts, whatever the real durations are, and however many messages a channel buffers.
 
-In turn. Where a GPU must not wait for a message while its rank starts a kernel, both ends of a message stand at one
+In turn: where a GPU must not wait for a message while its rank starts a kernel, both ends of a message stand at one
 point of the common order, the later of their two, and each rank waits for the end of a message before it goes on. The
-first message in that order that has not ended ends: what comes before it, on both of its ranks, is done. It is there
-before its use by the same argument.
+first message in that order that has not ended does end, since everything before it, on both of its ranks, is done. It
+is there before its use by the same argument.
 """
 
 from bisect import bisect_left
@@ -79,10 +77,10 @@ def issue_order(
     times: NominalTimes,
     in_turn: bool = False,
 ) -> Iterator[tuple[int, Action]]:
-    """Sends and receives of a rank in order, each with the number of its compute actions that come before.
+    """Sends and receives of a rank in order, each with the number of compute actions before it.
 
-    The channels into and out of the rank are given by their messages in order. With `in_turn` both ends of a message
-    come at the same point.
+    `incoming` and `outgoing` hold the messages of each channel, in order. With `in_turn` both ends of a message come at
+    the same point.
     """
     events: list[tuple[_Point, int, Transfer, Action]] = []  # both ends order equal points by the messages
     for transfers in incoming:

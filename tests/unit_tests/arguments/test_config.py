@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -495,7 +496,7 @@ def test_terapipes_programme_is_solved_once(calls, flags):
 
 
 def test_what_validate_made_is_what_everybody_gets(calls, monkeypatch):
-    overlay = Overlay(schedules.get_forward_backward_func)
+    overlay = Overlay(schedules.get_forward_backward_func, ExitStack())
     monkeypatch.setattr(schedules, "get_forward_backward_func", overlay.get_forward_backward_func)
     made = calls(importlib.import_module("megatron.seq1f1b.install"), "make_config")
     config = megatron.seq1f1b.validate(parsed("--sequence-splits", "4", sft=True))
