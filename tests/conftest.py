@@ -5,6 +5,7 @@ unit_tests or functional_tests belongs to the tier of its folder unless it is ma
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from support.patience import slowness
 
 TIERS = ("unit", "functional", "exhaustive")
+# Megatron compiles an extension when a part of a layer is recomputed; other checkouts would compile it anew each time.
+os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its limit

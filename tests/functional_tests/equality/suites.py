@@ -25,7 +25,7 @@ def all_cases() -> list[Case]:
 
 def few(*families: str) -> list[Case]:
     """One case of each kind."""
-    sizes = (1, 2), (2, 1), (3, 5), (7, 2)
+    sizes = (1, 2), (2, 1), (3, 3), (7, 2)
     return [
         *(Case(family, k, m, "uneven", "random") for family in families for k, m in sizes),
         *(Case(family, 4, 2, "even", "segment") for family in families),
