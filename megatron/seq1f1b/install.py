@@ -66,7 +66,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     """
     is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
-    is_rehearsal = not is_library and rehearsal.is_asked_for(sys.argv[1:])
+    is_rehearsal = not is_library and "--dry-run" in sys.argv[1:]
     if _installed() is not None:
         return
     net, patches = Net(), ExitStack()

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..patches import Patch, PatchTable
+from ..patches import Patch, PatchTable, wrapping
 
 if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
-    from .report import RehearsalReport, StageReport
+    from .report import RehearsalReport
 
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
 
 
-def is_asked_for(argv: Sequence[str]) -> bool:
-    """Whether `argv` starts a rehearsal."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--dry-run", action="store_true")
-    return parser.parse_known_args(argv)[0].dry_run
-
-
 def prepare(environment: Mapping[str, str]) -> None:
-    """End the program where it was not started as a rehearsal is; to be called before Megatron is imported."""
-    # Of packages that this machine lacks, the cluster of the launch has its own.
+    """End the program unless it was started as one process; to be called before Megatron is imported."""
+    # The cluster of the launch has the packages that this machine lacks.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.(core|training)")
     command = "WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
     if "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0":
@@ -46,57 +38,48 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
     `watched(function, tracer)` makes a forward-backward function report its steps to `tracer`.
     """
     return (
-        Patch("megatron.training.arguments.parse_args", _for_the_real_device, "looks for a GPU here", wraps=True),
+        wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
-        Patch(
+        wrapping(
             "megatron.training.global_vars.build_tokenizer",
-            _of_as_many_words,
+            _build_empty_tokenizer,
             "reads files of the cluster, or a hub, for the size of the vocabulary",
-            wraps=True,
         ),
         Patch("megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"),
         *(
-            Patch(f"{module}.pretrain", partial(_rehearsing, watched), "trains instead of rehearsing", wraps=True)
+            wrapping(f"{module}.pretrain", partial(_rehearse, watched), "trains instead of rehearsing")
             for module in ("megatron.training.training", "megatron.training")
         ),
     )
 
 
-def _for_the_real_device(parse_args: Callable) -> Callable:
+def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) -> Namespace:
     """The launch is for GPUs unless `--device cpu` is given; it is not traced."""
-
-    def parse(*args: Any, **kwargs: Any) -> Namespace:
-        namespace = parse_args(*args, **kwargs)
-        if getattr(namespace, "device", None) == "auto":  # Megatron also parses for itself, without our flags
-            namespace.device = "cuda"
-        namespace.pipeline_trace = None
-        return namespace
-
-    return parse
+    namespace = parse_args(*args, **kwargs)
+    if getattr(namespace, "device", None) == "auto":  # Megatron also parses for itself, without our flags
+        namespace.device = "cuda"
+    namespace.pipeline_trace = None
+    return namespace
 
 
-def _of_as_many_words(build_tokenizer: Callable) -> Callable:
-    """Megatron's empty tokenizer in place of the launch's, whose size is all that a rehearsal needs."""
-
-    def build(args: Namespace) -> Any:
-        kind, given, size = args.tokenizer_type, args.vocab_size, vocabulary_size(args)
-        if size is not None:
-            args.tokenizer_type, args.vocab_size = "NullTokenizer", size
-        try:
-            return build_tokenizer(args)
-        except Exception as error:
-            raise SystemExit(
-                f"error: a rehearsal needs the size of the vocabulary, and --tokenizer-type {kind} cannot be loaded "
-                f"here ({' '.join(str(error).split())[:200]}); give --vocab-size."
-            ) from None
-        finally:
-            args.tokenizer_type, args.vocab_size = kind, given
-
-    return build
+def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
+    """Megatron's empty tokenizer in place of the launch's: a rehearsal needs the size of its vocabulary only."""
+    kind, given, size = args.tokenizer_type, args.vocab_size, _vocabulary_size(args)
+    if size is not None:
+        args.tokenizer_type, args.vocab_size = "NullTokenizer", size
+    try:
+        return build_tokenizer(args)
+    except Exception as error:
+        raise SystemExit(
+            f"error: a rehearsal needs the size of the vocabulary, and --tokenizer-type {kind} cannot be loaded "
+            f"here ({' '.join(str(error).split())[:200]}); give --vocab-size."
+        ) from None
+    finally:
+        args.tokenizer_type, args.vocab_size = kind, given
 
 
-def vocabulary_size(args: Namespace) -> int | None:
-    """The number of words, of the flags alone; None if only the tokenizer has it."""
+def _vocabulary_size(args: Namespace) -> int | None:
+    """The number of words according to the flags; None if only the tokenizer has it."""
     if args.vocab_size or args.tokenizer_type != "GPT2BPETokenizer":
         return args.vocab_size
     if args.vocab_file and Path(args.vocab_file).is_file():
@@ -104,41 +87,32 @@ def vocabulary_size(args: Namespace) -> int | None:
     return _GPT2_WORDS
 
 
-def _rehearsing(watched: Callable, pretrain: Callable) -> Callable:
-    """Megatron's `pretrain` that rehearses the launch, prints what was found and ends the program."""
+def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) -> None:
+    """Rehearse the launch instead of Megatron's `pretrain`, print what was found and end the program."""
+    from megatron.training import get_args
 
-    def rehearse_and_exit(*args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
+    from ..planning.costs.machine import GIB
+    from .launch import rehearse
+    from .report import RehearsalReport
+    from .stage import Stage
+    from .stand_ins import check, in_words, stood_for
 
-        from ..planning.costs.machine import GIB
-        from .launch import Failure, rehearse
-        from .report import RehearsalReport
-        from .stage import Stage
-        from .stand_ins import check, in_words, stood_for
-
-        launch = get_args()
-        check(launch)
-        _without_side_effects(launch)
-
-        def run_stage(progress: Callable[[float], None]) -> StageReport:
-            return Stage(launch, watched, progress).run(partial(pretrain, *args, **kwargs))
-
-        result = rehearse(run_stage, launch, ranks_of_first_pipeline(launch))
-        if isinstance(result, Failure):
-            print(result.details[-6000:], file=sys.stderr)
-            raise SystemExit(f"error: rank {result.rank}: {result.sentence.removeprefix('error: ').rstrip('.')}.")
-        report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), tuple(result), stood_for(launch))
-        print(report.as_text(), flush=True)
-        if launch.dry_run_output is not None:
-            write(report, launch.dry_run_output)
-        for problem in report.problems:
-            print(f"error: {problem}.", file=sys.stderr)
-        raise SystemExit(1 if report.problems else 0)
-
-    return rehearse_and_exit
+    launch = get_args()
+    check(launch)
+    _drop_side_effects(launch)
+    stages = rehearse(
+        lambda: Stage(launch, watched).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
+    )
+    report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
+    print(report.as_text(), flush=True)
+    if launch.dry_run_output is not None:
+        _write(report, launch.dry_run_output)
+    for problem in report.problems:
+        print(f"error: {problem}.", file=sys.stderr)
+    raise SystemExit(1 if report.problems else 0)
 
 
-def _without_side_effects(args: Namespace) -> None:
+def _drop_side_effects(args: Namespace) -> None:
     """A rehearsal reads no checkpoint and writes no file; it needs no other process."""
     args.fake_process_group = True
     args.rerun_mode = "disabled"
@@ -148,8 +122,18 @@ def _without_side_effects(args: Namespace) -> None:
         setattr(args, name, False)
 
 
-def write(report: RehearsalReport, directory: Path) -> None:
-    """`rehearsal.json`, and `memory.png` where there is matplotlib."""
+def _ranks_of_first_pipeline(args: Namespace) -> range:
+    """The global ranks of one pipeline, from its first stage to its last."""
+    stages, ranks_of_stage = (
+        args.pipeline_model_parallel_size,
+        args.tensor_model_parallel_size * args.context_parallel_size,
+    )
+    apart = ranks_of_stage if args.use_tp_pp_dp_mapping else args.world_size // stages
+    return range(0, apart * stages, apart)
+
+
+def _write(report: RehearsalReport, directory: Path) -> None:
+    """Write `rehearsal.json`, and `memory.png` if there is matplotlib."""
     from ..report import plot_memory
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -159,13 +143,3 @@ def write(report: RehearsalReport, directory: Path) -> None:
         print(f"No picture in {directory}: matplotlib is not installed.")
     else:
         plot_memory(data, directory / "memory.png")
-
-
-def ranks_of_first_pipeline(args: Namespace) -> range:
-    """The global ranks of one pipeline, from its first stage to its last."""
-    stages, ranks_of_model = (
-        args.pipeline_model_parallel_size,
-        args.tensor_model_parallel_size * args.context_parallel_size,
-    )
-    apart = ranks_of_model if args.use_tp_pp_dp_mapping else args.world_size // stages
-    return range(0, apart * stages, apart)

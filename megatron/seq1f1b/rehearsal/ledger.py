@@ -1,19 +1,16 @@
 """The bytes in memory at every moment of a step, from the births and deaths of storages."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from ..report.colours import NAMES
-from ..schedule import parse_action
+from torch.utils._pytree import tree_leaves
 
 _FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
 _ROWS = 128  # flash attention rounds the number of queries up to this
@@ -45,105 +42,86 @@ class Moment:
         return sum(self.peak.values())
 
 
-_OTHER_MOMENTS = {
-    "build": "while the model is built",
-    "first optimizer step": "in the first step of the optimizer",
-    "step begins": "before the first forward",
-    "optimizer step": "in the step of the optimizer",
-}
+@dataclass(slots=True, eq=False)
+class _Allocation:
+    """The memory of a storage from one size to the next; `moment` is the number of the moment of its birth."""
+
+    size: int
+    category: Category
+    moment: int
 
 
-def at(moment: str) -> str:
-    """When something happens, in words: `2F3.1` is in the forward of stage 2 for segment 1 of micro-batch 3."""
-    if moment in _OTHER_MOMENTS:
-        return _OTHER_MOMENTS[moment]
-    kind, stage, microbatch, segment = parse_action(moment.removeprefix("after "))
-    when = "after" if moment.startswith("after ") else "in"
-    return f"{when} the {NAMES[kind]} of stage {stage} for segment {segment} of micro-batch {microbatch}"
+class Ledger(TorchDispatchMode):
+    """Enters every storage when it is allocated and when it is freed. A category given later holds from birth on.
 
+    It counts the bytes of tensors, not the blocks to which an allocator rounds them, and for flash attention the memory
+    that its kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
+    """
 
-class Ledger:
-    """Entries are made in the order of time. A category given later holds from the birth of the storage on."""
-
-    def __init__(self) -> None:
-        self.moment = ""
+    def __init__(self, device: str, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
+        super().__init__()
+        self._run = run or (lambda function, args, kwargs: function(*args, **kwargs))
+        self._with_workspace = device != "cpu"
+        self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
         self._default = Category.ACTIVATIONS
-        self._begins: list[tuple[str, int]] = []  # the name of each moment, and how many entries are before it
-        self._entries: list[int] = []  # storage n is born: n; it dies: ~n
-        self._sizes: list[int] = []
-        self._categories: list[Category] = []
+        self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}
+        self._is_paused = False
+
+    @property
+    def moment(self) -> str:
+        """The name of the current moment."""
+        return self._moments[-1][0]
 
     def begin(self, moment: str, default: Category = Category.ACTIVATIONS) -> None:
-        """What follows belongs to `moment`; storages that are born in it hold `default` until they are labelled."""
-        self.moment = moment
-        self._begins.append((moment, len(self._entries)))
+        """Start a moment; storages that are born in it hold `default` until they are labelled."""
+        self._moments.append((moment, []))
         self.fill_with(default)
 
     def fill_with(self, default: Category) -> None:
         """Storages that are born from now on hold `default`."""
         self._default = default
 
-    def birth(self, size: int) -> int:
-        """The number of a new storage of `size` bytes."""
-        number = len(self._sizes)
-        self._sizes.append(size)
-        self._categories.append(self._default)
-        self._entries.append(number)
-        return number
+    def label(self, tree: Any, category: Category) -> None:
+        """Record what the storages of the tensors in `tree` hold, from their births on."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor) and (found := self._alive.get(leaf.untyped_storage()._cdata)):
+                found[0].category = category
 
-    def death(self, number: int) -> None:
-        self._entries.append(~number)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Storages that are born inside count nothing: tensors of the host, above all batches."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
-    def label(self, number: int, category: Category) -> None:
-        self._categories[number] = category
+    def counting_resize(self, resize: Callable) -> Callable:
+        """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
 
-    def resize(self, number: int, size: int) -> int:
-        """Storage `number` dies, and is born again for the same purpose; the number that it has then."""
-        self.death(number)
-        born = self.birth(size)
-        self.label(born, self._categories[number])
-        return born
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if found := self._alive.get(storage._cdata):
+                allocation, reference = found
+                category = allocation.category
+                self._dies(allocation)
+                self._alive[storage._cdata] = self._is_born(size, category), reference
+            return result
 
-    def moments(self) -> Iterator[Moment]:
-        """All moments in order. Activations that are born and die within one are temporaries."""
-        names = list(Category)
-        entries, sizes = np.array(self._entries, np.int64), np.array(self._sizes, np.int64)
-        categories = np.array([names.index(category) for category in self._categories], np.int64)
-        starts = [start for _, start in self._begins]
-        is_birth = entries >= 0
-        numbers = np.where(is_birth, entries, ~entries)
-        moments = np.searchsorted(starts, np.arange(len(entries)), side="right")
-        died_in = np.full(len(sizes), -1)
-        died_in[numbers[~is_birth]] = moments[~is_birth]
-        is_short = (died_in == moments[is_birth]) & (categories == names.index(Category.ACTIVATIONS))
-        categories[is_short] = names.index(Category.TEMPORARY)
+        return counted
 
-        held = np.zeros((len(names), len(entries) + 1), np.int64)  # by category, before and after each entry
-        held[categories[numbers], np.arange(len(entries)) + 1] = np.where(is_birth, sizes[numbers], -sizes[numbers])
-        held.cumsum(axis=1, out=held)
-        in_all = held.sum(axis=0)
-        for (name, start), end in zip(self._begins, [*starts[1:], len(entries)], strict=True):
-            highest = start + int(in_all[start : end + 1].argmax())
-            peak = {category: int(size) for category, size in zip(names, held[:, highest], strict=True) if size}
-            yield Moment(name, peak, int(in_all[end]))
-
-
-class StorageCounter(TorchDispatchMode):
-    """Enters every storage into `ledger` when it is allocated and when it is freed.
-
-    It counts the bytes of tensors, not the blocks that an allocator rounds them to, and for flash attention what its
-    kernel allocates during the call. `run(function, args, kwargs)` runs an operator, and `on_communication` is called
-    with each operator of torch.distributed and its arguments.
-    """
-
-    def __init__(self, device: str, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
-        super().__init__()
-        self.ledger = Ledger()
-        self.on_communication: Callable[[Any, tuple], None] = lambda operator, args: None
-        self._run = run or (lambda function, args, kwargs: function(*args, **kwargs))
-        self._with_workspace = device != "cpu"
-        self._alive: dict[int, tuple[int | None, weakref.ref]] = {}  # None: made while paused
-        self._is_paused = False
+    def moments(self) -> list[Moment]:
+        """All moments in order."""
+        held, in_all, found = dict.fromkeys(Category, 0), 0, []
+        for name, events in self._moments:
+            highest, peak = in_all, dict(held)
+            for allocation, sign in events:
+                held[allocation.category] += sign * allocation.size
+                in_all += sign * allocation.size
+                if in_all > highest:
+                    highest, peak = in_all, dict(held)
+            found.append(Moment(name, {category: size for category, size in peak.items() if size}, in_all))
+        return found
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -152,63 +130,40 @@ class StorageCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run(function, args, kwargs or {})
         if function.namespace == "c10d":
-            self.on_communication(function, args)
+            self.communicates(function, args)
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, torch.Tensor):
-                self._note(item)
+                self._note(item.untyped_storage())
         if self._with_workspace and (size := workspace_bytes(function, args)):
-            number = self.ledger.birth(size)
-            self.ledger.label(number, Category.TEMPORARY)
-            self.ledger.death(number)
+            self._dies(self._is_born(size, Category.TEMPORARY))
         return result
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What is made inside is not counted: tensors of the host, batches above all."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def communicates(self, operator: Any, args: tuple) -> None:
+        """Called with each operator of torch.distributed and its arguments."""
 
-    def label(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
-        """Record what the storages of `tensors` hold, from their births on."""
-        for tensor in tensors:
-            number, _ = self._alive.get(tensor.untyped_storage()._cdata, (None, None))
-            if number is not None:
-                self.ledger.label(number, category)
-
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._alive:
-            return
-        size = storage.nbytes()
-        if not size:
-            return
-        number = None if self._is_paused else self.ledger.birth(size)
-        self._alive[key] = number, weakref.ref(storage, partial(self._forget, key))
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if size and key not in self._alive:
+            allocation = self._is_born(0 if self._is_paused else size, self._default)
+            self._alive[key] = allocation, weakref.ref(storage, partial(self._forget, key))
 
     def _forget(self, key: int, _: Any) -> None:
-        number, _ = self._alive.pop(key)
-        if number is not None:
-            self.ledger.death(number)
+        self._dies(self._alive.pop(key)[0])
 
-    def resize(self, resize: Callable) -> Callable:
-        """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
+    def _is_born(self, size: int, category: Category) -> _Allocation:
+        allocation = _Allocation(size, category, len(self._moments))
+        self._moments[-1][1].append((allocation, 1))
+        return allocation
 
-        def counted(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            number, reference = self._alive.get(storage._cdata, (None, None))
-            if number is not None:
-                self._alive[storage._cdata] = self.ledger.resize(number, size), reference
-            return result
-
-        return counted
+    def _dies(self, allocation: _Allocation) -> None:
+        """Activations that are born and die within one moment are temporaries."""
+        if allocation.category is Category.ACTIVATIONS and allocation.moment == len(self._moments):
+            allocation.category = Category.TEMPORARY
+        self._moments[-1][1].append((allocation, -1))
 
 
 def workspace_bytes(operator: Any, args: Sequence[Any]) -> int:
-    """Bytes of PyTorch's allocator that `operator` holds while it runs, beyond what it returns; 0 where none is known.
+    """Bytes that `operator` takes from PyTorch's allocator while it runs, beyond what it returns; 0 if none are known.
 
     The backward of flash attention 2 sums the gradient of the queries in fp32 before it rounds, at a head size that is
     a multiple of 32 (64 above 128), keeps one fp32 number a query and head (`dq_accum` and `softmax_d` in mha_bwd of
@@ -218,7 +173,7 @@ def workspace_bytes(operator: Any, args: Sequence[Any]) -> int:
     if operator is not _FLASH_BACKWARD:
         return 0
     query, key = args[1], args[2]
-    *_, length, heads, size = query.shape if query.dim() == 4 else (1, *query.shape)
+    *_, length, heads, size = query.shape
     sequences = query.shape[0] if query.dim() == 4 else 1
     rows = -(-length // _ROWS) * _ROWS
     step = 32 if size <= 128 else 64

@@ -1,11 +1,11 @@
 """Operators on tensors that have shapes and storages, but neither values nor memory: PyTorch's meta tensors.
 
-A FakeTensorMode does the same in four times the time, most of it to find an operator in its cache.
+A FakeTensorMode does the same, but takes four times as long, mostly to find an operator in its cache.
 """
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,20 @@ _MOST_INDICES = 2**12  # of a range that keeps its values: experts, not tokens
 
 
 class NeedsValues(Exception):
-    """Shapes of the launch follow from values of tensors."""
-
-
-class _Form(NamedTuple):
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    """A shape of the launch depends on values of tensors."""
 
 
 class WithoutValues:
     """Runs an operator; what it makes has no values, unless all its inputs have some.
 
-    A number that is read from a tensor without values is not a number, a truth value is False. So an optimizer finds
-    no overflow and clips nothing. Whole numbers stay unknown, since sizes could follow from them.
+    A floating-point number that is read from a tensor without values is NaN, a truth value is False: so an optimizer
+    finds no overflow and clips nothing. Reading a whole number raises NeedsValues, since sizes could follow from it.
     """
 
     def __init__(self) -> None:
-        # By operator and the forms of its arguments: PyTorch works most results out in Python, which takes ten times
-        # as long as to make them. None where an operator must run every time.
-        self._results: dict[tuple, list[_Form | None] | None] = {}
+        # By operator and the forms of its arguments, the forms of its results: working them out in Python takes PyTorch
+        # ten times as long as making the tensors. None for an operator that must run every time.
+        self._results: dict[tuple, list | None] = {}
 
     def __call__(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function.namespace == "c10d":
@@ -57,7 +51,7 @@ class WithoutValues:
         return self._result(function, args, kwargs)
 
     def _result(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What `function(*args, **kwargs)` returns, in storages of its own."""
+        """What `function(*args, **kwargs)` returns."""
         if not _makes_tensors(function):
             return function(*args, **kwargs)
         key = function, _form_of(args), _form_of(tuple(kwargs.items()))
@@ -65,24 +59,20 @@ class WithoutValues:
             result = function(*args, **kwargs)
             made = result if isinstance(result, tuple) else (result,)
             is_new = all(tensor is None or _fills_new_storage(tensor, args) for tensor in made)
-            forms = [None if tensor is None else _Form(*_form_of(tensor)) for tensor in made]
-            self._results[key] = forms if is_new else None
+            self._results[key] = [tensor if tensor is None else _form_of(tensor) for tensor in made] if is_new else None
             return result
         forms = self._results[key]
         if forms is None:
             return function(*args, **kwargs)
-        made = tuple(
-            None if form is None else torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=_META)
-            for form in forms
-        )
+        made = tuple(form if form is None else _made(*form) for form in forms)
         return made[0] if len(made) == 1 else made
 
 
 class ExpertCounts(WithoutValues):
-    """`WithoutValues` in which every expert gets the same share of all tokens, `topk` of `num_experts` for each token.
+    """`WithoutValues` for a model in which each token chooses `topk` of `num_experts`, each equally often.
 
-    Megatron counts by summing a map of booleans [tokens, experts]. Here these sums have values, and so has what is
-    computed from them alone.
+    Megatron counts the tokens of experts by summing a map of booleans [tokens, experts]. These sums have values, and so
+    has all that is computed from nothing else.
     """
 
     def __init__(self, topk: int, num_experts: int) -> None:
@@ -112,11 +102,13 @@ def _unknown(tensor: Tensor) -> Any:
         return math.nan
     if tensor.dtype is torch.bool:
         return False
-    raise NeedsValues(f"a whole number is read from a tensor of {tensor.dtype}")
+    raise NeedsValues(
+        f"a whole number is read from a tensor of {tensor.dtype}, but tensors of a rehearsal have no values"
+    )
 
 
 def _communicated(function: Any, args: tuple) -> Any:
-    """What a collective returns, whose results are in tensors that were given to it."""
+    """What a collective returns; it writes its results to tensors among its arguments."""
     results = tuple(FakeWork().boxed() if is_work else args[0] for is_work in _returns_work(function))
     return results[0] if len(results) == 1 else results
 
@@ -141,14 +133,16 @@ def _makes_tensors(function: Any) -> bool:
 
 
 def _only_moves(tensor: Tensor, options: dict[str, Any]) -> bool:
-    """To the host or back, which takes no memory of a GPU."""
+    """Whether it copies to the host or back, which takes no memory of a GPU."""
     return options.get("device") is not None and options.get("dtype") in (None, tensor.dtype)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    return tensor if tensor.is_meta else _made(*_form_of(tensor))
+
+
+def _made(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=_META)
 
 
 def _is_short(bounds: tuple) -> bool:
@@ -156,7 +150,7 @@ def _is_short(bounds: tuple) -> bool:
 
 
 def _form_of(value: Any) -> Any:
-    """Whatever the form of a result depends on."""
+    """All that the form of a result depends on; of a tensor its size, strides and type."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -165,7 +159,7 @@ def _form_of(value: Any) -> Any:
 
 
 def _fills_new_storage(tensor: Tensor, args: tuple) -> bool:
-    """Whether a result fills a storage that no argument has: schemas leave out that _unsafe_view shares it."""
+    """Whether a result fills a storage that no argument has; the schema of _unsafe_view hides that it shares one."""
     storage = tensor.untyped_storage()
     is_shared = any(other.untyped_storage()._cdata == storage._cdata for other in _tensors_in(args))
     return tensor.is_meta and not is_shared and storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -1,13 +1,13 @@
-"""What a rehearsal found out: per stage, as a whole against the memory of a device, and as text for a terminal."""
+"""What a rehearsal found: per stage, as a whole against the memory of a device, and as text for a terminal."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..planning.costs.machine import GIB, MIB, bytes_outside
+from ..planning.costs.machine import GIB, MIB
 from ..report.text import aligned
-from .ledger import Category, Moment, at
-from .recorder import Traffic, mismatches
+from .ledger import Category, Moment
+from .messages import Message, at, mismatches
 
 CANNOT_PROVE = (
     "how NCCL orders and times the messages: here none ever waits. Both ends have the same order by construction; "
@@ -30,20 +30,20 @@ def in_words(size: int) -> str:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What the rehearsal of one pipeline rank found out.
+    """What the rehearsal of one pipeline rank found.
 
-    `rank` is the global rank that was rehearsed, `stages` those that it holds. `num_communicators` counts the process
-    groups of several ranks that it used, `host_bytes` the activations that wait in the memory of the host.
+    `rank` is the global rank that was rehearsed, `stages` those that it holds. `outside` counts the bytes of a GPU
+    beside all tensors, by formula, `host_bytes` the activations that wait in the memory of the host.
     """
 
     rank: int
-    stages: tuple[int, ...]
+    stages: list[int]
     num_layers: int
     num_parameters: int
     moments: list[Moment]
-    traffic: Traffic
-    num_communicators: int
-    is_on_gpu: bool = True
+    sent: list[Message]
+    received: list[Message]
+    outside: int
     host_bytes: int = 0
 
     @property
@@ -52,18 +52,11 @@ class StageReport:
         return max(self.moments, key=lambda moment: moment.peak_bytes)
 
     @property
-    def outside(self) -> int:
-        """Bytes of a GPU that are not counted, by formula."""
-        return bytes_outside(self.num_communicators) if self.is_on_gpu else 0
-
-    @property
     def needed(self) -> int:
         """Bytes of the device at the fullest moment."""
         return self.fullest.peak_bytes + self.outside
 
-    @property
-    def when(self) -> str:
-        """Bytes of the device at the fullest moment, and that moment, in words."""
+    def __str__(self) -> str:
         return f"{in_words(self.needed)}, {at(self.fullest.name)}"
 
 
@@ -73,8 +66,8 @@ class RehearsalReport:
 
     launch: str
     device_memory: int
-    stages: tuple[StageReport, ...]
-    notes: tuple[str, ...] = ()
+    stages: list[StageReport]
+    notes: list[str]
 
     @property
     def fullest(self) -> StageReport:
@@ -83,7 +76,12 @@ class RehearsalReport:
     @property
     def mismatches(self) -> list[str]:
         """One sentence, without its full stop, for each channel whose two ends disagree."""
-        return mismatches(stage.traffic for stage in self.stages)
+        received = [message for stage in self.stages for message in stage.received]
+        return mismatches(self._sent, received)
+
+    @property
+    def _sent(self) -> list[Message]:
+        return [message for stage in self.stages for message in stage.sent]
 
     @property
     def lack_of_memory(self) -> list[str]:
@@ -93,7 +91,7 @@ class RehearsalReport:
         if not numbers:
             return []
         largest, size = max(fullest.fullest.peak.items(), key=lambda item: item[1])
-        most = f"{fullest.when}, of which {largest} {in_words(size)}"
+        most = f"{fullest}, of which {largest} {in_words(size)}"
         if len(numbers) == 1:
             return [f"pipeline rank {numbers[0]} needs more than {limit}: {most}"]
         names = f"{', '.join(numbers[:-1])} and {numbers[-1]}"
@@ -113,35 +111,31 @@ class RehearsalReport:
             "problems": self.problems,
             "notes": self.notes,
             "pipeline_ranks": [
-                asdict(stage) | {"fullest": asdict(stage.fullest), "outside": stage.outside, "needed": stage.needed}
-                for stage in self.stages
+                asdict(stage) | {"fullest": asdict(stage.fullest), "needed": stage.needed} for stage in self.stages
             ],
         }
 
     def as_text(self) -> str:
         """The table, the verdict, and what they do not cover."""
-        sections = [f"Rehearsed: {self.launch}", "", *self._table(), "", self._messages(), self._memory()]
+        lines = [f"Rehearsed: {self.launch}", "", *self._table(), "", self._messages(), self._memory()]
         most = max(stage.host_bytes for stage in self.stages)
-        sections += [f"Memory of the host: up to {in_words(most)} a rank, for activations."] * (most > 0) + [""]
-        for title, lines in (
+        if most:
+            lines.append(f"Memory of the host: up to {in_words(most)} a rank, for activations.")
+        lines.append("")
+        for title, notes in (
             ("Stood for by something else here:", self.notes),
             ("Not proved by a rehearsal:", CANNOT_PROVE),
         ):
-            sections += [title, *(f"  - {line}." for line in lines)] if lines else []
-        return "\n".join(sections)
-
-    def _memory(self) -> str:
-        if self.lack_of_memory:
-            return f"Memory: {self.lack_of_memory[0]}. `seq1f1b plan` looks for a configuration that fits."
-        return (
-            f"Memory: fits. Pipeline rank {self.stages.index(self.fullest)} needs most: {self.fullest.when}; "
-            f"{in_words(self.device_memory - self.fullest.needed)} of {self.device_memory / GIB:.4g} GiB stay free."
-        )
+            lines += [title, *(f"  - {note}." for note in notes)] if notes else []
+        return "\n".join(lines)
 
     def _table(self) -> Iterator[str]:
         one, unit = (GIB, "GiB") if self.fullest.needed >= GIB else (MIB, "MiB")
         used = [category for category in Category if any(category in stage.fullest.peak for stage in self.stages)]
-        header = ["rank", "stages", "layers", "parameters", *used, "outside", "in all", "fullest at"]
+        titles = ["rank", "stages", "layers", "parameters", *used, "outside", "in all", "fullest at"]
+        words = [title.split(" ") for title in titles]
+        height = max(map(len, words))
+        header = [[""] * (height - len(title)) + title for title in words]
         rows = [
             [
                 str(number),
@@ -155,10 +149,7 @@ class RehearsalReport:
             ]
             for number, stage in enumerate(self.stages)
         ]
-        titles = [title.split(" ") for title in header]
-        height = max(map(len, titles))
-        padded = [[""] * (height - len(words)) + words for words in titles]
-        text = aligned([*([words[line] for words in padded] for line in range(height)), *rows])
+        text = aligned([*zip(*header, strict=True), *rows])
         text.insert(height, "─" * max(map(len, text)))
         yield from text
         yield (
@@ -166,7 +157,7 @@ class RehearsalReport:
         )
 
     def _messages(self) -> str:
-        sent = [message for stage in self.stages for message in stage.traffic.sent]
+        sent = self._sent
         if self.mismatches or not sent:
             return f"Messages: {'; '.join(self.mismatches) or 'none'}."
         channels = len({message.queue for message in sent})
@@ -174,4 +165,12 @@ class RehearsalReport:
             f"Messages: {len(sent):,} on {channels} channel{'s' * (channels > 1)}, the largest of "
             f"{in_words(max(message.num_bytes for message in sent))}; both ends of each agree on their number, order, "
             "shapes and types."
+        )
+
+    def _memory(self) -> str:
+        if self.lack_of_memory:
+            return f"Memory: {self.lack_of_memory[0]}. `seq1f1b plan` looks for a configuration that fits."
+        return (
+            f"Memory: fits. Pipeline rank {self.stages.index(self.fullest)} needs most: {self.fullest}; "
+            f"{in_words(self.device_memory - self.fullest.needed)} of {self.device_memory / GIB:.4g} GiB stay free."
         )

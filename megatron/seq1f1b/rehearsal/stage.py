@@ -4,7 +4,7 @@ import gc
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +12,13 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..model import use_segment_attention
-from ..patches import Patch, patched
-from .ledger import Category, StorageCounter
+from ..patches import Patch, patched, wrapping
+from ..planning.costs.machine import bytes_outside
+from .ledger import Category
 from .operators import ExpertCounts, WithoutValues
 from .recorder import StepRecorder
 from .report import StageReport
-from .stand_ins import fake_batches, is_fused_on_gpu, spared
+from .stand_ins import fake_batches, is_fused_on_gpu, patches
 
 
 class _Ended(BaseException):
@@ -32,155 +33,111 @@ class Stage:
     """
 
     def __init__(
-        self,
-        args: Namespace,
-        watched: Callable[[Callable, StepRecorder], Callable],
-        progress: Callable[[float], None] = lambda _: None,
-        is_fake: bool = True,
+        self, args: Namespace, watched: Callable[[Callable, StepRecorder], Callable], is_fake: bool = True
     ) -> None:
         self._args = args
         self._watched = watched
         self._is_fake = is_fake
-        self.counter = StorageCounter(args.device, _without_values(args) if is_fake else None)
-        self._recorder = StepRecorder(self.counter, progress)
+        run = ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
+        self.recorder = StepRecorder(args.device, run if is_fake else None)
         self._num_parameters = self._num_layers = self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
         """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
-        with self._takes_part():
+        training, counted = "megatron.training.training", "is counted"
+        table = (
+            wrapping(f"{training}.setup_model_and_optimizer", self._set_up, counted),
+            wrapping(f"{training}.build_train_valid_test_data_iterators", self._data, "makes batches, on the host"),
+            wrapping(f"{training}.train_step", self._step, f"{counted}, and the last"),
+            Patch("torch.UntypedStorage.resize_", self.recorder.counting_resize, counted, wraps=True),
+            wrapping("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart"),
+        )
+        with patched(table), patched(patches(self._args)) if self._is_fake else nullcontext():
             try:
                 pretrain()
             except _Ended:
                 return self._report()
         raise ValueError("the launch ends without a training step")
 
-    @contextmanager
-    def _takes_part(self) -> Iterator[None]:
-        """Inside, Megatron's `pretrain` calls this object around its model, its data and its step."""
-        around = (
-            ("setup_model_and_optimizer", self._set_up, "is counted"),
-            ("build_train_valid_test_data_iterators", self._data, "its batches come from the host, so are not counted"),
-            ("train_step", self._step, "is counted, and the last"),
-        )
-        table = (
-            *(Patch(f"megatron.training.training.{name}", new, why, wraps=True) for name, new, why in around),
-            Patch("torch.UntypedStorage.resize_", self.counter.resize, "is counted", wraps=True),
-            Patch("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart", wraps=True),
-        )
-        with patched(table), patched(spared(self._args)) if self._is_fake else nullcontext():
-            yield
-
     def _report(self) -> StageReport:
         return StageReport(
             rank=self._args.rank,
-            stages=tuple(sorted(self._recorder.stages)),
+            stages=sorted(self.recorder.stages),
             num_layers=self._num_layers,
             num_parameters=self._num_parameters,
-            moments=list(self.counter.ledger.moments()),
-            traffic=self._recorder.traffic,
-            num_communicators=len(self._recorder.groups),
-            is_on_gpu=self._args.device != "cpu",
+            moments=self.recorder.moments(),
+            sent=self.recorder.sent,
+            received=self.recorder.received,
+            outside=bytes_outside(len(self.recorder.groups)) if self._args.device != "cpu" else 0,
             host_bytes=self._host_bytes,
         )
 
-    def _buffer(self, mapped_buffer: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
-        def counted(num_bytes: int) -> torch.Tensor:
-            self._host_bytes += num_bytes
-            with self.counter.paused():
-                return torch.empty(num_bytes, dtype=torch.uint8) if self._is_fake else mapped_buffer(num_bytes)
+    def _buffer(self, mapped_buffer: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
+        self._host_bytes += num_bytes
+        with self.recorder.paused():
+            return torch.empty(num_bytes, dtype=torch.uint8) if self._is_fake else mapped_buffer(num_bytes)
 
-        return counted
-
-    def _set_up(self, set_up: Callable) -> Callable:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.counter.ledger.begin("build", Category.TEMPORARY)
-            with self.counter:
-                chunks, optimizer, scheduler = set_up(*args, **kwargs)
-            if self._is_fake and is_fused_on_gpu(self._args):
-                use_segment_attention(chunks)  # whole sequences, too, have fused attention on a GPU
-            gc.collect()
-            self._label(chunks, optimizer)
-            self._recorder.watch(chunks)
-            modules = [module for chunk in chunks for module in chunk.modules()]
-            self._num_layers = sum(isinstance(module, TransformerLayer) for module in modules)
-            self._num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-            return chunks, optimizer, scheduler
-
-        return counted
+    def _set_up(self, set_up: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.recorder.begin("build", Category.TEMPORARY)
+        with self.recorder:
+            chunks, optimizer, scheduler = set_up(*args, **kwargs)
+        if self._is_fake and is_fused_on_gpu(self._args):
+            use_segment_attention(chunks)  # whole sequences, too, have fused attention on a GPU
+        gc.collect()
+        self._label(chunks, optimizer)
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self._num_layers = sum(isinstance(module, TransformerLayer) for module in modules)
+        self._num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+        return chunks, optimizer, scheduler
 
     def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
         """Label what is alive after the model and its optimizer are built."""
-        counter = self.counter
-        main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        counter.label(main, Category.OPTIMIZER)
+        label = self.recorder.label
+        label([group["params"] for group in optimizer.param_groups], Category.OPTIMIZER)
         for chunk in chunks:
-            counter.label((*chunk.parameters(), *chunk.module.buffers()), Category.WEIGHTS)
+            label([*chunk.parameters(), *chunk.module.buffers()], Category.WEIGHTS)
             # Megatron's DistributedDataParallel keeps parameters and gradients in buffers, those of experts apart.
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                counter.label([buffer.grad_data], Category.GRADIENTS)
-                if buffer.param_data is not None:
-                    counter.label([buffer.param_data], Category.WEIGHTS)
+                label(buffer.grad_data, Category.GRADIENTS)
+                label(buffer.param_data, Category.WEIGHTS)
             if hasattr(chunk, "partitioned_state"):
                 shares = chunk.partitioned_state.shares
-                counter.label((share.weights for share in shares), Category.WEIGHTS)
-                counter.label((share.gradients for share in shares), Category.GRADIENTS)
+                label([share.weights for share in shares], Category.WEIGHTS)
+                label([share.gradients for share in shares], Category.GRADIENTS)
 
-    def _step(self, train_step: Callable) -> Callable:
-        signature = inspect.signature(train_step)
+    def _step(self, train_step: Callable, *args: Any, **kwargs: Any) -> None:
+        step = inspect.signature(train_step).bind(*args, **kwargs)
+        optimizer = step.arguments["optimizer"]
+        run = self._watched(step.arguments["forward_backward_func"], self.recorder)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            step, ledger = signature.bind(*args, **kwargs), self.counter.ledger
-            optimizer = step.arguments["optimizer"]
-            run = self._watched(step.arguments["forward_backward_func"], self._recorder)
+        def run_then_optimizer(**options: Any) -> Any:
+            reports = run(**options)
+            self.recorder.begin("optimizer step", Category.TEMPORARY)
+            return reports
 
-            def run_then_optimizer(**options: Any) -> Any:
-                reports = run(**options)
-                ledger.begin("optimizer step", Category.TEMPORARY)
-                return reports
+        step.arguments["forward_backward_func"] = run_then_optimizer
+        with self.recorder:
+            # Adam makes its moments in its first step, so a step as all later ones comes after it.
+            self.recorder.begin("first optimizer step", Category.TEMPORARY)
+            optimizer.step()
+            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                self.recorder.label(list(part.optimizer.state.values()), Category.OPTIMIZER)
+            self.recorder.begin("step begins")
+            train_step(*step.args, **step.kwargs)
+        raise _Ended
 
-            step.arguments["forward_backward_func"] = run_then_optimizer
-            with self.counter:
-                # Adam makes its moments in its first step, so a step as all later ones comes after it.
-                ledger.begin("first optimizer step", Category.TEMPORARY)
-                optimizer.step()
-                self.counter.label(_states(optimizer), Category.OPTIMIZER)
-                ledger.begin("step begins")
-                train_step(*step.args, **step.kwargs)
-            raise _Ended
+    def _data(self, build: Callable, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """The data iterators of the launch, whose batches are not counted."""
+        if self._is_fake:
+            self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+            return RerunDataIterator(self._uncounted(fake_batches(self._args))), None, None
+        train, valid, test = build(*args, **kwargs)
+        if train is not None:
+            train.iterable = self._uncounted(train.iterable)
+        return train, valid, test
 
-        return counted
-
-    def _data(self, build: Callable) -> Callable:
-        def uncounted(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-            if self._is_fake:
-                self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
-                return RerunDataIterator(_Uncounted(fake_batches(self._args), self.counter)), None, None
-            train, valid, test = build(*args, **kwargs)
-            if train is not None:
-                train.iterable = _Uncounted(train.iterable, self.counter)
-            return train, valid, test
-
-        return uncounted
-
-
-def _without_values(args: Namespace) -> Callable[[Any, tuple, dict], Any]:
-    if not args.num_experts:
-        return WithoutValues()
-    return ExpertCounts(args.moe_router_topk, args.num_experts)
-
-
-class _Uncounted:
-    def __init__(self, batches: Iterator[Any], counter: StorageCounter) -> None:
-        self._batches = batches
-        self.counter = counter
-
-    def __next__(self) -> Any:
-        with self.counter.paused():
-            return next(self._batches)
-
-
-def _states(optimizer: Any) -> Iterator[torch.Tensor]:
-    """What the optimizer keeps from step to step beside the parameters that it steps."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    def _uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self.recorder.paused():
+                batch = next(batches)
+            yield batch

@@ -1,4 +1,4 @@
-"""What stands in for the cluster in a rehearsal: what is bound, the batches and documents, and that in words."""
+"""What stands in for the cluster in a rehearsal: batches, documents and functions; the launch in words."""
 
 import math
 from argparse import Namespace
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..model import Documents
 from ..model.kernels import CudaFlash
-from ..patches import Patch, PatchTable
+from ..patches import Patch, PatchTable, wrapping
 from ..planning.costs.machine import MIB
 from ..runtime.call import Call
 
-_SHARES = (0.4, 0.3, 0.2)  # of a sequence; one more document has the rest
+_SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest
 
 
 def check(args: Namespace) -> None:
@@ -34,12 +34,12 @@ def check(args: Namespace) -> None:
 
 
 def is_fused_on_gpu(args: Namespace) -> bool:
-    """Whether Transformer Engine's layers, for which local ones stand here, compute attention on the cluster."""
-    return (
-        args.device != "cpu"
-        and args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
-        and args.attention_backend.name != "local"
-    )
+    """Whether Transformer Engine computes attention on the cluster, for which local layers stand here."""
+    return _has_transformer_engine(args) and args.attention_backend.name != "local"
+
+
+def _has_transformer_engine(args: Namespace) -> bool:
+    return args.device != "cpu" and args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
 
 
 def _runs_megatrons_own_schedule(args: Namespace) -> bool:
@@ -67,9 +67,11 @@ def in_words(args: Namespace) -> str:
     elif _runs_megatrons_own_schedule(args):
         schedule = f"Megatron's own {'interleaved ' if chunks else ''}1F1B"
     else:
-        segments = f" with {args.sequence_splits} segments" if (args.sequence_splits or 1) > 1 else ""
-        segments = segments if args.unit_tokens is None else f" in units of at most {args.unit_tokens} tokens"
-        schedule = f"{args.pipeline_schedule or '1f1b'}{segments}"
+        schedule = args.pipeline_schedule or "1f1b"
+        if args.unit_tokens is not None:
+            schedule += f" in units of at most {args.unit_tokens} tokens"
+        elif (args.sequence_splits or 1) > 1:
+            schedule += f" with {args.sequence_splits} segments"
     kept = " of all but attention" if args.recompute_keeps_attention else ""
     return (
         f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, {num_microbatches} micro-batches "
@@ -83,19 +85,16 @@ def _precision(args: Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
-def stood_for(args: Namespace) -> tuple[str, ...]:
+def stood_for(args: Namespace) -> list[str]:
     """Sentences, without their full stops, on what a GPU would run and a rehearsal does not.
 
-    Transformer Engine's layers (transformer_engine/pytorch, 2.20) keep the same for the backward as Megatron's local
-    ones: the input of the norm and its output, the input of every linear layer, the input of the activation function.
-    They differ in two things. Their fused rotary embedding keeps only the angles, which all layers share
-    (attention/rope.py), where the local one keeps a cosine and a sine of its own for queries and for keys. And with
-    gradient_accumulation_fusion their weight gradients are added to main_grad by the matrix product itself.
+    By the public code of Transformer Engine (transformer_engine/pytorch, 2.20), its layers and Megatron's local ones
+    keep the same for the backward, but for the rotary embedding and fused weight gradients.
     """
     notes, precision = [], _precision(args)
     if args.device != "cpu":
         replaced = args.replaced_on_cpu
-        if replaced["transformer_impl"] == "transformer_engine":
+        if _has_transformer_engine(args):
             notes.append("Transformer Engine's layers by Megatron's local ones, which keep as much for the backward")
             if args.moe_grouped_gemm:
                 notes.append("grouped products of experts (--moe-grouped-gemm) by one expert after another")
@@ -123,7 +122,7 @@ def stood_for(args: Namespace) -> tuple[str, ...]:
         *lengths, last = map(str, _lengths(args.seq_length))
         but = "" if args.unit_tokens is None else ", the first of a step but one"
         notes.append(f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens{but}")
-    return tuple(notes)
+    return notes
 
 
 def fake_batches(args: Namespace) -> Iterator[dict[str, Tensor]]:
@@ -146,14 +145,13 @@ def _lengths(sequence_length: int) -> list[int]:
     return [*lengths, sequence_length - sum(lengths)]
 
 
-def documents_of_step(call: Call, *_: Any) -> list[Documents]:
-    """Those of every micro-batch, as the function of the same name in the runtime finds them in batches."""
+def _documents_of_step(call: Call, *_: Any) -> list[Documents]:
     starts = tuple(accumulate(_lengths(call.seq_length)[:-1], initial=0))
     return [(starts,) * call.micro_batch_size] * call.num_microbatches
 
 
 def _lengths_of_step(call: Call, *_: Any) -> list[list[int]]:
-    """For units: in each replica one sequence as long as there can be, else documents as above."""
+    """For units: in each replica one sequence as long as there can be, and the documents of the others."""
     return [[call.seq_length, *_lengths(call.seq_length) * (call.num_microbatches - 1)]] * call.groups.dp.size()
 
 
@@ -167,38 +165,30 @@ def _sequences_of_step(
     }
 
 
-def spared(args: Namespace) -> PatchTable:
-    """What is bound while a stage runs on tensors without values, for which the kernels of a GPU stand if the launch is
-    for one."""
+def patches(args: Namespace) -> PatchTable:
+    """What is bound while a stage runs on fake tensors; for a launch on GPUs, its kernels, too."""
     if args.device == "cpu":
         return _FOR_FAKES
-    has_te = args.replaced_on_cpu["transformer_impl"] == "transformer_engine"
-    return _FOR_FAKES + _AS_ON_A_GPU + (_AS_WITH_TE if has_te else ())
+    return _FOR_FAKES + _AS_ON_A_GPU + (_AS_WITH_TE if _has_transformer_engine(args) else ())
+
+
+def _fake_group(new_group: Callable, *args: Any, **options: Any) -> Any:
+    return new_group(*args, **options | {"backend": "fake", "pg_options": None})
 
 
 def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.ProcessGroup | None = None) -> None:
     object_list[:] = [obj] * len(object_list)
 
 
-def _fake_group(new_group: Callable) -> Callable:
-    return lambda *args, **options: new_group(*args, **(options | {"backend": "fake", "pg_options": None}))
+def _type_without_device(type_method: Callable, tensor: Tensor, *args: Any, **options: Any) -> Any:
+    found = type_method(tensor, *args, **options)
+    return found.replace(".meta.", ".") if isinstance(found, str) else found
 
 
-def _type_without_device(type_method: Callable) -> Callable:
-    def name_or_cast(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        found = type_method(tensor, *args, **options)
-        return found.replace(".meta.", ".") if isinstance(found, str) else found
-
-    return name_or_cast
-
-
-def _own_counts_of_all(gather: Callable) -> Callable:
-    def gathered(own: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> Tensor:
-        if own.is_meta or group.size() == 1:
-            return gather(own, group, *args, **options)
-        return own.repeat(group.size(), *[1] * (own.dim() - 1))
-
-    return gathered
+def _own_counts_of_all(gather: Callable, own: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> Tensor:
+    if own.is_meta or group.size() == 1:
+        return gather(own, group, *args, **options)
+    return own.repeat(group.size(), *[1] * (own.dim() - 1))
 
 
 def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
@@ -208,8 +198,10 @@ def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """An RMS norm that keeps what the kernels of PyTorch and Transformer Engine keep, its input and a number for each
-    row; away from a GPU PyTorch computes it step by step and keeps the input twice in fp32."""
+    """An RMS norm that keeps its input and a number for each row, like the kernels of PyTorch and Transformer Engine.
+
+    Away from a GPU, PyTorch computes it step by step and keeps the input twice in fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
@@ -244,8 +236,8 @@ _TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_paral
 _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 
 _FOR_FAKES = (
-    Patch("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check", wraps=True),
-    Patch("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks", wraps=True),
+    wrapping("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check"),
+    wrapping("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks"),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
     *(Patch(f"torch.distributed.{name}", _nothing, "sends and reads sizes") for name in _OBJECTS),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: math.nan, "reads every gradient"),
@@ -255,11 +247,10 @@ _FOR_FAKES = (
         "reads what other ranks would send",
     ),
     Patch(f"{_TRAINING}.set_jit_fusion_options", _nothing, "warms kernels up on real tensors as large as a step's"),
-    Patch(
+    wrapping(
         f"{_PARALLEL}.mappings._gather_along_first_dim",
         _own_counts_of_all,
         "gathers into a tensor without values how many tokens each expert gets",
-        wraps=True,
     ),
     Patch(
         f"{_PARALLEL}.random._get_share_storage",
@@ -267,7 +258,7 @@ _FOR_FAKES = (
         "compiles what shares memory of tensors, which here have none",
     ),
     Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "tests work that nobody does"),
-    Patch(f"{_SEGMENTATION}.documents_of_step", documents_of_step, "looks for documents in tokens"),
+    Patch(f"{_SEGMENTATION}.documents_of_step", _documents_of_step, "looks for documents in tokens"),
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),
     Patch(f"{_REPACKING}._exchanged", _sequences_of_step, "moves values"),

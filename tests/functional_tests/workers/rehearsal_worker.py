@@ -23,21 +23,21 @@ from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 def counted(pretrain, *args, **kwargs) -> None:
     """Megatron's `pretrain` up to the end of its first step; writes the rank's moments to the folder COUNTS."""
     stage = Stage(megatron.training.get_args(), watched, is_fake=False)
-    Communicator.send = sending_copies(Communicator.send, stage.counter)
+    Communicator.send = sending_copies(Communicator.send, stage.recorder)
     report = stage.run(partial(pretrain, *args, **kwargs))
     moments = [asdict(moment) for moment in report.moments]
     Path(os.environ["COUNTS"], f"{report.rank}.json").write_text(json.dumps(moments))
     dist.barrier()
 
 
-def sending_copies(send, counter):
+def sending_copies(send, recorder):
     """What is sent is a copy that is not counted: a message lives until the peer takes it, which is a matter of luck.
 
     Here none leaves before the end of the step, so that a message that is counted always shows.
     """
 
     def send_copy(communicator, channel, tensor, *args) -> None:
-        with counter.paused():
+        with recorder.paused():
             copy = tensor.detach().clone()
         send(communicator, channel, copy, *args)
         held.append(copy)

@@ -3,20 +3,16 @@ outlives the program."""
 
 import os
 import signal
+import sys
 import time
 from argparse import Namespace
 from multiprocessing import get_context
 
 import pytest
 
-from megatron.seq1f1b.rehearsal import is_asked_for, prepare
+from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.launch import rehearse
 from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, stood_for
-
-
-def test_only_the_flag_asks_for_it():
-    assert is_asked_for(["--pipeline-model-parallel-size", "8", "--dry-run"])
-    assert not is_asked_for(["--dry-run-output", "there"])
 
 
 @pytest.mark.parametrize(
@@ -81,24 +77,29 @@ def test_numbers_of_eight_bits_are_named_as_not_modelled():
     assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")
 
 
-def endless(progress):
-    while True:
-        progress(0.5)
-        time.sleep(0.01)
-
-
-def endless_stage(pids):
-    def run(progress):
-        with pids.open("a") as file:
-            print(os.getpid(), file=file, flush=True)
-        endless(progress)
-
-    return run
+@pytest.mark.parametrize(
+    "fail, code",
+    [
+        (lambda: sys.exit(3), 3),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "error: the process of rank 4 was ended by signal 9."),
+    ],
+    ids=["an exit", "a signal"],
+)
+def test_a_stage_that_fails_ends_the_program(capsys, fail, code):
+    with pytest.raises(SystemExit) as end:
+        rehearse(lambda: os.write(2, b"what it printed") and fail(), Namespace(), [4])
+    assert end.value.code == code and capsys.readouterr().err == "what it printed"
 
 
 def test_stages_end_when_the_program_is_killed(tmp_path):
     pids = tmp_path / "pids"
-    program = get_context("fork").Process(target=rehearse, args=(endless_stage(pids), Namespace(), range(8)))
+
+    def endless_stage():
+        with pids.open("a") as file:
+            print(os.getpid(), file=file, flush=True)
+        time.sleep(600)
+
+    program = get_context("fork").Process(target=rehearse, args=(endless_stage, Namespace(), range(8)))
     program.start()
     num_stages = min(8, len(os.sched_getaffinity(0)))
     while not pids.exists() or len(pids.read_text().splitlines()) < num_stages:

@@ -4,46 +4,55 @@ those without, whose operators give what they gave the first time, in form, and 
 import pytest
 import torch
 
-from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, StorageCounter, at, workspace_bytes
+from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, workspace_bytes
+from megatron.seq1f1b.rehearsal.messages import at
 from megatron.seq1f1b.rehearsal.operators import ExpertCounts, NeedsValues, WithoutValues
+
+
+def counting(run=None, device="cpu"):
+    ledger = Ledger(device, run)
+    ledger.begin("F")
+    return ledger
 
 
 def moments_of(ledger):
     return {moment.name: moment for moment in ledger.moments()}
 
 
-def test_peak_is_taken_between_births_and_deaths():
-    ledger = Ledger()
-    ledger.begin("F")
-    first = ledger.birth(100)
-    second = ledger.birth(30)
-    ledger.death(first)
-    ledger.birth(50)
-    ledger.begin("B")
-    ledger.death(second)
+def storage(size):
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def test_the_highest_of_several_peaks_counts():
+    with counting() as ledger:
+        for size in (5, 9, 7):
+            storage(size)
+        kept, other = storage(4), storage(1)
+        ledger.begin("B")
+        del kept
+        last = storage(2)
     moments = moments_of(ledger)
-    assert (moments["F"].peak_bytes, moments["F"].end) == (130, 80)
-    assert (moments["B"].peak_bytes, moments["B"].end) == (80, 50)
+    assert (moments["F"].peak_bytes, moments["F"].end) == (9, 5)
+    assert (moments["B"].peak_bytes, moments["B"].end) == (5, 3)
+    del other, last
 
 
-def test_a_label_holds_from_birth():
-    ledger = Ledger()
-    ledger.begin("F")
-    number = ledger.birth(100)
-    ledger.birth(1)
-    ledger.begin("B")
-    ledger.label(number, Category.STATE)
+def test_a_label_holds_from_birth_on_for_the_storage_of_a_view():
+    with counting() as ledger:
+        kept = {"of a segment": storage(100), "other": storage(1)}
+        ledger.begin("B")
+        ledger.label({"rows": [kept["of a segment"][5:], None]}, Category.STATE)
     assert moments_of(ledger)["F"].peak == {Category.STATE: 100, Category.ACTIVATIONS: 1}
 
 
 def test_activations_of_one_moment_are_temporaries():
-    ledger = Ledger()
-    ledger.begin("F")
-    ledger.birth(10)
-    ledger.death(ledger.birth(7))
-    ledger.fill_with(Category.LOGITS)
-    ledger.death(ledger.birth(6))
+    with counting() as ledger:
+        kept = storage(10)
+        storage(7)
+        ledger.fill_with(Category.LOGITS)
+        storage(6)
     assert moments_of(ledger)["F"].peak == {Category.ACTIVATIONS: 10, Category.TEMPORARY: 7}
+    del kept
 
 
 def test_moments_in_words():
@@ -52,53 +61,40 @@ def test_moments_in_words():
     assert at("optimizer step") == "in the step of the optimizer"
 
 
-def one_moment(counter):
-    (moment,) = counter.ledger.moments()
+def one_moment(ledger):
+    (moment,) = ledger.moments()
     return moment
 
 
-def counting(run=None, device="cpu"):
-    counter = StorageCounter(device, run)
-    counter.ledger.begin("F")
-    return counter
-
-
 def test_a_storage_counts_once_however_many_views_it_has():
-    with counting() as counter:
+    with counting() as ledger:
         x = torch.ones(10, 100)
         kept = [x.view(-1), x[3:], x.t(), x.add_(1)]
-    assert one_moment(counter).end == 4000
+    assert one_moment(ledger).end == 4000
     del x, kept
-    assert one_moment(counter).end == 0
+    assert one_moment(ledger).end == 0
 
 
 def test_a_storage_that_is_resized_counts_with_its_new_size():
-    with counting() as counter:
-        resize = counter.resize(torch.UntypedStorage.resize_)
+    with counting() as ledger:
+        resize = ledger.counting_resize(torch.UntypedStorage.resize_)
         x = torch.ones(1000)
         resize(x.untyped_storage(), 0)
-        assert one_moment(counter).end == 0
+        assert one_moment(ledger).end == 0
         resize(x.untyped_storage(), 400)
-    assert one_moment(counter).end == 400 and one_moment(counter).peak_bytes == 4000
+    assert one_moment(ledger).end == 400 and one_moment(ledger).peak_bytes == 4000
     del x
-    assert one_moment(counter).end == 0
+    assert one_moment(ledger).end == 0
 
 
 def test_tensors_made_while_paused_and_their_views_do_not_count():
-    with counting() as counter:
-        with counter.paused():
+    with counting() as ledger:
+        with ledger.paused():
             batch = torch.ones(1000)
         part = batch[:10]
         copy = part.clone()
-    assert one_moment(counter).end == 40
+    assert one_moment(ledger).end == 40
     del copy
-
-
-def test_a_label_finds_the_storage_of_a_view():
-    with counting() as counter:
-        x = torch.ones(1000)
-        counter.label([x[5:]], Category.STATE)
-    assert one_moment(counter).peak == {Category.STATE: 4000}
 
 
 def step_of_a_small_network():
@@ -198,16 +194,3 @@ def test_few_indices_keep_their_values():
     with counting(ExpertCounts(1, 4)):
         assert torch.arange(8).reshape(-1, 2).T.ravel().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
         assert torch.arange(2**15).is_meta
-
-
-def test_the_highest_of_several_peaks_counts():
-    ledger = Ledger()
-    ledger.begin("F")
-    for size in (5, 9, 7):
-        ledger.death(ledger.birth(size))
-    kept = ledger.birth(4)
-    ledger.begin("B")
-    ledger.death(kept)
-    moments = moments_of(ledger)
-    assert moments["F"].peak_bytes == 9 and moments["F"].end == 4
-    assert moments["B"].peak_bytes == 4 and moments["B"].end == 0

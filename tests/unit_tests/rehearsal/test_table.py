@@ -7,26 +7,26 @@ import pytest
 
 from megatron.seq1f1b.planning.costs.machine import GIB, bytes_outside
 from megatron.seq1f1b.rehearsal.ledger import Category, Moment
-from megatron.seq1f1b.rehearsal.recorder import Message, Traffic, mismatches
+from megatron.seq1f1b.rehearsal.messages import Message, mismatches
 from megatron.seq1f1b.rehearsal.report import RehearsalReport, StageReport
 from megatron.seq1f1b.report import plot_memory
 
 MOMENT = "in the forward of stage 0 for segment 0 of micro-batch 0"
 
 
-def stage(rank, gib, traffic):
+def stage(rank, gib, sent, received):
     moments = [
         Moment("step begins", {Category.WEIGHTS: GIB}, GIB),
         Moment(f"{rank}F0.0", {Category.WEIGHTS: GIB, Category.ACTIVATIONS: gib * GIB}, GIB),
         Moment(f"{rank}B0.0", {Category.WEIGHTS: GIB, Category.TEMPORARY: GIB // 2}, GIB),
     ]
-    return StageReport(rank, (rank,), 8, 3 * 10**9, moments, traffic, 3)
+    return StageReport(rank, [rank], 8, 3 * 10**9, moments, sent, received, bytes_outside(3))
 
 
 def report(gib=10, received_shape=(4, 1, 8)):
     sent = Message(0, 1, "forward", (4, 1, 8), "bfloat16", 64, "0F0.0")
-    traffic = Traffic([sent], []), Traffic([], [replace(sent, shape=received_shape)])
-    return RehearsalReport("a launch", 80 * GIB, (stage(0, gib, traffic[0]), stage(1, 5, traffic[1])), ("one thing",))
+    stages = [stage(0, gib, [sent], []), stage(1, 5, [], [replace(sent, shape=received_shape)])]
+    return RehearsalReport("a launch", 80 * GIB, stages, ["one thing"])
 
 
 def test_what_fits():
@@ -59,7 +59,7 @@ MOST = f"91.9 GiB, {MOMENT}, of which activations 90.0 GiB"
 )
 def test_what_does_not_fit_is_one_problem(num_full, sentence):
     full = report(gib=90)
-    full = replace(full, stages=(full.stages[0], replace(full.stages[num_full == 1], rank=1)))
+    full = replace(full, stages=[full.stages[0], replace(full.stages[num_full == 1], rank=1)])
     *_, problem = full.problems
     assert problem == sentence and f"Memory: {sentence}." in full.as_text()
 
@@ -83,18 +83,18 @@ def message(source=0, destination=1, shape=(4, 1, 8), dtype="bfloat16", moment="
 
 def test_ends_that_agree():
     both = [message(), message(shape=(2, 1, 8))]
-    assert mismatches([Traffic(both, []), Traffic([], both)]) == []
+    assert mismatches(both, both) == []
 
 
 def test_another_order_is_found():
     short = message(shape=(2, 1, 8))
-    (sentence,) = mismatches([Traffic([message(), short], []), Traffic([], [short, message()])])
+    (sentence,) = mismatches([message(), short], [short, message()])
     assert "message 0 from rank 0 to rank 1 (forward) is sent as bfloat16 [4, 1, 8] " in sentence
     assert "in the forward of stage 0 for segment 0 of micro-batch 0, but received as bfloat16 [2, 1, 8] " in sentence
 
 
 def test_another_type_is_found():
-    (sentence,) = mismatches([Traffic([message()], []), Traffic([], [message(dtype="float32")])])
+    (sentence,) = mismatches([message()], [message(dtype="float32")])
     assert "float32" in sentence
 
 
@@ -107,7 +107,7 @@ def test_another_type_is_found():
     ids=["nobody receives", "nobody serves"],
 )
 def test_a_message_without_a_partner_is_found(sent, received, numbers, first):
-    (sentence,) = mismatches([Traffic(sent, []), Traffic([], received)])
+    (sentence,) = mismatches(sent, received)
     assert sentence == (
         f"{numbers} from rank 0 to rank 1 (forward), but 1 received; the first without a partner is bfloat16 "
         f"[4, 1, 8] in the forward of stage 0 for segment 0 of {first}"
