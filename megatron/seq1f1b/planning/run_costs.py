@@ -94,14 +94,8 @@ class RunCosts:
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
         """What a segment of a micro-batch costs on every stage. Raises ValueError where that is not known."""
-        return self.measured[0] if self.is_measured else self._by_formula()
-
-    @cached_property
-    def measured(self) -> tuple[tuple[StageCost, ...], FitError]:
-        """The measured cost of a segment on every stage, and how well it fits."""
-        return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
-
-    def _by_formula(self) -> tuple[StageCost, ...]:
+        if self.is_measured:
+            return self.measured[0]
         run = self.run
         assert self.model is not None, "costs are for models of known sizes"
         # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
@@ -109,6 +103,11 @@ class RunCosts:
         return analytic_costs(
             self.model, run.layers_per_stage, self._device, self._recompute, devices, self.has_loss_in_pieces
         )
+
+    @cached_property
+    def measured(self) -> tuple[tuple[StageCost, ...], FitError]:
+        """The measured cost of a segment on every stage, and how well it fits."""
+        return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
 
     def time(self, of_any_length: bool = False) -> SegmentTime:
         if of_any_length and self.is_measured:
@@ -228,9 +227,6 @@ class RunCosts:
         found = recompute_of(self.run.settings, self.flags.recompute_keeps_attention)
         return found if found in RECOMPUTES else "none"
 
-    def _placement(self, schedule: ScheduleChoice) -> Placement:
-        return Placement(self.run.pipeline_parallel_size, self.run.num_chunks, schedule.placement)
-
     def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup:
         run, settings = self.run, self.run.settings
         assert self.model is not None, "costs are for models of known sizes"
@@ -244,7 +240,7 @@ class RunCosts:
             expert_parallel=settings.get("expert_model_parallel_size") or 1,
             data_parallel=settings.get("data_parallel_size") or 1,
             family=_costed_as(schedule),
-            placement=self._placement(schedule),
+            placement=Placement(run.pipeline_parallel_size, run.num_chunks, schedule.placement),
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
             sequence_parallel=bool(settings.get("sequence_parallel")),

@@ -7,7 +7,7 @@ of a given machine, kernel by kernel, for segments that are cut. FLOPs and block
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import cached_property
 
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
@@ -24,15 +24,6 @@ _MATMUL_BACKWARD, _ATTENTION_BACKWARD = 2.0, 2.5
 
 # What sequences are cut by. All GPUs count as the same.
 A100, CPU_CORE = (read_machine(name).device for name in ("a100-80gb", "cpu"))
-
-
-class StageTime(Protocol):
-    """A SegmentTime that can be compared as a whole."""
-
-    def __call__(self, start: int, end: int) -> float: ...
-
-    def covers(self, other: Any) -> bool:
-        """Whether no segment takes longer by `other`, of the same class."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +73,15 @@ class AnalyticTime:
 @dataclass(frozen=True)
 class StageCost:
     """Times of a segment on one stage; `weight` is the part of `backward` that gives the weight gradients of linear
-    layers, `total` that of both directions."""
+    layers, `total` is both directions together."""
 
-    forward: SegmentTime
-    backward: SegmentTime
-    weight: SegmentTime
-    total: StageTime
+    forward: AnalyticTime
+    backward: AnalyticTime
+    weight: AnalyticTime
+
+    @cached_property
+    def total(self) -> AnalyticTime:
+        return self.forward + self.backward
 
 
 def analytic_costs(
@@ -138,14 +132,14 @@ def analytic_costs(
             backward += AnalyticTime(per_token=(_MATMUL_BACKWARD + loss_in_pieces) * products)
             if not loss_in_pieces:
                 weight += AnalyticTime(per_token=products)
-        costs.append(StageCost(forward, backward, weight, forward + backward))
+        costs.append(StageCost(forward, backward, weight))
         first += num_layers
     return tuple(costs)
 
 
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
     """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
-    times: list[StageTime] = []
+    times: list[AnalyticTime] = []
     for cost in costs:  # this is called very often, so stages that never take longer than another are left out
         if not any(time.covers(cost.total) for time in times):
             times = [time for time in times if not cost.total.covers(time)] + [cost.total]

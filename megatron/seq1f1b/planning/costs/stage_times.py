@@ -158,8 +158,8 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     With `overlaps_data_parallel` the first and the last are part of the schedule, but for tied embeddings.
     """
     stages = setup.placement.stages_of(rank)
-    parameters = sum(setup.stage_parameters(stage) for stage in stages)
-    experts = sum(setup.stage_expert_parameters(stage) for stage in stages)
+    parameters = sum(setup.parameters[stage][0] for stage in stages)
+    experts = sum(setup.parameters[stage][1] for stage in stages)
     reduce = gather = 0.0
     if not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)

@@ -1,14 +1,14 @@
 """How much memory a training step takes on a device. Bytes.
 
-What layers keep is in layer_bytes; gradients and states follow Megatron's mixed precision with Adam.
+layer_bytes has what layers keep; gradients and states follow Megatron's mixed precision with Adam.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
 from ...schedule.cost_tables import Table
@@ -29,9 +29,9 @@ from .layer_bytes import (
 )
 from .training_setup import TrainingSetup
 
-# What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes, and more of it
-# whenever the number of lengths of segments doubles, since blocks of one length do not serve another; and a share of
-# the logits, which need the largest blocks. Measured by both counters of the allocator, without any prediction:
+# What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes; as large a share
+# again for each doubling of the number of lengths of segments, since blocks of one length do not serve another; and a
+# share of the logits, which need the largest blocks. Fitted to both counters of the allocator, without any prediction:
 # tools/paper/allocator.py.
 _HELD_BACK, _FOR_EACH_DOUBLING, _OF_LOGITS = 0.02, 0.071, 0.38
 
@@ -56,18 +56,52 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
-def stage_kept(setup: TrainingSetup, stage: int, index: int) -> tuple[float, float, float]:
-    """Activations, keys and values, and states that the forward of segment `index` leaves on a stage for its
-    backward."""
-    kept, span = (0.0, 0.0, 0.0), setup.spans[index]
-    for layer, count in setup.stage_layers(stage).items():
-        sizes = _layer_kept(setup.alone, layer, *span)
-        kept = (kept[0] + count * sizes[0], kept[1] + count * sizes[1], kept[2] + count * sizes[2])
-    return kept
+class Kept(NamedTuple):
+    """What a unit leaves on a stage for its later actions. Bytes."""
+
+    activations: float
+    keys_values: float = 0.0
+    states: float = 0.0
+    logits: float = 0.0
+
+
+class Running(NamedTuple):
+    """What an action holds while it runs, beside what units keep: the loss, and all else. Bytes."""
+
+    loss: float
+    working: float
+
+
+def kept(setup: TrainingSetup, stage: int, after: Kind = Kind.F) -> tuple[Kept, ...]:
+    """What a unit of each segment keeps on a stage after its forward, after I, or once it is OFFLOADed."""
+    return _kept(setup, setup.alike[stage], after)
+
+
+@lru_cache(maxsize=4096)
+def _kept(setup: TrainingSetup, stage: int, after: Kind) -> tuple[Kept, ...]:
+    is_last = stage == setup.placement.num_stages - 1
+    found = []
+    for length, span in zip(setup.segments, setup.spans, strict=True):
+        logits = loss_kept(setup, length, after is Kind.I) if is_last else 0.0
+        if after is Kind.I:
+            layers = setup.stage_layers(stage).items()
+            of_layers = sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers)
+            found.append(Kept(of_layers, logits=logits))
+            continue
+        sizes = (0.0, 0.0, 0.0)
+        for layer, count in setup.stage_layers(stage).items():
+            of_layer = _layer_kept(setup.alone, layer, *span)
+            sizes = (sizes[0] + count * of_layer[0], sizes[1] + count * of_layer[1], sizes[2] + count * of_layer[2])
+        if after is Kind.OFFLOAD:  # caches of keys and values, and states, stay on the device
+            found.append(Kept(0.0, sizes[1] if len(setup.segments) > 1 else 0.0, sizes[2]))
+        else:
+            found.append(Kept(*sizes, logits))
+    return tuple(found)
 
 
 @lru_cache(maxsize=1 << 16)
 def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float, float]:
+    """Activations, keys and values, and states after the forward of one layer."""
     activation = layer_activation(setup, layer, start, end)
     keys_values = layer_keys_values(setup, layer, start, end)
     if setup.offloads_modules:
@@ -76,23 +110,25 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple
     return activation, keys_values, layer_state(setup, layer) if end < setup.sequence_length else 0.0
 
 
+def _of_layers(setup: TrainingSetup, stage: int, of_layer: Callable[[int], float]) -> float:
+    return sum(count * of_layer(layer) for layer, count in setup.stage_layers(stage).items())
+
+
+@lru_cache(maxsize=1 << 14)
 def moved_bytes(setup: TrainingSetup, stage: int, index: int) -> float:
-    """What waits in the memory of the host of a unit that moves: its activations, kept logits too, and the keys and
-    values of whole sequences, which no cache holds. What of a unit moves by Megatron's modules is what it has not kept.
-    """
+    """What waits in the memory of the host while a unit is there; with Megatron's modules, what they move of it."""
     if setup.offloads_modules:
         span = setup.spans[index]
         return _of_layers(setup, stage, lambda layer: layer_moved(setup, layer, *span))
-    activations, keys_values, _ = stage_kept(setup, stage, index)
-    return activations + (keys_values if len(setup.segments) == 1 else 0.0) + _loss_kept(setup, stage, index)
+    here, away = kept(setup, stage)[index], kept(setup, stage, Kind.OFFLOAD)[index]
+    return here.activations + (here.keys_values - away.keys_values) + here.logits
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What Megatron's modules move of one layer to the host."""
     if not setup.offloads_modules:
         return 0.0
-    whole = layer_movable(setup, layer, start, end) + layer_keys_values(setup, layer, start, end)
-    return setup.offloads * whole
+    return setup.offloads * (layer_movable(setup, layer, start, end) + layer_keys_values(setup, layer, start, end))
 
 
 def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
@@ -101,59 +137,24 @@ def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
     now = most = 0.0
     for kind, stage, _, segment in actions:
         if kind in (goes, comes):
-            size = _by_segment(setup, stage, moved_bytes)[segment]
+            size = moved_bytes(setup, stage, segment)
             now += size if kind is goes else -size
             most = max(most, now)
     return most
 
 
-def stage_kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
-    """What the input gradients of segment `index` leave in the layers of a stage for its weight gradients."""
-    span = setup.spans[index]
-    return _of_layers(setup, stage, lambda layer: layer_kept_for_weights(setup, layer, *span))
-
-
-def _of_layers(setup: TrainingSetup, stage: int, of_layer: Callable[[int], float]) -> float:
-    return sum(count * of_layer(layer) for layer, count in setup.stage_layers(stage).items())
-
-
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
-    """`activation` and `kept` of `Costs`, in bytes; of these, schedules take no more to be kept than was held."""
+    """`activation` and `kept` of `Costs`, in bytes; a schedule may keep no more for W than it held before."""
     stages = range(setup.placement.num_stages)
-    held = tuple(_by_segment(setup, stage, held_bytes) for stage in stages)
-    kept = tuple(_by_segment(setup, stage, _kept_for_weights) for stage in stages)
-    return held, tuple(tuple(map(min, *rows)) for rows in zip(kept, held, strict=True))
-
-
-def _by_segment[Size](
-    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], Size]
-) -> tuple[Size, ...]:
-    return _of_first_alike(setup, setup.alike[stage], of_segment)
-
-
-@lru_cache(maxsize=4096)
-def _of_first_alike(
-    setup: TrainingSetup, stage: int, of_segment: Callable[[TrainingSetup, int, int], Any]
-) -> tuple[Any, ...]:
-    return tuple(of_segment(setup, stage, index) for index in range(len(setup.segments)))
-
-
-def held_bytes(setup: TrainingSetup, stage: int, index: int) -> float:
-    return sum(stage_kept(setup, stage, index)) + _loss_kept(setup, stage, index)
-
-
-def _kept_for_weights(setup: TrainingSetup, stage: int, index: int) -> float:
-    return stage_kept_for_weights(setup, stage, index) + _loss_kept(setup, stage, index, for_weights=True)
-
-
-def _loss_kept(setup: TrainingSetup, stage: int, index: int, for_weights: bool = False) -> float:
-    is_last = stage == setup.placement.num_stages - 1
-    return loss_kept(setup, setup.segments[index], for_weights) if is_last else 0.0
+    held, for_weights = (
+        tuple(tuple(map(sum, kept(setup, stage, after))) for stage in stages) for after in (Kind.F, Kind.I)
+    )
+    return held, tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))
 
 
 def static_memory(setup: TrainingSetup, rank: int, actions: Sequence[Action] = ()) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state of a rank; with a partitioned state the whole gradients are those of its
-    `actions`, of one chunk at least."""
+    """Weights, gradients and optimizer state of a rank. With a partitioned state, whole gradients are those that the
+    `actions` hold at once, and at least those of one chunk."""
     stages = setup.placement.stages_of(rank)
     parameters = {stage: sum(setup.parameters[stage]) for stage in stages}
     whole, experts = sum(parameters.values()), sum(setup.parameters[stage][1] for stage in stages)
@@ -168,8 +169,8 @@ def static_memory(setup: TrainingSetup, rank: int, actions: Sequence[Action] = (
 
 
 def _most_at_once(parameters: Mapping[int, float], actions: Sequence[Action]) -> float:
-    """Parameters of the stages that have whole gradients at once: each from its first backward until the stage that is
-    next to end has ended, when its reduction is over at the latest."""
+    """Parameters of the stages that have whole gradients at once. A stage has them from its first backward until the
+    next stage ends, by when its reduction is over."""
     last = {action.stage: index for index, action in enumerate(actions)}
     now: dict[int, float] = {}
     most, ended = 0.0, -1
@@ -185,23 +186,17 @@ def _most_at_once(parameters: Mapping[int, float], actions: Sequence[Action]) ->
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
-    """The memory of a rank at the peak of its compute actions, in the order in which they run, with its moves to the
-    memory of the host."""
+    """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
     stages = setup.placement.stages_of(rank)
-    peak = _peak(setup, list(_when_freed(actions)), stages)
+    units, gradients, (loss, working) = _peak(setup, list(_when_freed(actions)), stages)
     activations = keys_values = states = logits = 0.0
-    left = {stage: _by_segment(setup, stage, stage_kept) for stage in stages}
-    for (stage, segment, last), count in Counter(peak.units).items():
-        if last is Kind.I:
-            activations += count * _by_segment(setup, stage, stage_kept_for_weights)[segment]
-        else:
-            kept = left[stage][segment]
-            activations += count * kept[0] * (last is not Kind.OFFLOAD)
-            keys_values += count * kept[1] * (last is not Kind.OFFLOAD or len(setup.segments) > 1)
-            states += count * kept[2]
-        if stage == setup.placement.num_stages - 1 and last is not Kind.OFFLOAD:
-            logits += count * _loss_kept(setup, stage, segment, last is Kind.I)
-    activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in peak.units if unit[0] == stages[0]))
+    for (stage, segment, last), count in Counter(units).items():
+        of_unit = kept(setup, stage, last)[segment]
+        activations += count * of_unit.activations
+        keys_values += count * of_unit.keys_values
+        states += count * of_unit.states
+        logits += count * of_unit.logits
+    activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in units if unit[0] == stages[0]))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if len(setup.segments) > 1:
         states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
@@ -209,63 +204,48 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
 
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
-    weights, gradients, optimizer = static_memory(setup, rank, actions)
-    dynamic = activations + keys_values + peak.gradients + states + logits + peak.loss + peak.working + messages
+    weights, of_weights, optimizer = static_memory(setup, rank, actions)
+    dynamic = activations + keys_values + gradients + states + logits + loss + working + messages
     return Memory(
         weights=weights,
-        gradients=gradients,
+        gradients=of_weights,
         optimizer=optimizer,
         activations=activations,
-        keys_values=keys_values + peak.gradients,
+        keys_values=keys_values + gradients,
         states=states,
-        logits=logits + peak.loss,
-        working=peak.working,
+        logits=logits + loss,
+        working=working,
         messages=messages,
         reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(len(set(setup.segments)))) * dynamic
         + _OF_LOGITS * largest_loss,
     )
 
 
-class _Running(NamedTuple):
-    """What an action holds beside what forwards leave: the loss, and all else."""
-
-    loss: float
-    working: float
+Unit = tuple[int, int, Kind]  # stage, segment, and after which of its actions: F, I or OFFLOAD
 
 
-@dataclass(frozen=True)
-class _Peak:
-    """`units` are stage and segment of every unit in flight, and its last action: an I where only weight gradients are
-    to come, an OFFLOAD where it is in the memory of the host. `gradients` are those that later segments left for keys
-    and values; `loss` and `working` what the action holds. Bytes.
-    """
-
-    units: tuple[tuple[int, int, Kind], ...]
-    gradients: float
-    loss: float
-    working: float
-
-
-def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]) -> _Peak:
-    """Of the action during which a rank holds most."""
+def _peak(
+    setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
+) -> tuple[tuple[Unit, ...], float, Running]:
+    """The units in flight while a rank holds most, the gradients that later segments left for keys and values, and what
+    the action holds that runs then."""
     kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
-    activation = {stage: _by_segment(setup, stage, held_bytes) for stage in stages}
-    kept = {stage: _by_segment(setup, stage, _kept_for_weights) for stage in stages if Kind.I in kinds}
+    held = {stage: [*map(sum, kept(setup, stage))] for stage in stages}
+    for_weights = {stage: [*map(sum, kept(setup, stage, Kind.I))] for stage in stages if Kind.I in kinds}
     gradients = {
         stage: _of_layers(setup, stage, lambda layer: layer_keys_values_gradients(setup, layer)) for stage in stages
     }
-    running = {(kind, stage): _by_segment(setup, stage, _RUNNING[kind]) for kind in kinds for stage in stages}
-    moved = {stage: _by_segment(setup, stage, moved_bytes) for stage in stages}
+    running = {(kind, stage): _running(setup, setup.alike[stage], kind) for kind in kinds for stage in stages}
     last = len(setup.segments) - 1
     now = left = most = left_then = 0.0
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
         if kind in MOVE_KINDS:
-            size = moved[stage][segment]
+            size = moved_bytes(setup, stage, segment)
             now += size if kind is Kind.RELOAD else -size
             continue
         if kind is Kind.F:
-            now += activation[stage][segment]
+            now += held[stage][segment]
         elif kind is not Kind.W and segment == last:
             left += gradients[stage]
         loss, working = running[kind, stage][segment]
@@ -273,25 +253,25 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
         if total > most:
             most, left_then, at = total, left, number
         if kind is Kind.I:
-            now -= activation[stage][segment] - kept[stage][segment]
+            now -= held[stage][segment] - for_weights[stage][segment]
         elif kind is not Kind.F:
-            now -= (activation if kind is Kind.B else kept)[stage][segment]
+            now -= (held if kind is Kind.B else for_weights)[stage][segment]
         if kind in (Kind.B, Kind.I) and segment == 0:
             left -= gradients[stage]
     if at < 0:
-        return _Peak((), 0.0, 0.0, 0.0)
+        return (), 0.0, Running(0.0, 0.0)
     kind, stage, _, segment = actions[at]
-    return _Peak(_in_flight(actions[: at + 1]), left_then, *running[kind, stage][segment])
+    return _in_flight(actions[: at + 1]), left_then, running[kind, stage][segment]
 
 
-def _in_flight(actions: Sequence[Action]) -> tuple[tuple[int, int, Kind], ...]:
-    """Stage and segment of the units in flight during the last of the actions, and the last action of each."""
+def _in_flight(actions: Sequence[Action]) -> tuple[Unit, ...]:
+    """The units in flight during the last of the actions."""
     last = {action[1:]: Kind.F for action in actions if action.kind is Kind.F}
     for action in actions[:-1]:
         if action.kind in (Kind.B, Kind.W):
             del last[action[1:]]
         else:
-            last[action[1:]] = action.kind
+            last[action[1:]] = Kind.F if action.kind is Kind.RELOAD else action.kind
     return tuple((stage, segment, kind) for (stage, _, segment), kind in last.items())
 
 
@@ -309,19 +289,21 @@ def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
             yield action
 
 
-def _running(kind: Kind, setup: TrainingSetup, stage: int, index: int) -> _Running:
-    length, loss = setup.segments[index], 0.0
-    if stage == setup.placement.num_stages - 1 and kind is not Kind.W:
-        loss = loss_bytes(setup, length, kind is Kind.F)
-        if keeps_logits(setup):  # these are counted with the unit
+@lru_cache(maxsize=4096)
+def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[Running, ...]:
+    """What an action of this kind holds while it runs, by segment."""
+    has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
+    found = []
+    for length, span in zip(setup.segments, setup.spans, strict=True):
+        loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
+        if has_loss and keeps_logits(setup):  # these are counted with the unit
             loss -= loss_kept(setup, length)
-    # Two layers are on their way, or at work.
-    moving = 2 * max((layer_moved(setup, layer, *setup.spans[index]) for layer in setup.stage_layers(stage)), default=0)
-    if kind not in (Kind.B, Kind.I):
-        return _Running(loss, moving + whole_input(setup, length))
-    working = moving + backward_working(setup, stage, *setup.spans[index])
-    # The backward of pieces ends before that of the layers begins.
-    return _Running(loss, working if keeps_logits(setup) else max(0.0, working - loss))
-
-
-_RUNNING = {kind: partial(_running, kind) for kind in COMPUTE_KINDS}
+        # Two layers are on their way, or at work.
+        moving = 2 * max((layer_moved(setup, layer, *span) for layer in setup.stage_layers(stage)), default=0)
+        if kind not in (Kind.B, Kind.I):
+            found.append(Running(loss, moving + whole_input(setup, length)))
+            continue
+        working = moving + backward_working(setup, stage, *span)
+        # The backward of pieces ends before that of the layers begins.
+        found.append(Running(loss, working if keeps_logits(setup) else max(0.0, working - loss)))
+    return tuple(found)

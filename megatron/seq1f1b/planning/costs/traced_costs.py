@@ -74,7 +74,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
         forward, backward = map(fit_time, measured)
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
-        costs.append(StageCost(forward, backward, weight, forward + backward))
+        costs.append(StageCost(forward, backward, weight))
         for time, found in zip((forward, backward), measured, strict=True):
             errors += _relative_errors(time, found)
     return tuple(costs), FitError(mean(errors), max(errors))

@@ -210,27 +210,23 @@ class TrainingSetup:
     def embedding_parameters(self) -> float:
         return self.model.vocab_size * self.model.hidden_size / self.tensor_parallel
 
-    def stage_parameters(self, stage: int) -> float:
-        """Parameters of one stage on one rank; the first holds the embedding, the last the projection to the
-        vocabulary, and those that join the inputs of prediction heads."""
-        count = sum(many * self.layer_parameters(layer) for layer, many in self.stage_layers(stage).items())
-        last = self.placement.num_stages - 1
+    @cached_property
+    def parameters(self) -> list[tuple[float, float]]:
+        """Parameters of each stage on one rank: all but those of routed experts, and those of routed experts."""
+        sizes = {stage: self._stage_parameters(stage) for stage in set(self.alike)}
+        return [sizes[stage] for stage in self.alike]
+
+    def _stage_parameters(self, stage: int) -> tuple[float, float]:
+        """The first stage holds the embedding, the last the projection to the vocabulary, and those that join the
+        inputs of prediction heads."""
+        layers, last = self.stage_layers(stage).items(), self.placement.num_stages - 1
+        count = sum(many * self.layer_parameters(layer) for layer, many in layers)
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
         if stage == last:
             count += self.model.prediction_depth * 2 * self.model.hidden_size**2 / self.tensor_parallel
-        return count - self.embedding_parameters if self.tied_embeddings and last == 0 else count
-
-    def stage_expert_parameters(self, stage: int) -> float:
-        """Parameters of the routed experts of one stage on one rank."""
-        return sum(many * self.layer_expert_parameters(layer) for layer, many in self.stage_layers(stage).items())
-
-    @cached_property
-    def parameters(self) -> list[tuple[float, float]]:
-        """For each stage both of these."""
-        sizes = {
-            stage: (self.stage_parameters(stage), self.stage_expert_parameters(stage)) for stage in set(self.alike)
-        }
-        return [sizes[stage] for stage in self.alike]
+        if self.tied_embeddings and last == 0:
+            count -= self.embedding_parameters
+        return count, sum(many * self.layer_expert_parameters(layer) for layer, many in layers)
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import Memory, held_bytes, rank_memory, static_memory
+from ..costs.step_memory import Memory, kept, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator import Prediction, predict
 from .space import (
@@ -154,7 +154,7 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """What stays on the first rank, and where that is most, and what a micro-batch leaves on the first."""
     static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
-    return static[0], max(static), sum(held_bytes(whole, stage, 0) for stage in setup.placement.stages_of(0))
+    return static[0], max(static), sum(sum(kept(whole, stage)[0]) for stage in setup.placement.stages_of(0))
 
 
 def _at_once(setup: TrainingSetup, segments: int | None) -> float:
@@ -256,17 +256,17 @@ class Search:
         of the question; plans that `accept` rejects are left out.
         """
         room = self.question.room if memory_gib is None else replace(self.question, memory_gib=memory_gib).room
-        kept = [*islice(self._fastest_first(room, accept, below), count)]
+        found = [*islice(self._fastest_first(room, accept, below), count)]
         if "auto" in self.question.families:
-            for winner in kept[:]:
+            for winner in found[:]:
                 automatic = self._automatic(winner.candidate, room)
-                if automatic is None or not accept(automatic.candidate) or automatic in kept:
+                if automatic is None or not accept(automatic.candidate) or automatic in found:
                     continue
                 if automatic.prediction.seconds < winner.prediction.seconds:
-                    kept.append(automatic)
-            kept = sorted(kept, key=lambda each: each.prediction.seconds)[:count]
+                    found.append(automatic)
+            found = sorted(found, key=lambda each: each.prediction.seconds)[:count]
         self.progress(len(self._sizes), len(self._sizes))
-        return kept
+        return found
 
     def _fastest_first(self, room: Room, accept: Callable[[Candidate], bool], below: float) -> Iterator[Plan]:
         waiting: list[tuple[float, int, Any]] = [*self._sizes]

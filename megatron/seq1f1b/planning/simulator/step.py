@@ -98,12 +98,7 @@ def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollective
     """None where replicas exchange gradients and parameters outside the schedule."""
     if not setup.overlaps_data_parallel or setup.data_group.size == 1:
         return None
-    stages = range(setup.placement.num_stages)
-    times = (
-        replica_times(setup, machine, setup.stage_parameters(each), setup.stage_expert_parameters(each))
-        for each in stages
-    )
-    reduce, gather = zip(*times, strict=True)
+    reduce, gather = zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True)
     return ChunkCollectives(gather, reduce)
 
 

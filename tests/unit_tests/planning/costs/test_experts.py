@@ -75,7 +75,7 @@ def test_layers_without_experts_are_counted_as_such():
     model = replace(SETUP.model, expert_layers=tuple(range(1, 32)))
     setup = replace(SETUP, model=model)
     assert [setup.stage_layers(stage) for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
-    assert setup.stage_expert_parameters(0) == 7 / 8 * setup.stage_expert_parameters(1)
+    assert setup.parameters[0][1] == 7 / 8 * setup.parameters[1][1]
 
 
 def test_experts_of_few_tokens_are_slow():

@@ -19,9 +19,9 @@ from megatron.seq1f1b.planning.costs.stage_times import stage_rows
 from megatron.seq1f1b.planning.costs.step_memory import (
     activation_tables,
     host_bytes,
+    kept,
     moved_bytes,
     rank_memory,
-    stage_kept,
 )
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
@@ -100,7 +100,7 @@ def test_of_segments_that_are_computed_again_a_window_is_kept():
     assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
     assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
     # Layers of both kinds count, though they have the same blocks.
-    assert stage_kept(again, 0, 0)[1] == sum(sizes[1])
+    assert kept(again, 0)[0].keys_values == sum(sizes[1])
 
 
 def test_attention_that_is_kept_is_its_output_and_logsumexp():
@@ -161,9 +161,9 @@ def test_megatrons_modules_move_all_but_feed_forward_blocks():
     log_sum_exp = 4096 * 4 * whole.model.num_heads
     for recompute, stays, moves in (("none", 18, 14), ("layernorm mlp", 0, 12), ("full", 2, 0)):
         setup = replace(whole, recompute=recompute)
-        kept = sum(stage_kept(setup, 0, 0)[:2]) / layers
+        stay = sum(kept(setup, 0)[0]) / layers
         moved = moved_bytes(setup, 0, 0) / layers
-        assert (kept, moved) == (stays * unit, moves * unit + log_sum_exp * (moves > 0))
+        assert (stay, moved) == (stays * unit, moves * unit + log_sum_exp * (moves > 0))
     machine = read_machine("h100-80gb")
     slow = replace(machine, device=replace(machine.device, host_bandwidth=1e6))
     action = slow.host.action
