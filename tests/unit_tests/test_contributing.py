@@ -34,7 +34,7 @@ for ranks, chunks, microbatches, segments in itertools.product((1, 2, 4), (1, 2)
     assert {action.kind for actions in made.ranks for action in actions} == {Kind.F, Kind.I, Kind.W}
     assert end(made) <= end(build("gpipe", shape))
 
-from megatron.seq1f1b.planning.costs import ModelShape
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import Question, candidates

@@ -19,7 +19,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
 from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.patches import patched
-from megatron.seq1f1b.planning.costs import DeltaNet
+from megatron.seq1f1b.planning.costs.model_shape import DeltaNet
 from megatron.seq1f1b.schedule import Placement
 from megatron.seq1f1b.v_chunks import at_stage, building
 

@@ -10,17 +10,17 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.seq1f1b.partition import Task, cut_sequence
-from megatron.seq1f1b.planning.costs import (
+from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.stage_costs import (
     A100,
     CPU_CORE,
-    ModelShape,
     StageCost,
     action_costs,
     analytic_costs,
-    authors_flops,
     bottleneck_time,
-    read_traced_costs,
 )
+from megatron.seq1f1b.planning.costs.traced_costs import read_traced_costs
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Span
 

@@ -6,8 +6,8 @@ Its slices are segments. What it spreads over the pipeline, the projection to th
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.seq1f1b.planning.costs import ModelShape
 from megatron.seq1f1b.planning.costs.machine import GIB, OUTSIDE_GIB, read_machine
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import fits

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from megatron.seq1f1b.planning.costs import ModelShape
 from megatron.seq1f1b.planning.costs.machine import Machine
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
-from ..planning.costs import ModelShape
+from ..planning.costs.model_shape import ModelShape
 from ..planning.model_sizes import model_shape
 from .parsing import MOST_LAYERS, Parser, count, count_up_to
 

@@ -8,8 +8,9 @@ from math import ceil
 from ..arguments import PipelineConfig
 from ..arguments.supported import Use, first_unsupported
 from ..partition import segment_times
-from .costs import CPU_CORE, ModelShape, analytic_costs
 from .costs.machine import Machine
+from .costs.model_shape import ModelShape
+from .costs.stage_costs import CPU_CORE, analytic_costs
 from .run_costs import RunCosts
 
 # Differences of predicted steps below this are not worth a line.
@@ -40,7 +41,7 @@ def _of_unused_flags(config: PipelineConfig, flags: argparse.Namespace) -> Itera
 
 
 def _of_equal_lengths(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """What equal lengths cost that were not asked for by name."""
+    """What equal lengths cost where no flag asked for them by name."""
     schedule, length = config.schedule, config.run.sequence_length
     assert schedule is not None, "segments have a schedule"
     balanced = replace(config.partition, strategy="balanced")
@@ -74,8 +75,8 @@ def _of_short_segments(config: PipelineConfig, costs: RunCosts) -> Iterator[str]
 def _of_waiting_gpus(config: PipelineConfig, model: ModelShape, machine: Machine) -> Iterator[str]:
     """The host takes equally long to launch the layer of any segment.
 
-    Of all numbers of segments whose layers keep the device busy, the largest is the whole time over the host's. How
-    long a segment has to be follows from the shortest one, nearly in proportion.
+    The most segments that keep the device busy are the time of a whole sequence over that of the host. The length that
+    is enough follows from the shortest segment, nearly in proportion.
     """
     run, lengths, host = config.run, config.lengths, machine.host.layer_forward
     # Tensor- and context-parallel ranks share a segment.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
-from .costs import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from .costs.model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
 from .costs.training_setup import ALL_BUT_ATTENTION
 
 

@@ -1,4 +1,4 @@
-"""What the core takes of costs (`arguments.Predictions`), for one run: by the formulas of this room, or measured."""
+"""The costs of one run for the core (`arguments.Predictions`): by the formulas of this room, or measured."""
 
 import argparse
 from bisect import bisect_left
@@ -22,22 +22,14 @@ from ..schedule import (
     peak_memory,
     simulate,
 )
-from .costs import (
-    A100,
-    CPU_CORE,
-    FitError,
-    ModelShape,
-    StageCost,
-    action_costs,
-    analytic_costs,
-    authors_flops,
-    bottleneck_time,
-    read_traced_costs,
-)
+from .costs.flops import authors_flops
 from .costs.layer_bytes import keeps_logits
 from .costs.machine import Device, Machine, read_machine
+from .costs.model_shape import ModelShape
+from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, analytic_costs, bottleneck_time
 from .costs.stage_times import step_costs
 from .costs.step_memory import activation_tables, rank_memory
+from .costs.traced_costs import FitError, read_traced_costs
 from .costs.training_setup import RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape, recompute_of
 from .simulator import extended
@@ -53,7 +45,7 @@ _USABLE = 0.9
 
 @dataclass(frozen=True)
 class RunCosts:
-    """The costs of the segments of `run`, on the device and by the profile of our parsed `flags`."""
+    """The costs of the segments of `run`, on the device and by the trace of our parsed `flags`."""
 
     flags: argparse.Namespace
     run: MegatronRun
@@ -219,7 +211,7 @@ class RunCosts:
 
     @property
     def _scale(self) -> int:
-        """Of the formulas of memory, which are for 16 bits."""
+        """The factor on the formulas of memory, which are for 16 bits."""
         return 1 if self.run.settings.get("bf16") or self.run.settings.get("fp16") else 2
 
     @property

@@ -17,15 +17,9 @@ from megatron.seq1f1b.partition import (
     uniform_comp,
     within_documents,
 )
-from megatron.seq1f1b.planning.costs import (
-    A100,
-    CPU_CORE,
-    AnalyticTime,
-    ModelShape,
-    analytic_costs,
-    authors_flops,
-    bottleneck_time,
-)
+from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 128, 128256, num_kv_heads=8, is_gated=True)

@@ -16,7 +16,9 @@ from megatron.seq1f1b.partition import (
     read_lengths,
     uniform_comp,
 )
-from megatron.seq1f1b.planning.costs import A100, ModelShape, analytic_costs, authors_flops, bottleneck_time
+from megatron.seq1f1b.planning.costs.flops import authors_flops
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs, bottleneck_time
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)

@@ -60,11 +60,14 @@ class Attention(NamedTuple):
 class Block:
     """A norm and what follows it until the residual stream.
 
-    `vectors` counts the parameters beside products: norms, biases, convolutions. `experts` are the products of one of
-    the routed experts. Of a token, `kept` are the bytes that the backward needs of what happens inside, `attended` of
-    these the output and log-sum-exp of attention, `activated` what activation functions of experts return, `moved` the
-    numbers that kernels read and write between products, `exchanged` those that context-parallel ranks exchange around
-    a recurrence, and `scan` the FLOPs of a recurrence, whose `state` in bytes passes from segment to segment.
+    `vectors` counts the parameters beside products: norms, biases, convolutions. `experts` are the products of one
+    routed expert. All else is for one token, but `state`, the bytes that a recurrence passes to the next segment:
+
+    - `kept`: the bytes inside the block that the backward needs; `attended` is the part of attention's output and
+      log-sum-exp, `activated` the part that activation functions of experts return
+    - `moved`: the numbers that kernels read and write between products
+    - `exchanged`: the numbers that context-parallel ranks exchange around a recurrence
+    - `scan`: the FLOPs of a recurrence
     """
 
     products: tuple[Product, ...]
@@ -199,7 +202,7 @@ def _mamba(hidden: int, mamba: Mamba) -> Block:
 
 @lru_cache(maxsize=4096)
 def layer_kinds(model: ModelShape, layers: range) -> Mapping[int, int]:
-    """How many of these layers there are of each kind, by the number of the first of its kind in the model."""
+    """How many of these layers are of each kind. A kind has the number of its first layer in the model."""
     first = _first_of_kind(model)
     return MappingProxyType(Counter(first[layer] for layer in layers))
 

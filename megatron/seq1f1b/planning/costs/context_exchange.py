@@ -1,4 +1,4 @@
-"""What context parallelism exchanges around a layer, and what of that attention hides. Seconds.
+"""How long context parallelism exchanges around a layer, beside what attention hides. Seconds.
 
 Whole sequences are exchanged as Transformer Engine does it (pytorch/attention/dot_product_attention/
 context_parallel.py), by the values of --cp-comm-type:
@@ -24,8 +24,8 @@ from .training_setup import TrainingSetup
 def context_exchange(
     setup: TrainingSetup, machine: Machine, layer: int, length: int, attention: tuple[float, float]
 ) -> tuple[float, float]:
-    """Forward and backward, beside `attention` of a layer for segments of `length` tokens; of whole sequences the
-    fastest way, unless the set-up has one."""
+    """Forward and backward, around a layer whose attention takes the seconds in `attention`, for segments of `length`
+    tokens. Whole sequences go by `cp_comm_type`, or the fastest way if there is none."""
     if setup.context_parallel == 1:
         return 0.0, 0.0
     forward = back = 0.0
@@ -59,9 +59,9 @@ def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
 
 
 def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
-    """Numbers of a token that context-parallel ranks exchange around attention, the part included that a rank keeps.
+    """Numbers of a token that context-parallel ranks exchange around attention, with the part that a rank keeps.
 
-    Ranks share the heads, and of those with the same heads each has a part of the queries.
+    Ranks share the heads. Where several ranks have the same heads, each has a part of the queries.
     """
     size = setup.context_parallel
     heads = max(1, attention.heads // setup.tensor_parallel)

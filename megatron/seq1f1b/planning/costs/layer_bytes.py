@@ -3,9 +3,9 @@
 Activations follow arXiv 2205.05198, section 4 (34 bytes per token and hidden unit of a layer, and five per score where
 scores are stored), in 16 bit; a recurrent layer keeps what the kernels of flash-linear-attention and mamba-ssm save.
 
-The backward of a layer holds the gradients of what one of its blocks kept, each until the next is made; around its
-products the whole input and its gradient, of which tensor-parallel ranks otherwise have a part each (section 4.2.2);
-and the gradient of the residual stream. The loss holds logits in several precisions.
+The backward of a layer holds the gradients of what one of its blocks kept, and the gradient of the residual stream.
+Around products every tensor-parallel rank holds the whole input and its gradient (section 4.2.2), elsewhere a part of
+them. The loss holds logits in several precisions.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,8 @@ def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> 
 
 
 def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: float) -> Iterator[tuple[str, float]]:
-    """Of each block its input, the normalised input of its first product, and what happens inside."""
+    """The symbol of each block, and the bytes of its input, of the normalised input of its first product and of what
+    happens inside."""
     again = setup.recompute.split()
     for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
         inside = 0 if symbol == "-" and "mlp" in again else block.kept - (block.activated if "moe_act" in again else 0)
@@ -42,9 +43,8 @@ def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: flo
 
 
 def layer_movable(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Of what one layer keeps, keys and values apart, what Megatron's modules can move to the host (--offload-modules):
-    all of attention and of experts, of other feed-forward blocks the input, and nothing where layers are computed
-    again."""
+    """What Megatron's modules can move to the host (--offload-modules), without keys and values: all that attention and
+    experts keep, the input of other feed-forward blocks, and nothing where layers are computed again."""
     if setup.recomputes_layers:
         return 0.0
     rows = setup.rows(end - start)
@@ -54,11 +54,11 @@ def layer_movable(setup: TrainingSetup, layer: int, start: int, end: int) -> flo
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """What stays from the input gradients of a segment on for its weight gradients: inputs of products and gradients of
-    their outputs (arXiv 2401.10241, table 1: 32 bytes per token and hidden unit).
+    """What the input gradients of a segment leave for its weight gradients: inputs of products and gradients of their
+    outputs (arXiv 2401.10241, table 1: 32 bytes per token and hidden unit).
 
-    With sequence parallelism the gradient of what a block returns is that of all tokens, on every rank. The tokens of
-    routed experts are kept as each expert has them.
+    With sequence parallelism every rank has the gradient of a block's output for all tokens. The tokens of routed
+    experts are kept once for each of their experts.
     """
     hidden, kept = setup.model.hidden_size, 0.0
     for block in blocks_of(setup.model, layer):
@@ -75,10 +75,10 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
 
 @singledispatch
 def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Keys and values that the forward of the segment [start, end) makes, which are kept for its backward.
+    """Keys and values that the forward of the segment [start, end) leaves for its backward.
 
-    The first segment of a micro-batch, which goes backward last, has the buffer for all of them; within a window each
-    has its own, of which a window stays if they are computed again.
+    The buffer of a whole micro-batch counts with its first segment, which goes backward last. Within a window every
+    segment has keys and values of its own; where they are computed again, only a window of them stays.
     """
     if len(setup.segments) == 1:
         tokens = (end - start) * (1 - setup.recomputed_share if setup.recomputes_layers else 1)
@@ -106,7 +106,7 @@ def layer_state(setup: TrainingSetup, layer: int) -> float:
 
 
 def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
-    """How many of a number of tokens those after them see."""
+    """How many of the last `tokens` are seen by those after them."""
     window = setup.model.window_of(layer)
     return tokens if window is None else min(tokens, window)
 
@@ -127,8 +127,8 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
 # Bytes of a logit: in 16 bit, and its exponential in 32 bit, which is computed in place. The exponential is kept for
 # the backward, which makes a gradient in 16 bit of it for the weight gradients.
 _LOGIT, _LOGIT_KEPT, _LOGIT_KEPT_FOR_WEIGHTS = 6, 4, BYTES
-# Logits of a piece, and of a micro-batch that keeps them in any case, as in model/loss_pieces.py. Of a piece there are
-# forward as many bytes as above, backward gradients in 32 bit.
+# Logits of a piece, and the most logits of a micro-batch that are kept, as in model/loss_pieces.py. A piece has as many
+# bytes as above in the forward, and gradients in 32 bit in the backward.
 PIECE = 2**26
 MOST_KEPT, _LOGIT_BACKWARD = 8 * PIECE, 8
 
@@ -145,8 +145,11 @@ def keeps_logits(setup: TrainingSetup) -> bool:
 
 
 def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
-    """What the loss of a segment keeps for its backward, or of that for the weight gradients: logits; in pieces, only
-    hidden states, before and after the last norm, and a number for each token, and for the weight gradients nothing."""
+    """What the loss of a segment keeps for its backward, or for its weight gradients alone: logits.
+
+    In pieces, the backward needs hidden states before and after the last norm and a number for each token, and the
+    weight gradients need nothing.
+    """
     if keeps_logits(setup):
         return (_LOGIT_KEPT_FOR_WEIGHTS if for_weights else _LOGIT_KEPT) * logits(setup, length)
     if for_weights:
@@ -176,7 +179,7 @@ def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> 
 
 @lru_cache(maxsize=1 << 16)
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Blocks go backward in reverse, each with what the forward kept, or computed again, of it and those before it."""
+    """Blocks go backward in reverse. Beside each is what it and earlier ones kept, or compute again."""
     whole, rows = whole_input(setup, end - start), setup.rows(end - start)
     residual = whole / setup.token_shares
     products = whole * (2 if setup.token_shares > 1 else 1)
@@ -196,8 +199,8 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
     kept = rows * block.kept / setup.tensor_parallel
     if block.attention is None:
         return kept
-    # The kernel returns gradients of all keys and values that it was given, where heads share these from one for each
-    # head of the queries, and sums those of the queries in 32 bit (flash_api.cpp of FlashAttention 2).
+    # The kernel returns gradients of all keys and values that it was given; where heads share them, it makes one for
+    # each head of the queries. It sums the gradients of queries in 32 bit (flash_api.cpp of FlashAttention 2).
     window, attention = setup.model.window_of(layer), block.attention
     given = end if window is None else min(end, end - start + window)
     of_queries = 4 * rows * attention.heads * attention.score_dim / setup.tensor_parallel

@@ -17,7 +17,7 @@ from .machine import Machine
 from .operations import all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 
-# Of the products of weight gradients, the share of their time that can hide a collective: a guess.
+# The share of the time of weight gradients' products that can hide a collective: a guess.
 _HIDING = 0.8
 # Bytes that move for each logit while the loss is taken in 32 bit, step by step: guesses, by the tensors that PyTorch's
 # kernels read and write.
@@ -76,7 +76,7 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
 
 @lru_cache(maxsize=4096)
 def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
-    """How context-parallel ranks exchange whole sequences in the least time, over the layers of the first stage."""
+    """The way that exchanges whole sequences fastest, over the layers of the first stage; None without ranks for it."""
 
     def seconds(way: str) -> float:
         each = replace(setup, cp_comm_type=way)

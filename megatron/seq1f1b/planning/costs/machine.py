@@ -60,8 +60,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Machine:
-    """`error` is the mean relative error of published times that it predicts, without those it is fitted to where there
-    are others."""
+    """`error` is the mean relative error of its predictions of published times, on rows that it is not fitted to where
+    there are such."""
 
     name: str
     device: Device

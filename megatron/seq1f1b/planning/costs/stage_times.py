@@ -16,7 +16,7 @@ Row = tuple[float, ...]
 
 @lru_cache(maxsize=8192)
 def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[LayerTime, ...]:
-    """The times of a layer by segment; the first of the input gradients' parts has what is computed again."""
+    """The times of a layer by segment; what is computed again counts as products of the input gradients."""
     found = []
     for span in setup.spans:
         time = layer_time(setup, machine, *span, layer)
@@ -29,7 +29,7 @@ def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[La
 def _rows(
     setup: TrainingSetup, machine: Machine, layers: tuple[tuple[int, int], ...], first: bool, last: bool
 ) -> tuple[Row, Row, Row]:
-    """`layers` are numbers of layers, and how many are alike."""
+    """Durations of F, I and W by segment on a stage; `layers` has the number of a layer and how many are alike."""
     host, num_layers = machine.host, sum(count for _, count in layers)
     times = [(count, _layer_times(setup, machine, layer)) for layer, count in layers]
     row_f, row_i, row_w = [], [], []
@@ -65,9 +65,11 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
 
 
 def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
-    """Layers for each stage, so that the rank, and then the stage, that takes longest takes as little as can be, the
-    embedding and the loss included. Every stage has `least` layers; of equal ones the later takes more, since fewer
-    units are in flight there."""
+    """Layers for each stage, so that the slowest rank, and then the slowest stage, takes as little as possible.
+
+    The embedding and the loss count. Every stage has at least `least` layers. Among equal stages a later one takes
+    more, since fewer units are in flight there.
+    """
     alone, placement = setup.alone, setup.placement
     layers = tuple(alone.stage_layers(0).items())
     layer, first, last = (
@@ -102,7 +104,7 @@ def step_costs(setup: TrainingSetup, machine: Machine) -> Costs:
 def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """From a stage to the next, and back to the one before: by stage and segment.
 
-    So many tensor-parallel ranks send a part each; without sequence parallelism the receivers gather the parts.
+    `parts` tensor-parallel ranks send a part each; without sequence parallelism the receivers gather the parts.
     """
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
 

@@ -12,7 +12,7 @@ from .blocks import expert_parameters, layer_kinds, layer_parameters
 from .model_shape import ModelShape
 from .operations import Group
 
-# What the backward computes again: nothing; Megatron's modules; whole layers; these without the kernel of attention.
+# What the backward computes again: nothing, Megatron's modules, whole layers, or layers without their attention kernel.
 FULL, ALL_BUT_ATTENTION = "full", "all but attention"
 MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "moe_act", "layernorm moe_act")
 RECOMPUTES = ("none", *MODULES, FULL, ALL_BUT_ATTENTION)
@@ -30,10 +30,10 @@ class TrainingSetup:
     `cp_comm_type` is how context-parallel ranks exchange whole sequences, as in context_exchange; None: by the fastest
     way. With `hides_experts` tokens travel to experts beside the compute of another micro-batch
     (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). With `partitions_state` replicas keep shares of
-    weights and gradients (--partition-state, with `distributed_optimizer` and `overlaps_data_parallel`). Of layers that
-    are recomputed whole it is this share of each stage (--recompute-method block). `offloads` is the share of a rank's
-    activations that waits in the memory of its host (--offload-activations); with `offloads_modules` it is that share
-    of what Megatron's modules can move of every unit, beside the compute of its own layers
+    weights and gradients (--partition-state, with `distributed_optimizer` and `overlaps_data_parallel`). Where whole
+    layers are recomputed, these are `recomputed_share` of each stage (--recompute-method block). `offloads` is the
+    share of a rank's activations that waits in the memory of its host (--offload-activations). With `offloads_modules`
+    it is the share of what Megatron's modules can move of every unit, beside the compute of its own layers
     (--fine-grained-activation-offloading). Raises ValueError for sizes that do not fit.
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
@@ -156,7 +156,7 @@ class TrainingSetup:
 
     @cached_property
     def alone(self) -> "TrainingSetup":
-        """What does not matter to the layers of a single stage is set alike, so that few set-ups are computed."""
+        """The set-up with a fixed value for all that does not matter to a single layer, so that caches serve."""
         return replace(
             self,
             num_microbatches=1,

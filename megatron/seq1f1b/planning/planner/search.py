@@ -10,9 +10,9 @@ from math import ceil, inf
 from typing import Any, NamedTuple
 
 from ...schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
-from ..costs import action_costs
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
+from ..costs.stage_costs import action_costs
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, kept, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
@@ -31,7 +31,7 @@ from .space import (
     stage_costs,
 )
 
-# So many micro-batches at once fill all tiles and waves.
+# This many micro-batches at once fill all tiles and waves.
 _MANY = 256
 # Tiles may make as much of a difference between cuts.
 _ROUNDING = 0.96
@@ -82,7 +82,7 @@ class _TooLarge(NamedTuple):
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
-    """No step is shorter than the compute of a rank, with that before its first and after its last action elsewhere.
+    """A lower bound: the compute of a rank, with what other ranks compute before its first and after its last action.
 
     With weight gradients apart, those of a rank may fill the time after its last input gradient.
     """
@@ -93,11 +93,11 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
 
 
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int | None = None) -> float:
-    """What no schedule falls below, however layers are spread and sequences cut: the ranks share the compute of an even
-    cut among them, and never idle; inf where there is no such cut.
+    """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
+    idle; inf where there is no such cut.
 
-    If the number of segments is open, kernels lose nothing to launches, nor to tiles and waves that are not full, as it
-    would be for ever larger micro-batches.
+    If the number of segments is open, kernels lose nothing to launches, tiles and waves, as in very large
+    micro-batches.
     """
     one_stage: TrainingSetup | None
     if segments is None:
@@ -113,8 +113,8 @@ def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int | Non
 
 
 def least_seconds_cut(setup: TrainingSetup, machine: Machine, segments: int) -> float:
-    """What no way to cut sequences into so many segments falls below: kernels lose least to launches where all segments
-    are alike, and no first segment is shorter than the mean. What tiles make of single lengths is allowed for."""
+    """A lower bound for all cuts into this number of segments: kernels lose least to launches where all segments are
+    alike, and no first segment is shorter than the mean. `_ROUNDING` allows for the tiles of single lengths."""
     evenly = _evenly_cut(setup, segments)
     return 0.0 if evenly is None else _share(segments) * least_seconds(evenly, machine)
 
@@ -142,16 +142,16 @@ def _least(setup: TrainingSetup, machine: Machine, work: list[float], around: li
 
 
 def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
-    """What the fullest rank holds at least: weights, gradients, optimizer state, and on the first rank the activations
-    of as many micro-batches as every schedule holds at once; one if the number of segments is open. Those in the memory
-    of the host count."""
+    """A lower bound on the fullest rank, on its device and host together: weights, gradients, optimizer state, and on
+    the first rank the activations of as many micro-batches as every schedule holds at once, or of one if the number of
+    segments is open."""
     first, most, held = _least_parts(setup)
     return max(first + held * _at_once(setup, segments), most)
 
 
 @lru_cache(maxsize=1 << 16)
 def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
-    """What stays on the first rank, and where that is most, and what a micro-batch leaves on the first."""
+    """What stays on the first rank, what stays on the fullest, and what a micro-batch leaves on the first."""
     static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
     return static[0], max(static), sum(sum(kept(whole, stage)[0]) for stage in setup.placement.stages_of(0))
@@ -179,11 +179,8 @@ def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = 
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """The memory of the ranks that hold most, for as many micro-batches as a full pipeline holds, unless the family
-    holds more.
-
-    The first holds the most units, the last the loss, and of those with the most layers the first the most units.
-    """
+    """The memory of the ranks that may be fullest: the first holds the most units, the last the loss, and another may
+    have the most layers. A full pipeline holds few micro-batches; `breadth-first` holds all."""
     few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
     if setup.family != "breadth-first" and setup.num_microbatches > few:
         setup = replace(setup, num_microbatches=few)

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
-from ..costs import A100, ModelShape, StageCost, analytic_costs, authors_flops, bottleneck_time
+from ..costs.flops import authors_flops
 from ..costs.layer_bytes import keeps_logits
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
+from ..costs.model_shape import ModelShape
+from ..costs.stage_costs import A100, StageCost, analytic_costs, bottleneck_time
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, even_layers
 
@@ -20,15 +22,15 @@ from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, even_
 _FAMILIES = tuple(name for name in FAMILY_NAMES if name != "gpipe")
 # Segments of fewer tokens on a rank leave a GPU waiting for its host.
 _SHORTEST = 512
-# So many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
+# This many tokens fill a GPU, whatever the model: more sequences in a micro-batch gain nothing.
 _FULL = 32768
-# Of the layers of a stage, where Megatron computes some of them again.
+# Shares of the layers of a stage that Megatron computes again, where it does.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Room(NamedTuple):
-    """Bytes of a device, and of its host for activations; bytes/s of each direction between them; whether what moves is
-    chosen by Megatron's modules, not by units."""
+    """Bytes of a device, bytes of its host for activations, and bytes/s in each direction between them. Either
+    Megatron's modules choose what moves, or whole units move."""
 
     device: float
     host: float
@@ -64,9 +66,9 @@ class Question:
     partitions_state: bool | None = False
 
     def of_megatron(self) -> "Question":
-        """The same to Megatron's own schedules: 1F1B and its interleaved form on whole sequences, with logits kept,
-        with experts that exchange tokens beside the compute of another micro-batch, and modules whose activations
-        move to the host."""
+        """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
+        experts exchange tokens beside the compute of another micro-batch, and activations of modules move to the host.
+        """
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
         return replace(
             self,
@@ -226,8 +228,10 @@ def numbers_of_segments(question: Question, setup: TrainingSetup) -> list[int]:
 
 
 def partitioned(question: Question, setup: TrainingSetup) -> TrainingSetup:
-    """The set-up with a partitioned state, where the search may choose that and whole chunks are fewer than all; else
-    as it is. `breadth-first` gathers a chunk once each way, other orders whenever chunks change."""
+    """The set-up with a partitioned state if the search may choose that and it saves memory; else as it is.
+
+    `breadth-first` gathers a chunk once each way, other orders whenever chunks change.
+    """
     may = question.partitions_state is None and setup.family == "breadth-first" and "breadth-first" in question.families
     saves = setup.placement.num_chunks > 2 and setup.data_group.size > 1
     return replace(setup, partitions_state=True) if may and saves else setup

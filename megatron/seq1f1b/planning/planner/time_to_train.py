@@ -39,7 +39,7 @@ LAWS: Mapping[str, BatchLaw] = MappingProxyType(
         "tokens": BatchLaw("arXiv 2410.21676", lambda n, d: 512 * 22.91 * (d / 1e6) ** 0.47, lambda x: 1 + 0.2 * x),
         "noise-scale": BatchLaw("arXiv 1812.06162", lambda n, d: 2e8 / loss(n, d) ** (1 / 0.21), lambda x: 1 + x),
         "olmo": BatchLaw("arXiv 2505.23971", _olmo, lambda x: 1.0),
-        # Twice the best; that takes 5 % more tokens, and so does a quarter of it.
+        # Twice the best batch, which takes 5 % more tokens, as does a half of the best.
         "three-term": BatchLaw(
             "arXiv 2607.01487", lambda n, d: 2 * 0.667 * d**0.566, lambda x: 1 + 0.05 * log2(2 * x) ** 2
         ),

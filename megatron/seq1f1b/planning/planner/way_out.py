@@ -1,4 +1,4 @@
-"""Why a question has no plan, and the nearest that has."""
+"""Why a question has no plan, and the nearest question that has one."""
 
 from dataclasses import replace
 from itertools import takewhile
@@ -9,7 +9,7 @@ from .search import least_bytes, memory_in_flight
 from .space import Question, cuts, schedules, setups
 
 _DOUBLINGS = 12
-# Of the set-ups that need least, so many are looked at in full.
+# How many of the set-ups that need least memory are predicted in full.
 _LEANEST = 20
 _NUMBERS = (1, 8, 64)  # of segments
 _SHORTEST = 1024

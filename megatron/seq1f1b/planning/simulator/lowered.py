@@ -100,7 +100,7 @@ class _Machine:
         return found
 
     def _advance(self, rank: int) -> Iterator[_Queue]:
-        """Runs a rank; yields the queue without whose next message it cannot go on."""
+        """Runs a rank; yields the queue whenever it has to wait for the next message of one."""
         spans, channels, costs = self.spans[rank], self.channels, self.costs
         f, i, w = costs.f, costs.i, costs.w
         now = aside = 0.0  # the ends of compute, and of gathering and reducing

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.seq1f1b.partition import balanced
-from megatron.seq1f1b.planning.costs import CPU_CORE, ModelShape, action_costs, analytic_costs, bottleneck_time
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.stage_costs import CPU_CORE, action_costs, analytic_costs, bottleneck_time
 from megatron.seq1f1b.runtime.program import Programs
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank, peak_memory, simulate
 

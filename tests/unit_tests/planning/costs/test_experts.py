@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs import Experts, analytic_costs
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights
 from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.model_shape import Experts
 from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
+from megatron.seq1f1b.planning.costs.stage_costs import analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import Search

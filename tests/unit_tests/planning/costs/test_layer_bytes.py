@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs import DeltaNet, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.planning.costs.blocks import layer_parameters
 from megatron.seq1f1b.planning.costs.layer_bytes import (
     layer_activation,
@@ -15,6 +14,7 @@ from megatron.seq1f1b.planning.costs.layer_bytes import (
 )
 from megatron.seq1f1b.planning.costs.layer_times import repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, LatentAttention, Mamba, ModelShape
 from megatron.seq1f1b.planning.costs.stage_times import stage_rows
 from megatron.seq1f1b.planning.costs.step_memory import (
     activation_tables,

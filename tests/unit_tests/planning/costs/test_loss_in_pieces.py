@@ -6,10 +6,10 @@ import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.model import loss_pieces
-from megatron.seq1f1b.planning.costs import A100, analytic_costs
 from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, keeps_logits
 from megatron.seq1f1b.planning.costs.layer_times import head_time
 from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
+from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build

@@ -5,20 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.partition import balanced, even
-from megatron.seq1f1b.planning.costs import (
-    A100,
-    CPU_CORE,
-    AnalyticTime,
-    DeltaNet,
-    Experts,
-    LatentAttention,
-    Mamba,
-    ModelShape,
-    analytic_costs,
-    bottleneck_time,
-)
 from megatron.seq1f1b.planning.costs.flops import head_flops, layer_flops
 from megatron.seq1f1b.planning.costs.machine import Device
+from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
+from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Every operation at one FLOP or element a second: costs are counts.

@@ -4,15 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.seq1f1b.planning.costs import (
-    CPU_CORE,
-    AnalyticTime,
-    ModelShape,
-    action_costs,
-    analytic_costs,
-    read_traced_costs,
-)
-from megatron.seq1f1b.planning.costs.traced_costs import Point, fit_time, traced_costs
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
+from megatron.seq1f1b.planning.costs.stage_costs import CPU_CORE, AnalyticTime, action_costs, analytic_costs
+from megatron.seq1f1b.planning.costs.traced_costs import Point, fit_time, read_traced_costs, traced_costs
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from functools import cache
 
-from megatron.seq1f1b.planning.costs import ModelShape
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.planner import Question
 
 MODEL = ModelShape(6, 1024, 4096, 8, 128, 32768)

@@ -8,9 +8,9 @@ import pytest
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
 from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read_launch, undecided
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
-from megatron.seq1f1b.planning.costs import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import read_machine
+from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner import Search, candidates
 from megatron.seq1f1b.planning.planner.space import Candidate
