@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
 
-from gain_map import gain_of, plot_gains, read_cells
+from megatron.seq1f1b.commands.gain_map import gain_of, plot_gains, read_cells
 from paper import headlines, layered
 from paper.training_time import plot_training_time
 
@@ -157,7 +157,7 @@ def layered_section(pictures: Path | None) -> str:
 
 
 def gains_section(pictures: Path | None) -> str:
-    """Of the cells that `tools/gain_map.py --output docs/gains.csv` found."""
+    """Of the cells that `seq1f1b gain-map --output docs/gains.csv` found."""
     cells = read_cells(GAINS)
     text = (
         "The fastest step that the planner finds, and the fastest of Megatron's own schedules with "
@@ -171,7 +171,7 @@ def gains_section(pictures: Path | None) -> str:
         + " None has latent attention, recurrent layers, or context parallelism on A100: there the error is not known."
     )
     lines = ["## What this package gains", "", *wrap(text, 118, break_on_hyphens=False), ""]
-    lines += ["`python tools/gain_map.py --output docs/gains.csv --model ...`", ""]
+    lines += ["`seq1f1b gain-map --output docs/gains.csv --model ...`", ""]
     head = ["model", "machine", "tokens", "GPUs", "sequences", "GB/s a node", "step s", "with", "Megatron, s", "with"]
     lines += [f"| {' | '.join((*head, 'gain'))} |", 11 * "|---" + "|"]
     for cell in sorted(cells, key=lambda cell: (cell["model"], cell["machine"], *(float(cell[by]) for by in _BY))):

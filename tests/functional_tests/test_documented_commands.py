@@ -14,7 +14,6 @@ TESTS = ROOT / "tests"
 # Commands, without settings in front of them, and the file of the tests that run them.
 ELSEWHERE = {
     r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
-    r"python tools/gain_map\.py .*": "unit_tests/tools/test_gain_map.py",
     r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
     r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
     r"bash scripts/gpu_test\.sh.*": "functional_tests/test_gpu_suite.py",

@@ -64,11 +64,14 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert 'href="../schedules/"' in (site / "contributing" / "index.html").read_text()
 
 
+_SLOW = ("plan", "gain-map", "profile", "train-time")
+
+
 @pytest.mark.parametrize(
     "page, words",
     [
         # Many seconds of a core; test_plan.py has the commands on fewer GPUs.
-        pytest.param(page, words, marks=[pytest.mark.exhaustive] if words[1] in ("plan", "train-time") else [])
+        pytest.param(page, words, marks=[pytest.mark.exhaustive] if words[1] in _SLOW else [])
         for page, words in COMMANDS
         if words[0] == "seq1f1b"
     ],

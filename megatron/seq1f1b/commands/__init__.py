@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "plot": ("plot", "draw a schedule or measured timelines, or write them as JSON, CSV or for Perfetto"),
         "check": ("check", "check a schedule file before training with it"),
         "plan": ("plan", "find the fastest configuration that fits a cluster"),
+        "gain-map": ("gain_map", "find where segments pay, by network, number of GPUs and batch"),
         "train-time": ("train_time", "find how soon a model can be trained, by the number of GPUs"),
         "plan-split": ("plan_split", "compare where sequences can be cut, for a model of your size"),
         "compare": ("compare", "lay training runs side by side"),

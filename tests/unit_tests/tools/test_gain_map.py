@@ -1,10 +1,10 @@
-"""The map of gains of `tools/gain_map.py`, and gains in words."""
+"""The map of gains of `seq1f1b gain-map`, and gains in words."""
 
 from dataclasses import replace
 
 import pytest
 
-import gain_map
+from megatron.seq1f1b.commands import gain_map
 from megatron.seq1f1b.planning.planner import Gain, Search
 from unit_tests.planning.planner.question import MODEL, small
 
@@ -59,6 +59,6 @@ def test_a_map_is_continued_where_it_was_left(tmp_path, monkeypatch, capsys):
 
 def test_a_file_that_is_no_map_is_left_as_it_is(tmp_path):
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit, match="exists and is no map of gains; name another file"):
+    with pytest.raises(ValueError, match="exists and is no map of gains; name another file"):
         gain_map.main([*WORDS.split(), "--output", str(tmp_path / "mine.csv")])
     assert (tmp_path / "mine.csv").read_text() == "a,b\n1,2\n"

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Where segments pay: the gain over Megatron's own schedules, by network, number of GPUs and tokens of a step.
 
-    python tools/gain_map.py --model llama3-70b --seq-length 131072 --machine h100-80gb --gpus 64 256 \\
+    seq1f1b gain-map --model llama3-70b --seq-length 131072 --machine h100-80gb --gpus 64 256 \\
         --tokens 2e6 8e6 --bandwidths 50 400 --output gains.csv --picture
 
 Every cell is two searches of the planner, with all that this package has and with all that Megatron alone has, for
@@ -9,7 +8,6 @@ seconds to minutes. It is a line of --output as soon as it is found; what is in 
 map can be stopped and continued, and grow. docs/planning.md lists what Megatron is credited with.
 """
 
-import argparse
 import csv
 import sys
 from collections.abc import Sequence
@@ -18,12 +16,14 @@ from itertools import product
 from math import nan
 from pathlib import Path
 
-from megatron.seq1f1b.commands.model_flags import PRESETS, preset
-from megatron.seq1f1b.commands.plan_text import short_name
-from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
-from megatron.seq1f1b.planning.planner import Gain, Plan, Question, Search
-from megatron.seq1f1b.report.text import aligned
-from megatron.seq1f1b.schedule import written_whole
+from ..planning.costs.machine import Machine, read_machine
+from ..planning.planner import Gain, Plan, Question, Search
+from ..report.text import aligned
+from ..schedule import written_whole
+from .model_flags import PRESETS, preset
+from .parsing import Parser, amount, check_output, count, count_up_to
+from .plan import add_machine
+from .plan_text import short_name
 
 _KEY = ("model", "machine", "seq_length", "bandwidth", "gpus", "batch")
 _FOUND = ("seconds", "configuration", "megatron_seconds", "megatron_configuration")
@@ -33,26 +33,30 @@ Cell = dict[str, str]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=PRESETS, required=True)
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--machine", default="h100-80gb")
-    parser.add_argument("--gpus", type=int, nargs="+", required=True)
-    parser.add_argument("--tokens", type=float, nargs="+", required=True, help="of a step, such as 4e6")
+    parser = Parser(__doc__)
+    parser.add_argument("--model", choices=PRESETS, required=True, metavar="NAME", help=", ".join(PRESETS))
+    parser.add_argument("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
+    add_machine(parser, "h100-80gb")
+    gpus = count_up_to(10**6)
+    parser.add_argument("--gpus", type=gpus, nargs="+", required=True, metavar="N", help="numbers of GPUs; required")
+    parser.add_argument("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"
-    parser.add_argument("--bandwidths", type=float, nargs="+", help=what)
-    parser.add_argument("--output", type=Path, required=True, help="cells as .csv; those that it has are kept")
+    parser.add_argument("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
+    parser.add_argument("--output", type=Path, required=True, help="cells as .csv; those there are kept; required")
     parser.add_argument("--picture", action="store_true", help="contours beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
+    check_output(args.output, ".csv")
     machine = read_machine(args.machine)
     bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
     known = {_key(cell): cell for cell in read_cells(args.output)} if args.output.is_file() else {}
-    cells = []
-    for bandwidth, devices, batch in product(bandwidths, args.gpus, batches):
+    cells, wanted = [], list(product(bandwidths, args.gpus, batches))
+    for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
         values = (args.model, machine.name, args.seq_length, f"{bandwidth:g}", devices, batch)
         cell = dict(zip(_KEY, map(str, values), strict=True))
         if _key(cell) not in known:
+            if sys.stderr.isatty():
+                print(f"\r{number} of {len(wanted)} cells", end="", file=sys.stderr, flush=True)
             host = machine.device.host_memory_gib
             asked = Question(
                 preset(args.model), _with(machine, bandwidth), devices, args.seq_length, batch, host_gib=host
@@ -98,7 +102,7 @@ def read_cells(path: Path) -> list[Cell]:
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
         if list(lines.fieldnames or ()) != [*_KEY, *_FOUND]:
-            sys.exit(f"error: --output {path} exists and is no map of gains; name another file.")
+            raise ValueError(f"--output {path} exists and is no map of gains; name another file")
         return list(lines)
 
 
@@ -126,11 +130,11 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     figure = Figure(figsize=(1 + 3.2 * len(batches), 3.4), layout="constrained")
     panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
     for axes, batch in zip(panels, batches, strict=True):
-        gains = np.array([[found.get((speed, count, batch), nan) for count in devices] for speed in bandwidths])
+        gains = np.array([[found.get((speed, gpus, batch), nan) for gpus in devices] for speed in bandwidths])
         for row, speed in enumerate(bandwidths):
-            for column, count in enumerate(devices):
+            for column, gpus in enumerate(devices):
                 text = "-" if np.isnan(gains[row, column]) else f"{gains[row, column]:+.0f}"
-                axes.annotate(text, (count, speed), fontsize=7, ha="center", va="center")
+                axes.annotate(text, (gpus, speed), fontsize=7, ha="center", va="center")
         if min(gains.shape) > 1 and np.isfinite(gains).sum() > 3:
             filled = axes.contourf(devices, bandwidths, gains, _LEVELS, cmap="RdYlGn", extend="both", alpha=0.7)
             axes.contourf(devices, bandwidths, gains, (-error, error), colors="#cccccc")
@@ -149,6 +153,3 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     with written_whole(path) as unfinished:
         figure.savefig(unfinished, dpi=160)
 
-
-if __name__ == "__main__":
-    main()
