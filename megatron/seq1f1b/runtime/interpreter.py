@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Services:
-    """What the actions of a step work with; `around(action)` describes what all ranks do around an action."""
+    """The objects that actions use; `around(action)` describes the actions of all ranks around one."""
 
     communicator: Communicator
     context: SegmentContext

@@ -1,4 +1,4 @@
-"""Where the sequences of a step are cut, and where the documents in them start.
+"""The segments of the sequences of a step, and the starts of the documents in them.
 
 The rank that reads the data finds the starts of documents and sends them to all ranks of a model.
 """

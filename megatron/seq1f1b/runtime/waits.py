@@ -14,7 +14,7 @@ import torch
 
 _log = logging.getLogger(__name__)
 
-_SHARE = 0.8  # of the timeout, after all of which NCCL ends the process
+_SHARE = 0.8  # of the timeout; after the whole timeout NCCL ends the process
 _LOOKS = 20  # in that time
 
 

@@ -1,5 +1,4 @@
-"""What `attach` changes in the modules of a model, where no equality test reaches it: which attention it replaces, what
-the replacement takes over, and what follows the segment."""
+"""The changes of `attach` to the modules of a model, as far as no equality test reaches them."""
 
 import weakref
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What attention cut into segments keeps, frees and runs."""
+"""Memory and kernels of attention by segments."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ def test_gradients_of_a_balance_loss_are_rounded_once(dtype):
     chosen = torch.rand(LENGTH, EXPERTS) < 0.3
     grad = torch.tensor(0.1, dtype=dtype)
 
-    # In at least fp32, whatever the type of the probabilities.
+    # In at least fp32, for probabilities of any type.
     computed_in = torch.promote_types(dtype, torch.float32)
     exact = (grad.to(computed_in) * FACTOR * chosen.sum(0).to(computed_in)).to(dtype)
 

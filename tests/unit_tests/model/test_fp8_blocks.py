@@ -29,7 +29,7 @@ def gradients(x, weight, grad, block):
 
 
 def by_segments(lengths, x, weight, grad, block):
-    """The same for segments of sequences: x [n, b, c], of which Transformer Engine makes rows of tokens."""
+    """The same for segments of sequences x [n, b, c], which Transformer Engine flattens to rows of tokens."""
     parts = [
         gradients(inputs.flatten(0, 1), weight, grads.flatten(0, 1), block)
         for inputs, grads in zip(x.split(lengths), grad.split(lengths), strict=True)

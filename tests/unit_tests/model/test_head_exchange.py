@@ -32,14 +32,14 @@ class Ranks:
         return torch.cat(arrived)
 
     def run(self, function):
-        """What `function(exchange, rank)` gives on each rank."""
+        """The results of `function(exchange, rank)` on all ranks."""
         groups = [SimpleNamespace(size=lambda: self.size, rank=lambda rank=rank: rank) for rank in range(self.size)]
         with ThreadPoolExecutor(self.size) as threads:
             return list(threads.map(lambda group: function(HeadExchange(group, self.row_size), group.rank()), groups))
 
 
 def share(tensor, rank, size):
-    """Of a segment, as Megatron's get_batch_on_this_cp_rank cuts it."""
+    """A rank's share of a segment, as cut by Megatron's get_batch_on_this_cp_rank."""
     parts = tensor.chunk(2 * size)
     return torch.cat((parts[rank], parts[2 * size - 1 - rank]))
 

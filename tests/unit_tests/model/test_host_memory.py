@@ -1,4 +1,4 @@
-"""What a forward leaves goes to the memory of the host and comes back as it was."""
+"""Activations go to the memory of the host and come back unchanged."""
 
 import weakref
 from contextlib import nullcontext

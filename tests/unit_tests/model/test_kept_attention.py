@@ -52,7 +52,7 @@ def test_kernels_run_once_and_gradients_are_bitwise_equal(options, lengths, docu
         states.append(torch.get_rng_state())
     assert calls[0] == calls[1] >= len(segments)
     assert all(map(torch.equal, *results))
-    # What a layer drops behind its attention has the masks of the first forward.
+    # Later dropout of the layer repeats the masks of the first forward.
     assert torch.equal(*states)
 
 

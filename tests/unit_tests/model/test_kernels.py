@@ -63,7 +63,7 @@ def test_other_types(kernel, dtype, tolerance):
 
 
 def rms_errors(k):
-    """Of dQ, dK and dV of bf16 inputs, relative to their rms, against fp64."""
+    """Errors of dQ, dK and dV for bf16 inputs against fp64, relative to their rms."""
     torch.manual_seed(0)
     tensors = inputs(512, (1, 4, 2, 64, 64), torch.bfloat16)
     # The unfused kernel computes in fp32, and rounds its results of every segment to bf16, as kernels on GPUs do.

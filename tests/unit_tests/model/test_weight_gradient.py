@@ -20,7 +20,7 @@ def plain(input, weight, bias):
 
 
 class Layer:
-    """A linear layer with its weight gradient in a store, called as Megatron's modules call theirs."""
+    """A linear layer with its weight gradient in a store, called like Megatron's."""
 
     def __init__(self, fusion: bool = False, has_bias: bool = True) -> None:
         generator = torch.Generator().manual_seed(3)

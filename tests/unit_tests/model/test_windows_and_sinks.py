@@ -44,7 +44,7 @@ def test_segments_equal_one_softmax(lengths, window, sink, documents, backend):
         results.append(sinks.grad)
 
     for result, reference in zip(results, references, strict=True):
-        # Where a query sees one key its own gradient is zero, so errors are relative to the inputs, which are about 1.
+        # A query that sees one key has no gradient, so errors are relative to the inputs, which are about 1.
         assert (result - reference).abs().max() <= 1e-13 * reference.abs().max().clamp(min=1)
 
 

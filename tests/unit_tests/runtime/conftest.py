@@ -7,7 +7,7 @@ from megatron.seq1f1b.cpu import stand_ins
 
 @pytest.fixture
 def memory_of_the_process(monkeypatch):
-    """What `torch.cuda` counts of memory is that of this process, as in training on a CPU."""
+    """`torch.cuda` counts the memory of this process, as in training on a CPU."""
     for name, new in (
         ("reset_peak_memory_stats", stand_ins.forget_peak),
         ("memory_allocated", stand_ins.resident_bytes),

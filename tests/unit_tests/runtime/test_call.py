@@ -1,4 +1,4 @@
-"""What a call of Megatron's may not ask for."""
+"""Calls of Megatron that our schedules refuse."""
 
 from types import SimpleNamespace
 

@@ -93,6 +93,6 @@ def test_a_part_of_a_pinned_batch_is_pinned(monkeypatch):
     tokens, segment = torch.arange(16.0).view(2, 8), Segment(0, 1, 4, 8, 8)
     part = cut(tokens, segment)
     assert asked == [True] and part.is_contiguous() and torch.equal(part, tokens[:, 4:])
-    # Of one sequence a part is contiguous, and lies in the pinned batch already.
+    # A part of one sequence is contiguous, and already in pinned memory.
     part = cut(tokens[:1], segment)
     assert asked == [True] and part.data_ptr() == tokens[0, 4:].data_ptr()

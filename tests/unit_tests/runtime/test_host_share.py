@@ -1,7 +1,7 @@
-"""What our own share of a unit costs the host, in calls, which no load of the machine changes.
+"""Host calls of our own share of a unit, which do not depend on the load of the machine.
 
-tools/benchmark_host.py measures the time. A call takes a tenth of a microsecond and more; the goal of 60 us a unit is
-far from these numbers, which are to keep a slow habit out of the loop.
+tools/benchmark_host.py measures the time. A call takes a tenth of a microsecond and more; these numbers are far below
+the goal of 60 us a unit, and keep slow habits out of the loop.
 """
 
 import sys
@@ -15,7 +15,7 @@ import benchmark_host as benchmark
 
 
 def calls(work) -> int:
-    """Of functions of Python and of C."""
+    """Calls of functions of Python and of C."""
     counts = Counter()
 
     def count(frame, event, argument):
@@ -30,7 +30,7 @@ def calls(work) -> int:
     return counts["call"] + counts["c_call"]
 
 
-# Measured 96.2, and 130.4 where weight gradients are apart, of which the meter of every training run takes a third.
+# Measured 96.2, and 130.4 with split backwards; a third of them measure the step.
 @pytest.mark.parametrize("family, most", [("1f1b", 98), ("breadth-first", 98), ("zb-h1", 133), ("auto", 133)])
 def test_a_unit_takes_few_calls(family, most):
     shape = benchmark.Shape(benchmark.Placement(benchmark.RANKS), 8, 8)

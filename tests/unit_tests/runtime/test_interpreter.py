@@ -1,4 +1,4 @@
-"""What a step leaves behind, how it fails, what a profiler records of it."""
+"""A step leaves nothing behind, names the action that fails, and shows its actions to a profiler."""
 
 import gc
 import weakref

@@ -25,7 +25,7 @@ def segments(microbatch):
 
 
 def forward(ledger, segment, losses, mask, loss_func=None):
-    """What Megatron's forward_step does with the loss function, for one segment; gives the loss to go backward from."""
+    """Call the loss function for one segment as Megatron's forward_step does; returns the loss of the backward."""
 
     def masked_sum(mask, output):
         total, count = (output * mask).sum(), mask.sum().int()
@@ -61,7 +61,7 @@ def test_gradient_is_that_of_the_mean_over_the_whole_micro_batch(masked, per_tok
     assert ledger.total_num_tokens(torch.device("cpu")) == mask.sum()
 
 
-# What a loss function may report of the sum `loss` over `count` tokens.
+# Reports of the sum `loss` over `count` tokens.
 FORMS = {
     "pair": lambda loss, count: torch.stack([loss.detach(), count.double()]),
     "pair of a row": lambda loss, count: torch.stack([loss.detach(), count.double()])[None],

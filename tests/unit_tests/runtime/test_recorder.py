@@ -1,5 +1,4 @@
-"""Spans, readings and peak memory of a step, on a CPU and by events on a GPU; the files of measured steps, and warnings
-instead of an end where there is no file."""
+"""Spans, readings and peak memory of a step, on a CPU and by events on a GPU; the files of measured steps."""
 
 import json
 import logging

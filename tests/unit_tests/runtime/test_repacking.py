@@ -32,7 +32,7 @@ def cut(*batches, size=1, length=12):
 
 
 def read(found):
-    """What a model gets, unit by unit."""
+    """The batches of a model, unit by unit."""
     [batches] = found.batches
     return [[next(batches.at(segment)) for segment in row] for row in found.segments]
 

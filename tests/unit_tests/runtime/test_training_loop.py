@@ -1,4 +1,4 @@
-"""What is put around Megatron's training loop."""
+"""Wrappers of functions of Megatron's training loop."""
 
 from argparse import Namespace
 
@@ -16,7 +16,7 @@ def loop(**args) -> TrainingLoop:
     "log_interval, iteration, prints_besides", [(1, 1, False), (1, 8, False), (10, 1, True), (10, 30, False)]
 )
 def test_the_first_iteration_is_printed_within_an_interval(log_interval, iteration, prints_besides):
-    """Megatron keeps what it has printed besides for the next line, which would be the mean of both."""
+    """Megatron keeps a loss that it printed early for the next line, which would show the mean of both."""
     seen = []
 
     def upstream(*_, is_first_iteration):

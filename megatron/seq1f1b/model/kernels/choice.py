@@ -76,7 +76,7 @@ class KernelChoice:
         return kernel if fits else Padded(kernel, multiple)
 
     def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
-        """What no fused kernel supports; empty if the user wants none, None if there is one."""
+        """The feature that no fused kernel supports; empty if the user wants none, None if there is one."""
         if self._backend in ("unfused", "local"):
             return ""
         if not is_cuda:

@@ -51,7 +51,7 @@ class Kernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Output, contiguous, and the statistics that `backward` starts from.
 
-        Draws from PyTorch's default generator of the device, and only where the rule has dropout.
+        Draws from PyTorch's default generator of the device, and only if the rule has dropout.
         """
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
