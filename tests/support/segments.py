@@ -10,6 +10,18 @@ from torch.utils.checkpoint import checkpoint
 from megatron.seq1f1b.model.attention import SegmentAttention
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 
+# Sequences, query heads, KV heads, head size of queries and keys, of values.
+HEADS = {
+    "64": (1, 2, 2, 64, 64),
+    "80, grouped": (2, 4, 2, 80, 80),
+    "96": (1, 4, 2, 96, 96),
+    "128": (2, 4, 1, 128, 128),
+    "odd": (1, 3, 1, 23, 23),
+    "latent": (2, 2, 2, 192, 128),
+    "latent, one head": (2, 1, 1, 24, 16),
+    "wide values": (1, 4, 2, 16, 24),
+}
+
 
 def attention(size, kernel_of=None, dropout=0.0, sequence_parallel=True, **options):
     """A layer for heads of `size`, with a context; with the kernel `kernel_of(rule)` if that is given."""

@@ -116,14 +116,12 @@ class HostMemory:
         places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         buffer, after = self._buffer(sum(places))
         rooms = buffer[: sum(places)].split(places)
-        targets = [room[:size] for room, size in zip(rooms, sizes, strict=True)]
-        departure = self._lanes[0].copy(
-            [(each.bytes(), to) for each, to in zip(going, targets, strict=True)], after, span
-        )
+        parts = [(each, room[:size]) for each, room, size in zip(going, rooms, sizes, strict=True)]
+        departure = self._lanes[0].copy([(each.bytes(), part) for each, part in parts], after, span)
         self._leaving = unit, [each.here for each in going]
         for each in going:
             each.here = None
-        self._away[unit] = _Away(buffer, list(zip(going, targets, strict=True)), departure)
+        self._away[unit] = _Away(buffer, parts, departure)
         self.num_bytes += sum(sizes)
         self.most_bytes = max(self.most_bytes, self.num_bytes)
 

@@ -17,24 +17,12 @@ from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.packed_documents import CumulativeLengths
 from support import segments
 from support.kernel_packages import flash_attention_4, torch_operators, transformer_engine
+from support.segments import HEADS
 
 ROOT = Path(__file__).parents[3]
 
-# Sequences, query heads, KV heads, head size of queries and keys, of values.
-HEADS = {
-    "64": (1, 2, 2, 64, 64),
-    "80, grouped": (2, 4, 2, 80, 80),
-    "96": (2, 2, 1, 96, 96),
-    "128": (1, 2, 2, 128, 128),
-    "latent": (2, 2, 2, 192, 128),
-    "odd": (1, 3, 1, 33, 33),
-}
-
-
 RULE = AttentionRule(0.125)
 TAKE_TWO_SIZES = (FlashAttention4, TransformerEngineFused)
-
-
 KERNELS = {
     "PyTorch": torch_operators,
     "flash-attn-4": flash_attention_4,

@@ -7,25 +7,13 @@ from megatron.seq1f1b.model import kv_cache
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from support.segments import attention, expected, inputs, run, segments_of, worst_error
+from support.segments import HEADS, attention, expected, inputs, run, segments_of, worst_error
 
 KERNELS = {
     "flash": lambda rule: Padded(CpuFlash(rule)),
     "flash, padded to 8": lambda rule: Padded(CpuFlash(rule), 8),
     "unfused": Unfused,
     "unfused, small blocks": lambda rule: Unfused(rule, scores_at_once=1000),
-}
-
-# Sequences, query heads, KV heads, head size of queries and keys, of values.
-HEADS = {
-    "64": (1, 2, 2, 64, 64),
-    "80": (2, 2, 2, 80, 80),
-    "96": (1, 4, 2, 96, 96),
-    "128": (2, 4, 1, 128, 128),
-    "odd": (1, 3, 1, 23, 23),
-    "latent": (2, 2, 2, 192, 128),
-    "latent, one head": (2, 1, 1, 24, 16),
-    "wide values": (1, 4, 2, 16, 24),
 }
 
 
