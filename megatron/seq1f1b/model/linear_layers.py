@@ -37,7 +37,7 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     an output layer that computes its logits in pieces.
     """
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
-    rows = [
+    local = [
         Patch(
             f"megatron.core.tensor_parallel.layers.{kind}._forward_impl",
             lambda _, forward: deferring(forward, store),
@@ -46,16 +46,21 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
         )
         for kind in ("ColumnParallelLinear", "RowParallelLinear")
     ]
+    # Not all modules of Transformer Engine: attention has no weights.
     layers_of_te = [module for module in modules if hasattr(module, "wgrad_store")]
+    rows: list[Patch] = []
     if layers_of_te:
         biased = (each for each in layers_of_te if _has_experts(each) and each.use_bias and each.apply_bias)
         assert not any(biased), "grouped products with biases are refused at start-up"
         base, reason = "transformer_engine.pytorch.module.base.TransformerEngineBaseModule", "does not separate units"
-        rows += (
+        rows = [
             Patch(f"{base}.wgrad_store", lambda layer, _: _Products(layer, store), reason, wraps=True),
             wrapping(f"{base}.forward", _on_aliases, "fires hooks of parameters before there is a gradient"),
-        )
-    return patched_on(modules, rows)
+        ]
+    with ExitStack() as undo:
+        undo.enter_context(patched_on(modules, local))
+        undo.enter_context(patched_on(layers_of_te, rows))
+        return undo.pop_all()
 
 
 def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Callable[..., Tensor]:
