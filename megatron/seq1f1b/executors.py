@@ -128,7 +128,7 @@ def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer 
 
 @contextmanager
 def _around_forward(args: Namespace, is_in_a_v: bool, stage: int, length: int) -> Iterator[None]:
-    """Tensor-parallel ranks without data make room for a batch by Megatron's `seq_length`."""
+    """Set Megatron's `seq_length`, by which tensor-parallel ranks without data allocate, to that of the segment."""
     whole, args.seq_length = args.seq_length, length
     try:
         with in_forward_step(stage) if is_in_a_v else nullcontext():

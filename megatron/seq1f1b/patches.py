@@ -33,8 +33,7 @@ class Patch(NamedTuple):
 
 
 def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
-    """Calls of a function, or of a method of a class, become `function(old, ...)`, those of the method of an object
-    `function(object, old, ...)`."""
+    """Calls of the target become `function(old, ...)`, or `function(object, old, ...)` if it is patched on objects."""
 
     def wrap(*bound: Any) -> Callable[..., Any]:
         @wraps(bound[-1])
@@ -69,7 +68,7 @@ def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
 
 
 def rebound(old: Any, new: Any) -> ExitStack:
-    """Bind every name of a loaded module that stands for `old` to `new`: those of `from ... import` made earlier."""
+    """Bind every name in loaded modules that means `old`, by an earlier `from ... import`, to `new`."""
     with ExitStack() as undo:
         for module in list(sys.modules.values()):
             for name, value in list(getattr(module, "__dict__", {}).items()):

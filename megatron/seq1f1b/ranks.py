@@ -1,4 +1,4 @@
-"""Which rank this process is, what one rank alone reports, and how the ranks of a job end together."""
+"""The rank of this process, what only one rank reports, and how the ranks of a job end together."""
 
 import logging
 import os
@@ -31,10 +31,7 @@ def warn_on_rank_0(log: logging.Logger, message: str) -> None:
 
 
 def check_agreement(plan: str) -> None:
-    """Compare the description of a plan over all ranks of the world, by one small all-gather.
-
-    Raises ValueError on all ranks if any differs, which would otherwise end in a hang or a message of the wrong size.
-    """
+    """Raises ValueError on all ranks if their plans differ: the step would hang, or a message have the wrong size."""
     import torch.distributed as dist
 
     plans: list[str] = [plan] * dist.get_world_size()
@@ -51,9 +48,9 @@ def check_agreement(plan: str) -> None:
 class Peers:
     """The ranks of a job, connected from the start of the program by the store at MASTER_ADDR and MASTER_PORT.
 
-    torchrun keeps that store; without it rank 0 does, and torch.distributed joins it later. Any rank may `report` a
-    failure. Each other rank then calls `on_failure(report)` in a thread, since its main thread may wait for the rank
-    that failed in a collective; that function ends the process.
+    torchrun keeps that store; without torchrun, rank 0 does, and torch.distributed joins it later. Any rank may
+    `report` a failure. Each other rank then calls `on_failure(report)`, which ends the process, in a thread: its main
+    thread may be waiting in a collective.
     """
 
     def __init__(self, on_failure: Callable[[str], None]) -> None:
@@ -69,7 +66,7 @@ class Peers:
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
     def report(self, failure: str) -> str:
-        """The first failure that a rank reported, `failure` itself if there was none."""
+        """Report a failure; returns the first one that any rank has reported."""
         self._connected.wait(_PATIENCE)
         if self._store is not None and not self._left.is_set():
             with suppress(RuntimeError):  # the store is gone with its process
@@ -93,9 +90,9 @@ class Peers:
         return str(self._store.get(name).decode())
 
     def leave(self, wait: bool = False) -> bool:
-        """Stop watching the peers. With `wait`, let rank 0 leave first; returns whether it has, in some seconds.
+        """Stop watching the peers. With `wait`, let rank 0 leave first, for some seconds; returns whether it has.
 
-        Rank 0 waits for the others to be done with the store: where it is gone, they would log C++ stacks.
+        Rank 0 waits until the others are done with the store; without the store they would log C++ stacks.
         """
         if self._left.is_set() or self._store is None:
             return False

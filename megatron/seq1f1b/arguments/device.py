@@ -1,4 +1,4 @@
-"""The device that a run is for, which need not be the one at hand."""
+"""The device of a run, which in a rehearsal is another than this machine's."""
 
 import argparse
 import os

@@ -18,7 +18,7 @@ from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 
 _log = logging.getLogger(__name__)
 
-# A value of flags whose best value is found.
+# The value of flags that lets us find the best value.
 AUTO = "auto"
 
 # The authors of Seq1F1B call equal lengths "average".
@@ -28,8 +28,8 @@ _STRATEGY_ALIASES = {"average": "even"}
 # lengths unless a strategy is given.
 EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
 
-# Flags of the authors' Megatron and of pull request 3116 that Megatron does not have: how many values follow, and what
-# stands in their place.
+# Flags of the authors' Megatron and of pull request 3116 that Megatron lacks: how many values follow, and what replaces
+# them.
 _LENGTHS = "--chunked-pipeline-model-parallel-split-lengths"
 _REMOVED: Mapping[str, tuple[int | str, str]] = MappingProxyType(
     {
@@ -191,7 +191,7 @@ def _value(
 
 
 def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
-    """Add the flags that old launch scripts have and Megatron has not, without a line in --help."""
+    """Add the flags of old launch scripts that Megatron lacks, hidden from --help."""
     for flag, (num_values, _) in _REMOVED.items():
         if flag not in parser._option_string_actions:
             group.add_argument(
@@ -205,12 +205,12 @@ def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._Arg
 
 
 class _Removed(argparse.Action):
-    """Accepts a flag without effect, so that an old launch script runs, and warns once."""
+    """Accepts a flag without effect, so that old launch scripts run, and warns once."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        if option == _LENGTHS:  # without which the lengths would be others
+        if option == _LENGTHS:  # ignoring it would change the lengths
             raise argparse.ArgumentError(self, _REMOVED[option][1])
         warn_on_rank_0(_log, f"{option} has no effect and can be dropped: {_REMOVED[str(option)][1]}")
 

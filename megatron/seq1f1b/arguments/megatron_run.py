@@ -13,7 +13,7 @@ from .supported import BLOCKS
 if TYPE_CHECKING:
     from torch.nn import Module
 
-# Fields of a TransformerConfig, or of the configuration of DistributedDataParallel, that arguments name otherwise.
+# Fields of a TransformerConfig, or of DistributedDataParallel's configuration, and the names of their arguments.
 _NAMES = {
     "num_moe_experts": "num_experts",
     "gated_linear_unit": "swiglu",
@@ -28,8 +28,7 @@ class MegatronRun:
     """The sizes and the features of one training run of Megatron's.
 
     `settings` holds the features, by the names of Megatron's arguments; what is missing there is off.
-    `layers_per_stage` counts transformer layers in the order of depth; it is empty if the sizes of the model are not
-    known.
+    `layers_per_stage` counts transformer layers in the order of depth; it is empty for a model of unknown sizes.
     """
 
     settings: Mapping[str, Any]
@@ -118,10 +117,7 @@ def _run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
 
 
 def _segment_multiple(settings: Mapping[str, Any]) -> int:
-    """Tokens that every segment has a multiple of.
-
-    In 8 bits, blocks of tokens of all sequences that share a scale stay together.
-    """
+    """Every segment is a multiple of so many tokens; in 8 bits, a block of tokens that share a scale stays whole."""
     tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
     if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):
         tensor *= block // gcd(block, settings.get("micro_batch_size") or 1)
@@ -139,7 +135,7 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     if len(parts) > 1:
         return tuple(map(len, parts))
     first, last = (settings.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last"))
-    # An embedding or a loss that counts as a layer takes the place of one.
+    # An embedding or a loss may count as a layer.
     embedding, loss = (bool(settings.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
     rest = settings["num_layers"] + embedding + loss - (first or 0) - (last or 0)
     usual = rest // max(1, num_ranks - (first is not None) - (last is not None))

@@ -1,11 +1,11 @@
-"""Flags in sentences as the keywords of a program that has no flags."""
+"""For programs without flags: sentences name keywords instead."""
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
-# Flags of Megatron that a program sets under another name: as fields of a TransformerConfig, as a keyword of `install`.
+# Flags of Megatron that are other names in a program: fields of a TransformerConfig, keywords of `install`.
 _IN_A_PROGRAM: Mapping[str, str] = MappingProxyType(
     {"fp8_format": "fp8", "num_experts": "num_moe_experts", "reset_attention_mask": "keep_documents_apart"}
 )

@@ -1,8 +1,8 @@
 """The net under a program: an exception that ends it is one sentence on rank 0, and ends all ranks.
 
-Until the end of the first step the sentence has what was being done, the words of the exception, and the file that
-holds its traceback; a mistake that this package finds needs none. Later exceptions keep their traceback, printed by the
-rank that failed first. A rank that ends because of another prints nothing.
+Until the end of the first step the sentence names what was being done, the words of the exception, and the file with
+its traceback; a mistake that this package finds has no such file. Later exceptions keep their traceback, which the rank
+that failed first prints. A rank that ends because of another prints nothing.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from ..patches import Patch, wrapping
 from ..ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
-# What functions do whose traceback does not name the flag, with values of their `args`.
+# What some functions do, with values of their `args`: their tracebacks do not name the flag.
 _ACTIONS: Mapping[str, str] = MappingProxyType(
     {
         "validate_args": "checking the flags",
@@ -54,7 +54,7 @@ class Net:
         self._printing = threading.Lock()
 
     def patch(self) -> Patch:
-        """What spans the net."""
+        """The patch that puts the net under a program."""
         return Patch("sys.excepthook", self.caught, "prints a traceback on every rank that fails")
 
     def connect(self) -> None:
@@ -71,7 +71,7 @@ class Net:
             self._peers = peers
 
     def parsing(self) -> Patch:
-        """What looks at the parsed flags before Megatron does."""
+        """The patch that checks parsed flags before Megatron does."""
         return wrapping(
             "megatron.training.arguments.parse_args",
             lambda upstream, *args, **options: self.parsed(upstream(*args, **options)),
@@ -79,7 +79,7 @@ class Net:
         )
 
     def parsed(self, args: Namespace) -> Namespace:
-        """The parsed `args`; raises ValueError if they are not those of rank 0, or unsupported."""
+        """The parsed `args`; raises ValueError if they differ from those of rank 0, or are unsupported."""
         if hasattr(args, "pipeline_schedule"):  # a script may parse its arguments without our flags
             refuse_unsupported(args, vars(args))
         if self._peers is not None:
@@ -95,7 +95,7 @@ class Net:
         return args
 
     def caught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What `sys.excepthook` does: end this rank, and with it all others."""
+        """In place of `sys.excepthook`: end this rank, and with it all others."""
         is_late = _first_step_is_over() and not isinstance(error, KeyboardInterrupt) and not is_mistake(error)
         own = {
             "rank": rank(),
@@ -119,7 +119,7 @@ class Net:
             sys.exit(2)
 
     def _end_with(self, peers: Peers, report: str) -> None:
-        """The main thread may wait for the rank that failed for ever."""
+        """End this process at once: its main thread may wait for ever for the rank that failed."""
         first = json.loads(report)
         if is_rank_0():
             self._print(first)
@@ -136,7 +136,7 @@ class Net:
 
 
 def _facts(args: Namespace) -> dict[str, str]:
-    """What all ranks must share. Nodes may have folders of their own, and ranks have their numbers."""
+    """The values that must be equal on all ranks, so without folders and the numbers of ranks."""
     facts = {
         f"--{name.replace('_', '-')}": str(value)
         for name, value in vars(args).items()
@@ -154,11 +154,11 @@ def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether the error is a sentence as it is: raised by this package or by the script itself."""
+    """Whether the error's words are the sentence: this package or the script itself raised it."""
     if isinstance(error, KeyboardInterrupt):
         return True
     frames = _frames(error)
-    module = frames[-1][0].f_globals.get("__name__", "") if frames else ""
+    module = frames[-1].f_globals.get("__name__", "") if frames else ""
     is_ours = module in _SCRIPTS or module.startswith("megatron.seq1f1b.")
     return is_ours and isinstance(error, (ValueError, ImportError))
 
@@ -206,15 +206,15 @@ def _failed_statement(error: BaseException) -> str:
     summary = traceback.extract_tb(error.__traceback__)[-1]
     last = (summary.end_lineno or summary.lineno or 0) + 1
     source = " ".join("".join(linecache.getline(summary.filename, n) for n in range(summary.lineno or 0, last)).split())
-    args = _frames(error)[-1][0].f_locals.get("args")
+    args = _frames(error)[-1].f_locals.get("args")
     names = dict.fromkeys(name for name in re.findall(r"\bargs\.(\w+)", source) if hasattr(args, name))
     values = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)
     return source.replace("args.", "") + (f" ({values})" if values else "")
 
 
 def _action(error: BaseException) -> str | None:
-    """What the innermost function did that is in the table."""
-    for frame, _ in reversed(_frames(error)):
+    """What the innermost function of the table was doing."""
+    for frame in reversed(_frames(error)):
         action = _ACTIONS.get(frame.f_code.co_name)
         if action is not None:
             args = frame.f_locals.get("args")
@@ -223,8 +223,8 @@ def _action(error: BaseException) -> str | None:
     return None
 
 
-def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    return list(traceback.walk_tb(error.__traceback__))
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _first_step_is_over() -> bool:

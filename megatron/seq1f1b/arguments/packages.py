@@ -1,4 +1,4 @@
-"""Whether the packages with kernels for GPUs are here that a run needs, by what its settings ask for."""
+"""Whether the packages with GPU kernels that a run needs are installed."""
 
 import re
 from collections.abc import Mapping
@@ -15,21 +15,21 @@ def lacks_transformer_engine(settings: Mapping[str, Any]) -> bool:
 
 
 def fused_attention_has_no_backend(settings: Mapping[str, Any]) -> bool:
-    """Transformer Engine's fused attention drops nothing within documents or windows, which it masks by cuDNN."""
+    """Transformer Engine's fused attention has no dropout within documents or windows, which cuDNN masks."""
     masks = bool(settings.get("window_size")) or packs_documents(settings)
     return _is_fused(settings) and _is_on_gpu(settings) and bool(settings.get("attention_dropout")) and masks
 
 
 def lacks_mamba(settings: Mapping[str, Any]) -> bool:
-    """The layers of Mamba without their kernels."""
+    """A GPU without the kernels of Mamba layers."""
     return _is_on_gpu_here(settings) and (_is_missing("mamba_ssm") or _is_missing("causal_conv1d"))
 
 
 def delta_nets_are_wrong(settings: Mapping[str, Any]) -> bool:
-    """A flash-linear-attention whose gated delta nets have wrong gradients on this GPU.
+    """The installed flash-linear-attention gives gated delta nets wrong gradients on this GPU.
 
-    On Hopper, Triton from 3.4.0 to 3.7.0 compiles their backward wrongly. From 0.5.0 on, flash-linear-attention refuses
-    to run that itself.
+    On Hopper, Triton 3.4.0 to 3.7.0 miscompiles their backward. flash-linear-attention 0.5.0 and later refuses to run
+    there.
     """
     if not _is_on_gpu_here(settings) or not _is_hopper():
         return False
@@ -53,7 +53,7 @@ def _is_on_gpu(settings: Mapping[str, Any]) -> bool:
 
 
 def _is_on_gpu_here(settings: Mapping[str, Any]) -> bool:
-    """The packages of a rehearsed launch are on the cluster."""
+    """False in a rehearsal, since its packages are those of the cluster."""
     return _is_on_gpu(settings) and not settings.get("dry_run")
 
 
@@ -71,7 +71,7 @@ def _is_missing(module: str) -> bool:
 
 
 def _version(distribution: str) -> Version | None:
-    """Up to three numbers, None if it is not installed."""
+    """Up to three numbers; None if the distribution is not installed."""
     try:
         return tuple(map(int, re.findall(r"\d+", version(distribution))[:3]))
     except PackageNotFoundError:

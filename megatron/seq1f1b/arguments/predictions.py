@@ -1,4 +1,4 @@
-"""What the core takes of costs: whoever makes a configuration hands in an object of this form."""
+"""What the core takes of costs: an object of this form is passed to what makes the configuration."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Forecast:
 
 
 class Predictions(Protocol):
-    """What the segments of one run cost, and its steps; every method raises ValueError where this is not known."""
+    """What the segments and steps of one run cost; every method raises ValueError where this is not known."""
 
     @property
     def is_measured(self) -> bool:
@@ -31,11 +31,11 @@ class Predictions(Protocol):
 
     @property
     def full_speed_rows(self) -> int:
-        """The number of tokens from which on the kernels for a segment run at full speed."""
+        """The fewest tokens of a segment at which kernels run at full speed."""
 
     @property
     def has_loss_in_pieces(self) -> bool:
-        """Whether logits are computed in pieces instead of kept, as far as the sizes of the model are known."""
+        """Whether logits are computed in pieces instead of kept; False for unknown sizes."""
 
     @property
     def flops(self) -> tuple[int, int] | None:
@@ -54,8 +54,7 @@ class Predictions(Protocol):
         """The least share of the activations, in sixteenths, without which a step fits the device; 1 if none does."""
 
     def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> tuple[float, float]:
-        """Bytes/s to the host, and as many back, and how much longer, relative, a step takes for the copies of a share
-        of the activations."""
+        """Bytes/s to the host, each way, and by what fraction copying a share of the activations lengthens a step."""
 
     def forecast_of_megatron(self) -> Forecast:
         """A step of Megatron's own 1F1B."""

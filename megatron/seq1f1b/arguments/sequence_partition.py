@@ -1,4 +1,4 @@
-"""Where sequences are cut, as our flags and the sizes of Megatron's run have it."""
+"""Where sequences are cut, by our flags and the sizes of Megatron's run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ _FEW_MICROBATCHES = 2
 
 @dataclass(frozen=True)
 class SequencePartition:
-    """A cut by `strategy`, which follows `costs`, unless `file` gives the lengths.
+    """Cuts by `strategy`, which follows `costs`, unless `file` gives the lengths.
 
-    `num_segments` is None where no number is given: a file determines it, or TeraPipe's dynamic programme finds it.
-    `balanced` looks at the steps of `planned`, if that is given and has few micro-batches.
+    `num_segments` is None if a file or TeraPipe's dynamic programme determines it. If `planned` is given and there are
+    few micro-batches, `balanced` compares the steps that cuts make.
     """
 
     run: MegatronRun
@@ -46,8 +46,7 @@ class SequencePartition:
     ) -> tuple[int, ...]:
         """Lengths in tokens of the segments of a sequence; raises ValueError. Can take a second for long sequences.
 
-        With the `documents` of a micro-batch, for each sequence the positions that they start at, the lengths may
-        follow those.
+        The lengths may follow the `documents` of a micro-batch: for each sequence, the positions where they start.
         """
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
@@ -83,7 +82,7 @@ class SequencePartition:
         )
 
     def _trials(self, num_segments: int) -> dict[str, Any]:
-        """The step of a cut, and how many cuts can be tried in a second; nothing where they are too few."""
+        """The step of a cut, and how many cuts can be tried in a second; empty if too few can."""
         run, planned = self.run, self.planned
         if planned is None or num_segments == 1 or run.num_microbatches > _FEW_MICROBATCHES or not run.has_sizes:
             return {}

@@ -1,4 +1,4 @@
-"""What of Megatron our schedules do not support: one table, checked at start-up.
+"""The features of Megatron that our schedules do not support: one table, checked at start-up.
 
 tools/compatibility.py writes it into docs/compatibility.md.
 
@@ -26,7 +26,7 @@ _SPLITTING = ", ".join(f"`{name}`" for name in splitting_families() if name != "
 
 
 class Use(Enum):
-    """What of ours is in use, where a feature of Megatron may not go with it."""
+    """Our features that some feature of Megatron does not go with."""
 
     ANY_SCHEDULE = "with any schedule of ours"
     SEGMENTS = "with segments"
@@ -38,7 +38,7 @@ class Use(Enum):
 
 
 class Unsupported(NamedTuple):
-    """A feature of Megatron that ends the program where `is_on` holds, or its flag is given where there is none.
+    """A feature of Megatron that ends the program if `is_on` holds; without `is_on`, if its flag is given.
 
     `feature`, `because` and `way_out` make up the sentence that the user reads.
     """
@@ -102,7 +102,7 @@ def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:
     return not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds)
 
 
-# Tokens that share a scale in each --fp8-recipe whose scales are those of a few.
+# The number of tokens that share a scale, for each --fp8-recipe that scales in blocks.
 BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "blockwise": 128})
 
 _OWN_SCHEDULE = "drop --pipeline-schedule and --sequence-splits to run Megatron's own schedule"
@@ -174,7 +174,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported(
             "--mtp-use-repeated-layer",
-            "runs one layer several times on the same segment, whose keys would take one another's place",
+            "runs one layer several times on the same segment, so that its keys would overwrite one another",
             "drop it",
         ),
         Unsupported("--experimental-attention-variant", _NOT_YET, _WHOLE),
@@ -219,13 +219,13 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported("--log-max-attention-logit", _NO_LOGITS, "drop it"),
         Unsupported(
             "--fp8-recipe delayed, tensorwise, custom",
-            "scales by the largest value of whole tensors, of which a segment has a part",
+            "scales by the largest value of whole tensors, but a segment has only a part",
             "use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens",
             lambda settings: bool(settings.get("fp8")) and settings.get("fp8_recipe") not in BLOCKS,
         ),
         Unsupported(
             "--fp8-format with --context-parallel-size above 1 or --num-experts",
-            "scales tokens together that segments part",
+            "scales tokens together that lie in different segments",
             "drop --fp8-format",
             lambda settings: (
                 bool(settings.get("fp8")) and (_is_context_parallel(settings) or bool(settings.get("num_experts")))
@@ -233,7 +233,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported(
             "fp8_dot_product_attention or fp8_multi_head_attention",
-            "computes attention in 8 bits, which the kernels for segments do not",
+            "computes attention in 8 bits, which the kernels for segments cannot",
             "drop it",
             lambda settings: settings.get("fp8_dot_product_attention") or settings.get("fp8_multi_head_attention"),
         ),
@@ -257,7 +257,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported(
             "--moe-flex-dispatcher-backend hybridep with packed documents",
-            "needs as many tokens on every rank, while each cuts its segments by its own documents",
+            "needs equally many tokens on every rank, but each cuts its segments by its own documents",
             "give --moe-hybridep-pad-uneven-dispatch-inputs, or use deepep",
             _hybridep_needs_equal_lengths,
         ),
@@ -287,7 +287,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported(
             "--moe-shared-expert-overlap",
-            "computes shared experts on a stream of their own, whose weight gradients would not be waited for",
+            "computes shared experts on a stream of their own, and nothing would wait for their weight gradients",
             "drop it",
         ),
     ),
@@ -341,14 +341,14 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported("--use-precision-aware-optimizer", _STEPS_ITSELF, "drop it"),
         Unsupported("--optimizer-cpu-offload", _STEPS_ITSELF, "drop it"),
         Unsupported("--overlap-param-gather-with-optimizer-step", "gathers before a chunk is at work", "drop it"),
-        Unsupported("--fp8-param-gather", "keeps weights in 8 bits, of which no shares are made yet", "drop it"),
-        Unsupported("--fp4-param-gather", "keeps weights in 4 bits, of which no shares are made yet", "drop it"),
-        Unsupported("--use-nccl-ub", "registers buffers, which cannot be emptied then", "drop it"),
+        Unsupported("--fp8-param-gather", "keeps weights in 8 bits, which are not divided into shares yet", "drop it"),
+        Unsupported("--fp4-param-gather", "keeps weights in 4 bits, which are not divided into shares yet", "drop it"),
+        Unsupported("--use-nccl-ub", "registers buffers, which then cannot be freed", "drop it"),
         Unsupported("--log-params-norm", _READS_WEIGHTS, "drop it"),
         Unsupported("--check-weight-hash-across-dp-replicas-interval", _READS_WEIGHTS, "drop it"),
         Unsupported(
             "--ckpt-format other than torch_dist",
-            "saves weights on some ranks alone, which would wait for the others",
+            "saves weights on some ranks only, and these would wait for the others",
             "use --ckpt-format torch_dist",
             lambda settings: (
                 settings.get("partition_state") and settings.get("ckpt_format") not in (None, "torch_dist")
@@ -364,13 +364,13 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported(
             "a run without --calculate-per-token-loss",
-            "weighs a token by the micro-batch that it is in, which units change",
+            "weighs a token by its micro-batch, which units change",
             "add --calculate-per-token-loss",
             lambda settings: not settings.get("calculate_per_token_loss"),
         ),
         Unsupported(
             "--mtp-num-layers",
-            "weighs predictions by the micro-batch that they are in, which units change",
+            "weighs predictions by their micro-batch, which units change",
             "take --sequence-splits instead of --unit-tokens",
         ),
         Unsupported(
@@ -381,7 +381,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported(
             "--moe-token-dispatcher-type allgather with expert parallelism",
-            "needs as many tokens on every rank, where each has its own",
+            "needs equally many tokens on every rank, but units differ in length",
             "use --moe-token-dispatcher-type alltoall",
             _gathers_tokens,
         ),
@@ -390,7 +390,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
 
 
 def unsupported(settings: Mapping[str, Any], uses: Collection[Use]) -> Iterator[Unsupported]:
-    """The features in `settings` that do not go with these of ours."""
+    """The features in `settings` that do not go with these uses."""
     return (row for use in Use if use in uses for row in UNSUPPORTED[use] if row.holds(settings))
 
 
@@ -401,5 +401,5 @@ def first_unsupported(settings: Mapping[str, Any], uses: Collection[Use]) -> str
 
 
 def segments_are_possible(settings: Mapping[str, Any]) -> bool:
-    """Whether the attention for segments can stand in for this model's own."""
+    """Whether our attention for segments can replace the model's own."""
     return first_unsupported(settings, {Use.SEGMENTS}) is None

@@ -1,10 +1,10 @@
 """Segments of equal cost on the slowest stage.
 
-A pipeline runs at the pace of its slowest stage, and a unit waits for the one before it, so it is that stage's
-forward-plus-backward time that should be the same for every segment. The idea is the computation-wise partition of
-Seq1F1B (arXiv 2406.03488, section 3.4); what differs is the cost: of one stage and not of the whole model, with the
-backward, and by the kind of every layer. In packed sequences, whose tokens attend within their own documents only, the
-number of pairs of a query and a key in a segment depends on the documents in it, not on its position.
+A pipeline runs at the pace of its slowest stage, and a unit waits for the one before it, so every segment should take
+that stage equally long, forward plus backward. The idea is the computation-wise partition of Seq1F1B (arXiv
+2406.03488, section 3.4), but the cost is that of one stage, includes the backward, and depends on the kind of every
+layer. In packed sequences tokens attend within their own documents only, so the pairs of a query and a key in a segment
+depend on its documents, not on its position.
 """
 
 from bisect import bisect_right
@@ -27,8 +27,8 @@ def balanced(
     documents: Sequence[Sequence[int]] | None = None,
     weights: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Cut so that the longest `time(start, end)` of a segment is the least; lengths in tokens, first to last. With
-    `weights`, one a segment, times are to be in proportion to them.
+    """Minimise the longest `time(start, end)` of a segment; returns lengths in tokens, first to last. With `weights`,
+    one for each segment, times are in proportion to these.
 
     Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
     segment, whose tokens are the cheapest, takes what is left over. No segment is shorter than `min_length`, unless

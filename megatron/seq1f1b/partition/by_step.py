@@ -1,8 +1,8 @@
 """Segments by the step that they make.
 
-A step of few units fills and drains the pipeline for most of its time. A rank waits for the first segment of others,
-and others for its last, so that these are better short, and those in the middle long. Cuts of this form have two
-numbers: how much longer the middle is, and how much longer the end is than the start.
+A step of few units fills and drains the pipeline for most of its time. A rank waits for the first segment of the ranks
+before it, and the ranks after it wait for its last segment, so the first and last are better short and the middle long.
+Two numbers describe such a cut: how much longer the middle is, and how much longer the end is than the start.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ def shortest_step(
     seconds: Callable[[tuple[int, ...]], float],
     trials: int,
 ) -> tuple[int, ...]:
-    """The lengths with the shortest step of so many that are tried from `best` on, which has equal times; the same on
-    every rank.
+    """The lengths with the shortest step among `trials` cuts around `best`, which has equal times.
 
-    `cut` takes the times that segments should have, in proportion, `seconds` is the step of such a cut.
+    `cut` takes the times that segments should have, in proportion; `seconds` gives the step of such a cut. The result
+    is the same on every rank.
     """
     middle = end = 0.0
     least = seconds(best)

@@ -15,13 +15,13 @@ from .list_scheduling import ListScheduler, Priority
 from .schedule import Schedule, Shape
 from .timing import simulate
 
-# With more compute actions, where a plan takes seconds, the first that no other can beat by more than a share is taken,
-# and no more plans are made than have so many actions together, which takes about ten seconds.
+# In a step with more compute actions a plan takes seconds. Then the first plan within a share of the optimum is taken,
+# and all plans together have at most so many actions, which takes about ten seconds.
 _MANY_ACTIONS, _ACTIONS_OF_ALL_PLANS = 20_000, 1_000_000
 _CLOSE = 1e-3
 
-# For each plan: hop of the clock, or weight of the micro-batch; patience, hold (see ListScheduler.plan). Chosen
-# from 80 as those that together come closest to the best of all, for random costs and those of models.
+# For each plan: hop of the clock, or weight of the micro-batch; patience, hold (see ListScheduler.plan). Of 80 such
+# plans, these together come closest to the best one, for random costs and for those of models.
 _BY_TICK = ((1, 0.0, 0.0), (2, 0.5, 0.8), (2, 0.0, 0.5), (2, 0.0, 0.8), (2, 0.0, 1.0), (3, 0.5, 0.0))
 _BY_PATH = ((0.25, 0.5, 0.5), (0.5, 0.5, 0.5), (1.0, 0.0, 0.0), (2.0, 0.0, 0.0))
 _BY_ORDER = (0.0, 1.0)  # patience
@@ -33,18 +33,16 @@ def auto(
     limits: float | Sequence[float] | None = None,
     split: bool = True,
 ) -> Schedule:
-    """The schedule of the smallest makespan among those found that hold the memory limits.
+    """The schedule with the smallest makespan among those found that keep the memory limits.
 
-    `limits` is the activation memory that a rank may hold, in the unit of `costs.activation`, one
-    number for all ranks or one for each; if not given it is the largest peak of `1f1b` of the same
-    shape. With `split=False` no backward is split, so the result has no I and W.
+    `limits` is the activation memory that a rank may hold, in the unit of `costs.activation`, one number for all ranks
+    or one for each; by default the largest peak of `1f1b` of the same shape. With `split=False` backwards stay whole.
 
-    Every named family that fits is among the candidates, so none of them is faster in simulation.
-    The others come from list scheduling at the granularity of units. Of equally short ones it is
-    the one whose ranks are done soonest after their first action, and of these that of the smallest
-    peak; in a step of more than 20,000 actions it is the first within 0.1 % of `shortest_makespan`.
-    Deterministic. Raises ValueError if a rank cannot hold one whole micro-batch or a cost table does
-    not fit the shape.
+    Every named family that fits is a candidate, so none of them is faster in simulation; the others come from list
+    scheduling of units. Of equally short schedules it takes the one whose ranks are done soonest after their first
+    action, then the one with the smallest peak; in a step of more than 20,000 actions the first within 0.1 % of
+    `shortest_makespan`. Deterministic. Raises ValueError if a rank cannot hold one whole micro-batch or a cost table
+    does not fit the shape.
     """
     costs = costs or Costs.uniform(shape)
     costs.check(shape)
@@ -81,7 +79,7 @@ def auto(
 
 
 def shortest_makespan(shape: Shape, costs: Costs) -> float:
-    """No schedule is shorter: a rank waits for its first input, and then has all its work to do."""
+    """A lower bound: each rank waits for its first input, and then has all its work to do."""
     placement, repeats = shape.placement, Counter(segment for _, segment in shape.units)
     arrivals = [0.0]  # of the first segment at every stage
     for stage in range(shape.num_stages - 1):
@@ -136,7 +134,7 @@ _Paths = dict[tuple[bool, int, int], float]
 
 
 def _by_path(shape: Shape, paths: _Paths, weight: float) -> Priority:
-    """First what most depends on; a micro-batch later counts like `weight` of the time of one, over all of them."""
+    """The longest path to the end goes first; over all micro-batches `weight` longest paths are added."""
     later = weight * max(paths.values()) / shape.num_microbatches
 
     def priority(action: Action, position: int) -> float:

@@ -1,13 +1,11 @@
 """From a clock to the order of a rank.
 
-A family is a clock: a nominal tick for every action. A rank runs its actions in the order of their
-ticks. If every action has a later tick than its dependencies, following first a dependency and then
-the order of a rank never leads back in time, so the schedule has no cycle and cannot deadlock,
-whatever the real durations are. No rank waits for a tick: ticks only sort.
+A family is a clock: a nominal tick for every action. A rank runs its actions in the order of their ticks. If every
+action has a later tick than its dependencies, no chain of dependencies and orders leads back in time, so the schedule
+has no cycle and cannot deadlock, whatever the real durations are. No rank waits for a tick: ticks only sort.
 
-The backward pass is the mirror image of the forward pass: the j-th unit in backward order at a
-stage does what the j-th unit in forward order does at the stage as far from the other end.
-So a clock is one function and one number.
+The backward pass mirrors the forward pass: the j-th unit in backward order at a stage does what the j-th unit in
+forward order does at the stage equally far from the other end. So a clock is one function and one number.
 """
 
 from collections import deque
@@ -30,10 +28,9 @@ Lag = Callable[[int], int]
 class Clock:
     """The ticks of a schedule.
 
-    `tick(unit, stage)` is the tick of a forward; it must grow with the stage and with the
-    segment. The backward of the j-th unit in backward order (micro-batches ascending, segments
-    descending) at a stage has the tick `turn + tick(j, last_stage - stage)`. Backwards are whole
-    (B) unless `lag` is given, see `split`.
+    `tick(unit, stage)` is the tick of a forward; it must grow with the stage and with the segment. The backward of the
+    j-th unit in backward order (micro-batches ascending, segments descending) at a stage has the tick
+    `turn + tick(j, last_stage - stage)`. Backwards are whole (B) unless `lag` is given, see `split`.
     """
 
     shape: Shape
@@ -47,7 +44,7 @@ class Clock:
 
     @property
     def num_actions(self) -> int:
-        """Those of all ranks."""
+        """The number of actions of all ranks."""
         return self.shape.num_stages * self.shape.num_units * (2 if self.lag is None else 3)
 
     def schedule(self) -> Schedule:
@@ -59,7 +56,7 @@ class Clock:
         return self.timed_order(rank)[0]
 
     def timed_order(self, rank: int) -> tuple[list[Action], list[int]]:
-        """The order of a rank, and the ticks in it; a W has that of the action before it."""
+        """The order of a rank, and the ticks in it; a W has the tick of the action before it."""
         shape, tick, turn = self.shape, self.tick, self.turn
         forwards, backwards = shape.units, shape.units_backward
         units, last_stage = range(shape.num_units), shape.num_stages - 1

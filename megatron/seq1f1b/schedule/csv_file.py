@@ -17,12 +17,11 @@ def write_csv(schedule: Schedule, path: str | Path) -> None:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """A valid schedule of compute actions, and of moves if it has any, its sizes taken from the file.
+    """A valid schedule of compute actions and moves; its sizes follow from the file.
 
-    Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The
-    placement is looped or V-shaped, whichever puts the stages on the ranks that run them. Raises
-    ValueError, with row and cell, for text that is no action, and ScheduleError for a schedule
-    that cannot be run; the message begins with the name of the file.
+    Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement is looped or
+    V-shaped, whichever puts the stages on the ranks that run them. Raises ValueError, with row and cell, for text that
+    is no action, and ScheduleError for a schedule that cannot run; the message begins with the name of the file.
     """
     ranks = []
     reader = csv.reader(StringIO(read_text(path), newline=""))

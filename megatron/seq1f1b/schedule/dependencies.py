@@ -7,10 +7,9 @@ from .schedule import Shape
 def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
     """The compute actions that have to end before this compute action starts.
 
-    A `B` among them stands for "the backward that gives the input gradient": an `I` of the
-    same unit meets it as well (see `outcome`). The rules are those of pipelines in general and,
-    for the segments, of arXiv 2406.03488, section 3: the keys and values of a segment are used
-    by all later ones, so segments go forward in order and backward in reverse.
+    A `B` among them stands for the backward that gives the input gradient, so an `I` of the same unit meets it as well
+    (see `outcome`). Segments go forward in order and backward in reverse (arXiv 2406.03488, section 3), because all
+    later ones use the keys and values of a segment.
     """
     kind, stage, microbatch, segment = action
     needs = []
@@ -40,8 +39,8 @@ def outcome(action: Action) -> Action:
 def message_needed(action: Action, shape: Shape) -> Action | None:
     """The dependency that arrives from another rank, or None.
 
-    It is the one at the neighbouring stage, unless that stage lives on the same rank (the turn
-    of a V, or one rank with several chunks): then the value is handed over without a message.
+    That is the one at the neighbouring stage, unless the stage is on the same rank (the turn of a V, or one rank with
+    several chunks) and the value needs no message.
     """
     rank_of = shape.placement.rank_of
     for needed in dependencies(action, shape):

@@ -45,7 +45,7 @@ class _Rank:
     used_by_oldest: float = 0.0  # memory of the micro-batches up to that one
 
     def candidates(self) -> list[_Queue]:
-        """The queues whose next action may be the next of this rank, as far as all that it needs has started."""
+        """The queues whose next action may be the next of this rank and needs nothing that has not started."""
         if self.order is None:
             return [queue for queue in self.queues.values() if queue.time < inf]
         if not self.order:
@@ -57,8 +57,8 @@ class _Rank:
     def admits(self, microbatch: int, memory: float) -> bool:
         """Whether a forward fits and, in a free order, leaves room for the oldest micro-batch with forwards left.
 
-        So the oldest unfinished micro-batch of the whole pipeline finds room on every rank: the
-        older ones are gone and the younger ones leave enough. It is never stuck, nor is the next.
+        So the oldest unfinished micro-batch of the whole pipeline finds room on every rank and is never stuck: older
+        ones are gone and younger ones leave enough.
         """
         if self.used + memory > self.limit:
             return False

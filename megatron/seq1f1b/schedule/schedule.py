@@ -15,9 +15,9 @@ PLACEMENTS = ("looped", "v")
 class Placement:
     """Maps the P*C stages, in the order of depth, to P ranks with C model chunks each.
 
-    `looped` is Megatron's interleaved placement (arXiv 2104.04473, section 2.2): every chunk
-    runs from rank 0 to rank P-1. `v` lets every second chunk run back from rank P-1 to rank 0,
-    so that a turn needs no message (the V shape of arXiv 2401.10241, section 6).
+    `looped` is Megatron's interleaved placement (arXiv 2104.04473, section 2.2): every chunk runs from rank 0 to rank
+    P-1. In a `v` every second chunk runs back from rank P-1 to rank 0, so that a turn needs no message (the V shape of
+    arXiv 2401.10241, section 6).
     """
 
     num_ranks: int
@@ -71,9 +71,8 @@ class Placement:
 class Shape:
     """What a schedule has to cover: every stage of `placement` times every unit.
 
-    A unit is one segment of one micro-batch; units are numbered micro-batch by micro-batch,
-    segments ascending. `unequal` holds the number of segments of each micro-batch where these differ (see `of`);
-    `num_segments` is the largest.
+    A unit is one segment of one micro-batch; units are numbered micro-batch by micro-batch, segments ascending. If
+    micro-batches differ in their numbers of segments, `unequal` holds these (see `of`); `num_segments` is the largest.
     """
 
     placement: Placement
@@ -90,7 +89,7 @@ class Shape:
 
     @classmethod
     def of(cls, placement: Placement, segments: Sequence[int]) -> Self:
-        """The shape of micro-batches with so many segments each."""
+        """A shape from the number of segments of each micro-batch."""
         are_equal = min(segments) == max(segments)
         return cls(placement, len(segments), max(segments), () if are_equal else tuple(segments))
 
@@ -105,7 +104,7 @@ class Shape:
 
     @cached_property
     def first_units(self) -> Sequence[int]:
-        """The number of the first unit of each micro-batch, and behind them the number of all units."""
+        """The number of the first unit of each micro-batch, then the number of all units."""
         if self.unequal:
             return tuple(accumulate(self.unequal, initial=0))
         return range(0, self.num_microbatches * self.num_segments + 1, self.num_segments)

@@ -15,11 +15,11 @@ class ScheduleError(ValueError):
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError unless every rank runs exactly what it must in an order that can run.
+    """Raises ScheduleError unless every rank runs exactly what it must, in an order that can run.
 
-    Each stage needs, for each unit, one F and either one B or one I and one W, all on the stage's
-    rank. The orders of the ranks and the dependencies together must have no cycle. Where a unit moves to the memory of
-    the host and back, that is between its forward and its backward, and once.
+    Each stage needs, for each unit, one F and either one B or one I and one W, all on the stage's rank. The orders of
+    the ranks and the dependencies together must have no cycle. A unit may move to the memory of the host and back once,
+    between its forward and its backward.
     """
     if schedule.has_moves:
         for rank in range(len(schedule.ranks)):
@@ -63,7 +63,7 @@ def _check_moves(schedule: Schedule, rank: int) -> None:
 
 
 def _problem(kinds: set[str]) -> str | None:
-    """What is wrong with the kinds of action that there are for a unit."""
+    """What is wrong with the kinds of action of a unit, if anything."""
     if "F" not in kinds:
         return "has no F"
     if "B" in kinds and kinds & {"I", "W"}:
@@ -124,7 +124,7 @@ def _why_too_early(action: Action, needed: Action) -> str:
 
 
 def _missing(schedule: Schedule, rank: int, wanted: Action, problem: str) -> ScheduleError:
-    """An error shown where the unit is in the order of its rank, as far as it is there."""
+    """An error with the neighbourhood of the unit in the order of its rank."""
     actions = schedule.ranks[rank]
     unit = wanted[1:]
     same = [index for index, action in enumerate(actions) if action[1:] == unit]

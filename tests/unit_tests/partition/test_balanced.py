@@ -175,26 +175,8 @@ def test_segments_of_a_micro_batch_cost_the_same(mean, count):
     assert max(costs) < 1.05 * min(costs)
 
 
-@pytest.mark.parametrize("strategy", ["even", "uniform_comp"])
-def test_other_strategies_take_no_notice(strategy):
-    def cut(strategy, documents=None):
-        return cut_sequence(strategy, Task(16384, 4, time=COST, flops=authors_flops(MODEL), documents=documents))
-
-    documents = packed(16384, 100, 1)
-    assert cut(strategy, documents) == cut(strategy)
-    assert cut("balanced", documents) != cut("balanced")
-
-
 def test_a_long_sequence_is_cut_with_few_looks_at_the_cost():
     looks = []
     documents = packed(131072, 500, 1)
     balanced(131072, 16, lambda start, end: looks.append(start) or COST(start, end), documents=documents)
     assert len(looks) < 20000
-
-
-def test_the_head_of_the_last_stage_lengthens_later_segments():
-    """What every token costs alike levels the segments: the larger the vocabulary, the more so."""
-    small, large = (
-        balanced(32768, 4, pace(ModelShape(32, 4096, 16384, 32, 128, size), num_stages=8)) for size in (1024, 262144)
-    )
-    assert small[0] > large[0] > large[-1] > small[-1]

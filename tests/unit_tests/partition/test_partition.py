@@ -81,11 +81,6 @@ def test_a_missing_file_is_refused(tmp_path):
         read_lengths(tmp_path / "missing")
 
 
-def test_profile_without_measured_costs_is_refused():
-    with pytest.raises(ValueError, match="--sequence-split-strategy profile needs --sequence-split-profile"):
-        cut_sequence("profile", Task(8192, 4))
-
-
 @given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))
 def test_even_lengths_differ_by_one_piece_at_most(pieces, segments, multiple_of):
     assume(segments <= pieces)
