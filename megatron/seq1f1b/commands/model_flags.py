@@ -91,7 +91,7 @@ def preset_words(name: str) -> list[str]:
 
 
 def training_flags(sequence_length: int) -> list[str]:
-    """What a preset is trained with: rotary positions, 16 bit, no dropout; each item is a flag with its values."""
+    """The flags to train a preset with: rotary positions, 16 bit, no dropout; each item is a flag with its values."""
     return [
         "--untie-embeddings-and-output-weights",
         "--position-embedding-type rope",
@@ -103,7 +103,7 @@ def training_flags(sequence_length: int) -> list[str]:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, **defaults: int | None) -> None:
-    """The sizes of a GPT, for commands that predict or measure one."""
+    """The sizes of a GPT."""
     group = parser.add_argument_group("model, as in Megatron")
     group.add_argument("--num-layers", type=count_up_to(MOST_LAYERS), default=defaults["num_layers"])
     group.add_argument("--hidden-size", type=count, default=defaults["hidden_size"])
@@ -194,6 +194,6 @@ def settings_of(launch: argparse.Namespace) -> dict[str, Any]:
         "ffn_hidden_size": launch.ffn_hidden_size or usual,
         "kv_channels": launch.kv_channels or hidden // heads,
         "padded_vocab_size": launch.vocab_size,
-        # The commands that measure or cut take --num-query-groups alone.
+        # plan-split takes --num-query-groups alone.
         "group_query_attention": sizes.get("group_query_attention", groups is not None),
     }

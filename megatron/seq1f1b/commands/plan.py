@@ -3,11 +3,11 @@
     seq1f1b plan --model 13b --gpus 64 --machine a100-80gb --seq-length 65536 --global-batch-size 16
     seq1f1b plan --gpus 64 --machine a100-80gb <the flags of your launch script>
 
-It chooses tensor, context, pipeline and data parallelism, model chunks, layers of the first and the last stage,
-segments and where they are cut, the schedule, the micro-batch, recomputation and, where memory is short, the share of
-the activations that waits in the memory of the host. The choices that a launch script makes
-itself are predicted too, for comparison; its other flags come back unchanged, so that the result can be pasted in its
-place. docs/planning.md describes the machines, and docs/paper_tables.md shows how far predictions are off.
+It chooses tensor, context, pipeline and data parallelism, model chunks, the layers of each stage, segments and where
+they are cut, the schedule, the micro-batch, recomputation and, where memory is short, the share of the activations that
+waits in the memory of the host. The choices of a launch script are predicted too, for comparison; its other flags come
+back unchanged, so that the result can be pasted in its place. docs/planning.md describes the machines, and
+docs/paper_tables.md shows how far predictions are off.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .plan_text import explained, megatron_alone, memory_by_stage, overview, sho
 
 # Shares of a device's memory that the picture shows.
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-# What a rehearsal needs beside the flags of a plan.
+# The flags that a rehearsal needs beside those of a plan.
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
 
 
@@ -115,7 +115,7 @@ def _may_partition_state(words: Sequence[str]) -> bool:
 
 
 def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan, by_megatron: bool) -> list[str]:
-    """Those of the preset, of the launch and of the plan; of a name, the last."""
+    """The flags of the preset, of the launch and of the plan; the last wins where a name repeats."""
     preset = [] if args.model is None else with_values(preset_words(args.model)) + training_flags(args.seq_length)
     flags = [*preset, *undecided(words), *decided_flags(best.candidate, by_megatron)]
     return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(search: Search, path: Path) -> None:
-    """Every configuration that was simulated, for this and for less memory."""
+    """Draw every configuration that was simulated, for this memory and for less."""
     from ..report.frontier import Point, plot_frontier
 
     asked = search.question

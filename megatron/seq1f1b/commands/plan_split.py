@@ -3,8 +3,8 @@
     seq1f1b plan-split --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
         --seq-length 65536 --sequence-splits 8 --pipeline-model-parallel-size 8 --output splits.png
 
-The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and a typical device, or as
-measured (--sequence-split-profile: a trace that --pipeline-trace wrote).
+The cost of a segment is that of its forward and backward on the slowest stage: from FLOPs and a typical device, or
+measured in a run (--sequence-split-profile: a trace that --pipeline-trace wrote).
 Imbalance is the highest cost over the mean one. Step and bubble are those of the 1F1B schedule simulated with the costs
 of every stage and segment, messages left out. 'terapipe, free' is the dynamic programme without --sequence-splits.
 """
@@ -25,7 +25,7 @@ from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
 from .model_flags import add_model_flags, settings_of
 from .parsing import PICTURES, Parser, check_output, check_size, count
 
-# As many are simulated in ten seconds, for each of the strategies.
+# Simulating this many takes ten seconds for each strategy.
 MOST_ACTIONS = 1_000_000
 
 
@@ -59,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs")
     parser.add_argument("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
     parser.add_argument("--output", type=Path, help="a picture: .png, .svg or .pdf (needs matplotlib)")
-    # Of our flags, those that costs depend on.
+    # Flags of training that costs depend on.
     parser.set_defaults(recompute_keeps_attention=False, keep_logits=False, offload_activations=0.0)
     return parser.parse_args(argv)
 
@@ -84,7 +84,7 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 
 def run_costs(args: argparse.Namespace) -> RunCosts:
-    """What training has: the run that the flags describe, and the costs of its segments."""
+    """The costs of the run that the flags describe, as training has them."""
     tensor = args.tensor_model_parallel_size
     run = MegatronRun(
         settings_of(args) | {"recompute_granularity": "full" if args.recompute else None},

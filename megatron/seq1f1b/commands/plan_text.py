@@ -48,7 +48,7 @@ def tflops(plan: Plan) -> float:
 
 
 def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, question: Question) -> str:
-    """One line a configuration; the best of Megatron's own schedules, and that of the launch, come last if there."""
+    """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
     head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB", "host GiB"]
     rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
     rows += [] if megatron is None else [["Megatron", *_row(megatron)]]
@@ -88,7 +88,7 @@ def _row(plan: Plan) -> list[str]:
 
 
 def memory_by_stage(plan: Plan, question: Question) -> str:
-    """One line a pipeline rank: its memory at the peak, by use."""
+    """One line per pipeline rank: its memory at the peak, by use."""
     setup = plan.prediction.setup
     lines = [f"Memory at the peak of each pipeline rank, of {question.memory_limit:.1f} GiB:"]
     if setup.partitions_state and setup.family in FAMILIES:
@@ -106,7 +106,7 @@ def memory_by_stage(plan: Plan, question: Question) -> str:
 
 
 def megatron_alone(found: Gain, megatron: Plan | None) -> str:
-    """Whether Megatron's own schedules do as well, whose best is `megatron`; None where they do not fit."""
+    """Whether Megatron's own schedules do as well; `megatron` is their best, None where they do not fit."""
     if megatron is None:
         return "Megatron's own schedules do not fit."
     taken = f"{found.megatron:.3f} s ({short_name(megatron) or 'data parallel'})"
@@ -128,7 +128,7 @@ _ALWAYS = _OF_LAYERS[:3]
 
 
 def breakdown(prediction: Prediction) -> dict[str, float]:
-    """Seconds of the rank that computes most, by what they are spent on; together the iteration time."""
+    """Seconds of the busiest rank by use; together they are the time of the iteration."""
     setup, machine, busy = prediction.setup, prediction.machine, prediction.busy
     rank = max(range(len(busy)), key=busy.__getitem__)
     named = dict.fromkeys(_OF_LAYERS, 0.0)

@@ -5,7 +5,7 @@ Every constant of such a file has its source beside it.
 """
 
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,7 @@ def read_machine(machine: str | Path) -> Machine:
 
 
 def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
-    needed = {field.name for field in fields(kind) if field.default is MISSING}
-    if not needed <= set(values) <= {field.name for field in fields(kind)}:
-        raise ValueError(f"a {kind.__name__.lower()} has {', '.join(sorted(needed))}; given are {', '.join(values)}")
+    """Raises TypeError for a constant that is missing or unknown, ValueError for one that is no positive number."""
     slow = tuple(map(tuple, values.get("slow_attention", ())))
     for name, value in values.items():
         for number in sum(slow, ()) if name == "slow_attention" else (value,):

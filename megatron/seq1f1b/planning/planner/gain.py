@@ -20,10 +20,6 @@ class Gain:
         return None if self.ours is None or self.megatron is None else self.megatron / self.ours - 1
 
     @property
-    def is_within_error(self) -> bool:
-        return self.value is not None and abs(self.value) < self.error
-
-    @property
     def is_of_segments(self) -> bool:
         """Whether segments are worth having: only they fit, or they gain more than the error."""
         return self.megatron is None if self.value is None else self.value >= self.error
@@ -32,4 +28,4 @@ class Gain:
         if self.value is None:
             only = "only segments fit" if self.ours else "only Megatron's own fit"
             return only if self.ours or self.megatron else "nothing fits"
-        return f"{100 * self.value:+.1f} %{' (within error)' * self.is_within_error}"
+        return f"{100 * self.value:+.1f} %{' (within error)' * (abs(self.value) < self.error)}"

@@ -258,9 +258,10 @@ def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] |
 def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
     """What training cuts and plans by, whatever the machine: see `arguments/sequence_partition`."""
     devices = setup.tensor_parallel / setup.micro_batch_size
-    return _stage_costs(setup.model, setup.layers_per_stage, devices, setup.recompute, not keeps_logits(setup))
+    return _stage_costs(setup.model, setup.layers_per_stage, A100, setup.recompute, devices, not keeps_logits(setup))
 
 
+_stage_costs = lru_cache(maxsize=1024)(analytic_costs)
 # Equal costs give the same function, by which `_cut` caches lengths.
 _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 
@@ -278,13 +279,6 @@ def _cut(
         )
     except ValueError:
         return None
-
-
-@lru_cache(maxsize=1024)
-def _stage_costs(
-    model: ModelShape, layers: tuple[int, ...], devices: float, recompute: str, loss_in_pieces: bool
-) -> tuple[StageCost, ...]:
-    return analytic_costs(model, layers, A100, recompute, devices, loss_in_pieces)
 
 
 def powers_of_two(most: int) -> list[int]:

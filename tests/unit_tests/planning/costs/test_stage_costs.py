@@ -152,9 +152,3 @@ def test_each_prediction_head_costs_the_last_stage():
     )
     joined = 2 * 2000 * 4 * MODEL.hidden_size**2 / (A100.peak_flops * A100.matmul_efficiency)
     assert more[1].forward(1000, 3000) == pytest.approx(plain[1].forward(1000, 3000) + 2 * layer + joined)
-
-
-def test_segments_add_up_to_the_sequence():
-    for cost in analytic_costs(GPT_7B, [8, 8, 8, 8], replace(A100, kernel_latency=0.0)):
-        parts = sum(cost.total(start, start + 1000) for start in range(0, 8000, 1000))
-        assert parts == pytest.approx(cost.total(0, 8000))

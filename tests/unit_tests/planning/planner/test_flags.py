@@ -123,11 +123,6 @@ def test_whole_sequences_are_exchanged_as_the_launch_says():
         as_given(read_launch(f"{words} {hierarchical} 2 4".split()), small())
 
 
-def test_a_preset_that_there_is_not_is_a_sentence():
-    with pytest.raises(ValueError, match="--model 12b is unknown; take 2.7b, "):
-        preset("12b")
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_costs(name):
     setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))

@@ -127,11 +127,6 @@ def test_what_is_not_accepted_takes_no_part(everything):
     assert found.prediction.seconds == min(each.prediction.seconds for each in whole)
 
 
-def test_auto_takes_part_where_it_is_fast():
-    with_auto = Search(small(families=("1f1b", "zb-h1", "auto"))).best(1)
-    assert with_auto[0].prediction.seconds <= Search(small()).best(1)[0].prediction.seconds
-
-
 def test_winners_with_too_many_actions_for_auto_are_named(monkeypatch):
     monkeypatch.setattr("megatron.seq1f1b.planning.planner.search.MOST_ACTIONS_OF_AUTO", 0)
     search = Search(small(families=("zb-h1", "auto")))

@@ -48,10 +48,6 @@ def test_one_pipeline_rank_runs_segments_where_these_save_memory():
     assert len(cut.candidate.setup.segments) == 8 and cut.memory_gib < whole.memory_gib
 
 
-def test_recomputation_takes_longer_than_none():
-    assert Search(small(num_devices=1)).best()[0].candidate.setup.recompute == "none"
-
-
 def test_no_memory_is_not_all_memory():
     question = small(memory_gib=0)
     assert Search(question).best() == []
