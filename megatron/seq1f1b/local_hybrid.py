@@ -1,7 +1,7 @@
-"""Hybrid models from Megatron's own layers, where its specification names Transformer Engine's.
+"""Hybrid models from Megatron's own layers; Megatron's specification has Transformer Engine's.
 
-The names in checkpoints are those of Transformer Engine's layers, so that either kind continues what the other saved,
-and a GPT's weights where Megatron translates them.
+Checkpoints have the names of Transformer Engine's layers, so that either kind loads what the other saved, and a GPT's
+weights where Megatron translates them.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-# The symbols of --hybrid-layer-pattern that there are local layers for.
+# The symbols of --hybrid-layer-pattern for which there are local layers.
 SYMBOLS = "*+-EGM"
 _LINEAR = LocalSpecProvider()
 _WITHOUT_ATTENTION = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
@@ -89,7 +89,7 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
-    # What multi-token prediction has around the layers behind a / of the pattern.
+    # Multi-token prediction puts these around the layers behind a / of the pattern.
     around = MultiTokenPredictionLayerSubmodules(
         enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
     )

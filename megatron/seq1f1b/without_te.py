@@ -1,4 +1,4 @@
-"""Repairs of what Megatron does without Transformer Engine and NVIDIA apex: its local layers, torch's Adam."""
+"""Repairs of Megatron where Transformer Engine or NVIDIA apex is missing: its local layers, torch's Adam."""
 
 from collections.abc import Callable
 from copy import copy
@@ -10,7 +10,7 @@ from .patches import Patch, wrapping
 
 
 def repairs() -> tuple[Patch, ...]:
-    """Those that the packages installed here make necessary. Imports Megatron."""
+    """The repairs for the packages that are missing here. Imports Megatron."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import layers
@@ -24,9 +24,9 @@ def repairs() -> tuple[Patch, ...]:
 
 
 def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """`WrappedTorchNorm.__new__` for sequence parallelism, too.
+    """`WrappedTorchNorm.__new__`, also for sequence parallelism.
 
-    The gradient of a norm's parameters must then be summed over the tensor-parallel ranks; Megatron does that for each
+    The gradients of a norm's parameters must then be summed over the tensor-parallel ranks; Megatron does that for each
     parameter with this mark.
     """
     sequence_parallel = config.sequence_parallel
@@ -50,7 +50,7 @@ def _sized_for_latents(
 
 
 def _in_16_bits(init: Callable, checkpoint: Any, fp8: Any = None) -> None:
-    """`CheckpointWithoutOutput.__init__` for a part of a layer that is recomputed, such as its norm."""
+    """`CheckpointWithoutOutput.__init__`, for a recomputed part of a layer such as its norm, without fp8."""
     init(checkpoint, None)
 
 
@@ -58,9 +58,9 @@ def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options
     """`ColumnParallelLinear.__init__` for an output layer, without apex's extension for fused weight gradients.
 
     With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. The output layer is
-    Megatron's own and would need the extension; here its weight gradient goes through autograd, and DDP adds it.
+    Megatron's own, which needs the extension for that; here autograd makes its weight gradient, and DDP adds it.
     """
-    # Layers inside a transformer layer, which need the extension as before, name the buffer of their messages.
+    # Layers inside a transformer layer name the buffer of their messages; they still need the extension.
     if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
         return init(layer, *args, config=config, **options)
     unfused = copy(config)
@@ -103,8 +103,8 @@ def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None
 def _set_all_but_steps(set_states: Callable, self: Any, model_param: torch.Tensor, tensors: dict) -> None:
     """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without steps.
 
-    It copies into every tensor of a parameter's state, also into the number of steps, which a checkpoint does not store
-    for each parameter.
+    Upstream's copies into every tensor of a parameter's state, but a checkpoint has no number of steps for each
+    parameter.
     """
     set_states(self, model_param, {**tensors, "step": None})
 
@@ -123,11 +123,11 @@ LOCAL_LAYERS = (
 )
 RECOMPUTATION = (
     wrapping(
-        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__", _in_16_bits, "asks Transformer Engine about 8 bits"
+        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__", _in_16_bits, "looks for fp8 in Transformer Engine"
     ),
 )
 OUTPUT_LAYER = (
-    wrapping(f"{_PARALLEL}.layers.ColumnParallelLinear.__init__", _without_apex, "demands apex of the output layer"),
+    wrapping(f"{_PARALLEL}.layers.ColumnParallelLinear.__init__", _without_apex, "requires apex for the output layer"),
 )
 TORCH_ADAM = (
     wrapping(

@@ -69,8 +69,15 @@ def test_no_tokenizer_is_loaded(launch, tmp_path):
     words = {f"word{i}": i for i in range(1000)}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     at = MODEL.index("--tokenizer-type")
-    theirs = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json", "--merge-file", "merges")
-    flags = [*MODEL[:at], *theirs, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
+    tokenizer = (
+        "--tokenizer-type",
+        "GPT2BPETokenizer",
+        "--vocab-file",
+        tmp_path / "vocab.json",
+        "--merge-file",
+        "merges",
+    )
+    flags = [*MODEL[:at], *tokenizer, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
     flags += ["--attention-dropout", 0.1]
     job = launch(1, flags, env={"WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1"}, timeout=400).check()
     assert "Memory: fits. " in job.log
@@ -203,7 +210,7 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_what_is_not_a_plain_gpt(launch, name):
     words, found = LAUNCHES[name]
-    is_hybrid = name == "hybrid"  # whose pattern has the number of layers
+    is_hybrid = name == "hybrid"  # its pattern has the number of layers
     flags = [*MODEL[2 * is_hybrid :], *TWO_STAGES, "--device", "cuda", "--bf16", *words.split()]
     flags += [] if name == "units" else ["--sequence-splits", 2]
     script = ROOT / ("pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py")

@@ -16,7 +16,7 @@ def repaired():
 
 
 def test_an_optimizer_without_a_step_has_a_state_to_load_into(repaired):
-    """As Megatron asks for when a checkpoint is to be loaded."""
+    """Megatron reads it before it loads a checkpoint."""
     optimizer, _ = owner_of("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict")
     adam = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     state = optimizer.state_dict(SimpleNamespace(optimizer=adam, grad_scaler=None))
@@ -72,4 +72,4 @@ def test_an_output_layer_without_apex_is_trained_by_autograd(monkeypatch):
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     layer(tokens)[0].sum().backward()
     assert torch.equal(layer.weight.grad, tokens.sum((0, 1)).expand(6, 4))
-    assert not layer.weight.main_grad.any()  # for DDP, whose hook adds the gradient once
+    assert not layer.weight.main_grad.any()  # the hook of DDP adds the gradient once

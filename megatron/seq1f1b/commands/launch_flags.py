@@ -1,4 +1,4 @@
-"""The flags of a launch of Megatron: what a planner decides, read and written without Megatron, and what it leaves."""
+"""The flags of a launch of Megatron, read and written without Megatron: what a planner decides, and what it leaves."""
 
 import argparse
 import re
@@ -16,11 +16,11 @@ from ..planning.model_sizes import recompute_of
 from ..planning.planner import Candidate, Question
 from ..planning.planner.search import fitted
 from ..planning.planner.space import cut, expert_sizes
-from ..schedule import FAMILY_NAMES, Placement
+from ..schedule import FAMILY_NAMES, Placement, Shape
 from .model_flags import add_every_model_flag
-from .parsing import Parser, count, with_values
+from .parsing import Parser, check_size, count, with_values
 
-# Predicted as if they were absent, which the output says.
+# Predictions ignore them, and the output names them.
 _IN_16_BIT = ("--fp8-format", "--fp4-format")
 # What --offload-modules moves of attention, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
@@ -111,18 +111,13 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
                 f"--context-parallel-size {context}"
             )
         setup = replace(setup, cp_comm_type=" ".join(map(str, (*kinds, *sizes))))
-    if (actions := 2 * placement.num_stages * setup.num_microbatches * segments) > _MOST_ACTIONS:
-        raise ValueError(
-            f"these sizes make {actions:,} actions, the most are {_MOST_ACTIONS:,} here; take a smaller "
-            "--global-batch-size or fewer --sequence-splits"
-        )
+    check_size(Shape(placement, setup.num_microbatches, segments), _MOST_ACTIONS)
     if segments == 1:
         return Candidate(_offloading(setup, launch, question))
     lengths = cut(setup, strategy, segments)
     if lengths is None:
         raise ValueError(f"--sequence-splits {segments} are too many for --seq-length {question.sequence_length}")
-    setup = replace(setup, segments=lengths)
-    return Candidate(_offloading(setup, launch, question), strategy)
+    return Candidate(_offloading(replace(setup, segments=lengths), launch, question), strategy)
 
 
 def _recompute(launch: argparse.Namespace) -> str:
@@ -138,7 +133,7 @@ def _share(text: str) -> float | str:
 
 
 def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Question) -> TrainingSetup:
-    """Raises ValueError for what is no share."""
+    """The setup with the offload of the launch. Raises ValueError for what is no share."""
     if launch.fine_grained_activation_offloading:
         return replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
     share = launch.offload_activations
@@ -213,15 +208,16 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
     parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
-    for name in ("recompute-keeps-attention", "keep-logits", "partition-state", "overlap-moe-expert-parallel-comm"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in ("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"):
+    for name in (
+        *("recompute-keeps-attention", "keep-logits", "partition-state", "overlap-moe-expert-parallel-comm"),
+        *("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"),
+    ):
         parser.add_argument(f"--{name}", action="store_true")
 
 
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
-    """All that the planner decides: each item is a flag with its values. `by_megatron` is for Megatron's own schedules,
-    with no flag of this package."""
+    """All that the planner decides: each item is a flag with its values. Those for Megatron's own schedules, with
+    `by_megatron`, have no flag of this package."""
     setup = candidate.setup
     words = [
         f"--seq-length {setup.sequence_length}",
@@ -274,7 +270,7 @@ def _megatrons_offload(setup: TrainingSetup) -> str:
 
 
 def _layout(setup: TrainingSetup) -> Iterator[str]:
-    """How layers are spread over stages, where it is not one even part for each rank."""
+    """How layers are spread over stages, unless each rank has one equal part."""
     chunks, layers, pattern = setup.placement.num_chunks, list(setup.layers_per_stage), setup.model.pattern
     if pattern is not None:
         ends = [*accumulate(layers)]
@@ -289,8 +285,8 @@ def _layout(setup: TrainingSetup) -> Iterator[str]:
 
 
 def _groups(setup: TrainingSetup) -> Iterator[str]:
-    """How many micro-batches Megatron's interleaved schedule takes at a time, where groups as large as the pipeline
-    leave a smaller one, which Megatron refuses."""
+    """How many micro-batches Megatron's interleaved schedule takes at a time, if groups as large as the pipeline would
+    leave a smaller one: Megatron refuses that."""
     ranks, count = setup.pipeline_parallel, setup.num_microbatches
     if setup.placement.num_chunks > 1 and count % ranks:
         size = next(size for size in range(ranks + 1, count + 1) if not 0 < count % size < ranks)

@@ -1,4 +1,4 @@
-"""How commands read their flags: what is wrong with one is a sentence."""
+"""How commands read their flags; an error is one sentence."""
 
 import argparse
 import shlex
@@ -17,7 +17,7 @@ MOST_LAYERS = 10_000
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with the module's text as its description, whose errors are one sentence."""
+    """A parser with the text of a module as its description."""
 
     def __init__(self, description: str | None, **options: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -39,7 +39,7 @@ def count(text: str) -> int:
 
 
 def count_up_to(most: int) -> Callable[[str], int]:
-    """The type of a flag that counts something of which there cannot be more than `most`."""
+    """The type of a flag that counts something, at most `most`."""
 
     def read(text: str) -> int:
         number = count(text)
@@ -96,6 +96,7 @@ def check_size(shape: Shape, most_actions: int) -> None:
     """Raise ValueError for a schedule of more actions, which would take minutes."""
     num_actions = 2 * shape.num_stages * shape.num_units
     if num_actions > most_actions:
-        most = most_actions // (2 * shape.num_stages * shape.num_segments)
-        way_out = f"take at most --num-microbatches {most}, the rest repeats itself" if most else "take fewer segments"
-        raise ValueError(f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; {way_out}")
+        raise ValueError(
+            f"these sizes make {num_actions:,} actions, the most are {most_actions:,} here; take fewer micro-batches, "
+            "which repeat themselves, or fewer segments"
+        )

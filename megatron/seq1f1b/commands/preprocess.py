@@ -19,19 +19,19 @@ import signal
 import sys
 import threading
 import warnings
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import batched
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from ..schedule import written_whole
+from ..schedule import UNUSABLE, reason, written_whole
 from .parsing import Parser, count
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -39,8 +39,11 @@ BATCH = 64  # documents: worth a message to a worker, and bounded in memory
 EOD, PAD = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
 
-# Where a document stands, its bytes, and whether they are a JSON object.
-Document = tuple[str, bytes, bool]
+
+class Document(NamedTuple):
+    place: str
+    content: bytes
+    is_json: bool
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -49,19 +52,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     paths = f"files, or folders that are searched to any depth; a document a line of {suffixes}, else a document a file"
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=paths)
     parser.add_argument("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
-    key = "key of the text in a JSON object (default: text)"
-    parser.add_argument("--json-key", "--json-keys", default="text", metavar="KEY", help=key)
-    unusable = "a document that is empty, not UTF-8, bad JSON, or without the key"
-    errors = f"{unusable}: stop (default), or report and skip"
+    parser.add_argument("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
+    errors = (
+        "what a document that is empty, not UTF-8, bad JSON or without the key does: stop the run (default), or skip"
+    )
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=errors)
-    prefix = "PREFIX.bin and PREFIX.idx; training's --data-path"
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=prefix)
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="training's --data-path")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end token")
     replace = "replace an existing pair (and, with --train-tokenizer, tokenizer)"
     parser.add_argument("--overwrite", action="store_true", help=replace)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = "processes that tokenize (default: one a core)"
-    parser.add_argument("--workers", type=count, default=cores, metavar="N", help=workers)
+    parser.add_argument("--workers", type=count, default=cores, metavar="N", help="processes (default: one a core)")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
     parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
@@ -94,20 +95,21 @@ def main(argv: list[str] | None = None) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what cannot work, before any work is done."""
-    trains, is_hugging_face = args.train_tokenizer is not None, args.tokenizer_type == "HuggingFaceTokenizer"
+    outputs = [Path(args.output_prefix + suffix) for suffix in (".bin", ".idx")]
     if args.output_prefix.endswith("/"):
         raise ValueError(f"--output-prefix {args.output_prefix} is a folder; add a name, as in data/corpus")
-    if trains and not is_hugging_face:
-        raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {args.tokenizer_type}")
-    if is_hugging_face and not args.tokenizer_model:
+    if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise ValueError("name a tokenizer's folder with --tokenizer-model DIR; --train-tokenizer makes one")
-    if trains and args.train_tokenizer < SMALLEST_VOCABULARY:
-        raise ValueError(f"--train-tokenizer {args.train_tokenizer} is too small; bytes make {SMALLEST_VOCABULARY}")
-    outputs = [Path(args.output_prefix + suffix) for suffix in (".bin", ".idx")]
-    for path in [*outputs, *([Path(args.tokenizer_model, "tokenizer.json")] if trains else [])]:
-        if path.is_dir() or (path.exists() and not args.overwrite):
-            way_out = "" if path.is_dir() else ", or add --overwrite"
-            raise ValueError(f"{path} exists; choose another name{way_out}")
+    if args.train_tokenizer is not None:
+        if args.tokenizer_type != "HuggingFaceTokenizer":
+            way_out = f"drop --tokenizer-type {args.tokenizer_type}"
+            raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; {way_out}")
+        if args.train_tokenizer < SMALLEST_VOCABULARY:
+            raise ValueError(f"--train-tokenizer {args.train_tokenizer} is too small; bytes make {SMALLEST_VOCABULARY}")
+        outputs.append(Path(args.tokenizer_model, "tokenizer.json"))
+    existing = [path for path in outputs if path.exists()]
+    if existing and not args.overwrite:
+        raise ValueError(f"{existing[0]} exists; choose another name, or add --overwrite")
 
 
 def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
@@ -124,34 +126,26 @@ def find_files(inputs: Iterable[str], glob: str) -> list[Path]:
 
 
 def documents(files: Iterable[Path], progress: Callable[[int], Any] = lambda num_bytes: None) -> Iterator[Document]:
-    """The documents of all files, in order."""
+    """The documents of all files, in order; `progress` is called with the size of each."""
     for path in files:
         with path.open("rb") as stream:
             is_json = path.suffix in JSON_SUFFIXES
-            for number, raw in enumerate(stream if is_json else [stream.read()], 1):
-                progress(len(raw))
-                yield f"{path}:{number}" if is_json else str(path), raw, is_json
+            for number, content in enumerate(stream if is_json else [stream.read()], 1):
+                progress(len(content))
+                yield Document(f"{path}:{number}" if is_json else str(path), content, is_json)
 
 
 def text_of(document: Document, key: str) -> str:
     """The text of a document, which is under `key` in a JSON object. Raises ValueError."""
-    _, raw, is_json = document
     try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    if is_json and text.strip():
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"bad JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError("not a JSON object")
-        if not isinstance(found.get(key), str):
-            raise ValueError(f"key '{key}' is not a string" if key in found else f"no key '{key}' (--json-key)")
-        text = found[key]
-    if not text.strip():
-        raise ValueError("empty")
+        text = document.content.decode("utf-8-sig")
+        if document.is_json:
+            text = json.loads(text)[key]
+        is_empty = not text.strip()
+    except UNUSABLE as error:
+        raise ValueError(reason(error)) from None
+    if is_empty:
+        raise ValueError("it is empty")
     return text
 
 
@@ -160,7 +154,7 @@ def stop_at(place: str, problem: object) -> ValueError:
 
 
 def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:
-    """Train a byte-level BPE on all documents; save what a HuggingFaceTokenizer is read from."""
+    """Train a byte-level BPE on all documents; save the folder from which a HuggingFaceTokenizer is loaded."""
     from tokenizers import ByteLevelBPETokenizer
 
     def texts() -> Iterator[str]:
@@ -169,7 +163,7 @@ def train_tokenizer(args: argparse.Namespace, files: Sequence[Path]) -> None:
                 yield text_of(document, args.json_key)
             except ValueError as bad:
                 if args.on_error == "stop":  # one that is skipped is reported when it is tokenized
-                    raise stop_at(document[0], bad) from None
+                    raise stop_at(document.place, bad) from None
 
     tokenizer, shows_progress = ByteLevelBPETokenizer(), sys.stderr.isatty()
     tokenizer.train_from_iterator(texts(), args.train_tokenizer, 0, shows_progress, [EOD, PAD])
@@ -219,7 +213,7 @@ class Encoder:
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         if not ids:
-            raise ValueError("empty")
+            raise ValueError("it is empty")
         if min(ids) < 0 or max(ids) >= self.tokenizer.vocab_size:
             raise ValueError(f"token id outside the vocabulary of {self.tokenizer.vocab_size}")
         return np.array([*ids, *self._end], self.dtype)
@@ -230,7 +224,7 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     # Forks share what is imported and the tokenizer with this process, in memory and in time.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, (encoder,))
-    pending: deque[tuple[Sequence[Document], Future]] = deque()
+    pending: deque = deque()
     batches = batched(source, BATCH)
     try:
         while (batch := next(batches, ())) or pending:
@@ -238,7 +232,7 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
                 pending.append((batch, pool.submit(_work, batch)))
             if not batch or len(pending) > num_workers + 1:
                 done, future = pending.popleft()
-                yield from ((place, ids) for (place, *_), ids in zip(done, future.result(), strict=True))
+                yield from ((document.place, ids) for document, ids in zip(done, future.result(), strict=True))
     except BrokenProcessPool:
         raise ValueError("a worker died (out of memory?); try fewer --workers") from None
     finally:
@@ -261,8 +255,7 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
     """Tokenize all documents into a pair."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix, num_documents, num_tokens = args.output_prefix, 0, 0
-    skipped: Counter[str] = Counter()
+    prefix, num_documents, num_tokens, num_skipped = args.output_prefix, 0, 0, 0
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with (
         tqdm(total=sum(p.stat().st_size for p in files), unit="B", unit_scale=True, desc=Path(prefix).name) as bar,
@@ -278,13 +271,11 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
             elif args.on_error == "stop":
                 raise stop_at(place, ids)
             else:
-                skipped[ids.partition(":")[0]] += 1
+                num_skipped += 1
                 tqdm.write(f"skipped {place}: {ids}", file=sys.stderr)
         if not num_documents:
-            raise ValueError(f"none of the {skipped.total()} document(s) can be used")
+            raise ValueError(f"none of the {num_skipped} document(s) can be used")
         builder.finalize(str(index))
         Path(f"{prefix}.idx").unlink(missing_ok=True)  # beside another run's .bin it would be wrong
-    print(f"{num_documents:,} documents, {num_tokens:,} tokens.")
-    if skipped:
-        print(f"Skipped {skipped.total()}: {', '.join(f'{n} {problem}' for problem, n in skipped.most_common())}.")
+    print(f"{num_documents:,} documents, {num_tokens:,} tokens; {num_skipped:,} skipped.")
     print(f"Train on it with --data-path {prefix}", flush=True)

@@ -1,7 +1,6 @@
 """Megatron on a machine without a GPU: CPU tensors, gloo, and nothing else changed.
 
-Nothing here is active until `activate` is called. What it then redirects, and why, is written in one table, `REDIRECTS`
-in redirects.py.
+Nothing here is active until `activate` is called. It binds one table, `REDIRECTS` in redirects.py, with its reasons.
 """
 
 import argparse
@@ -16,8 +15,8 @@ _log = logging.getLogger(__name__)
 def wanted(argv: Sequence[str]) -> bool:
     """Whether `argv` (without or with the program's name) means training on the CPU.
 
-    `--device cpu` does; `--device auto`, the default, does where no GPU is visible, with a
-    warning on rank 0. `--device cuda` without a GPU ends the program with one sentence.
+    `--device cpu` does, and so does `--device auto`, the default, if no GPU is visible, with a warning on rank 0.
+    `--device cuda` without a GPU ends the program with one sentence.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="auto")
@@ -41,11 +40,9 @@ def wanted(argv: Sequence[str]) -> bool:
 def activate() -> None:
     """Make Megatron run on CPU tensors and gloo, from now on, in this process.
 
-    Best called before `megatron.core` is imported, whose fused functions are compiled otherwise. Calling it again does
-    nothing.
+    Best called before `megatron.core` is imported, which compiles its fused functions. Calling it again does nothing.
     """
-    # Here, since it imports torch, which takes seconds: tools that only simulate do without.
-    from . import redirects
+    from . import redirects  # imports torch, which takes seconds
 
     redirects.apply()
 

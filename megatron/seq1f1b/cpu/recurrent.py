@@ -1,5 +1,4 @@
-"""Recurrent layers in plain PyTorch: what stands in for the kernels of flash-linear-attention, mamba-ssm and
-causal-conv1d, with their names and arguments.
+"""The kernels of flash-linear-attention, mamba-ssm and causal-conv1d in plain PyTorch, under their names and arguments.
 
 They compute in the type of their inputs, at least in fp32.
 """
@@ -16,8 +15,7 @@ _CHUNK = 64
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """x · silu(z), normalised in groups of `group_size`, times the weight; under the name and arguments of Megatron's
-    `ExtendedRMSNorm`. Computes at least in fp32."""
+    """Megatron's `ExtendedRMSNorm`: x · silu(z), normalised in groups of `group_size`, times the weight."""
 
     def __init__(
         self,
@@ -71,7 +69,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """A depthwise convolution of x [b, n, d] with weight [d, w], as flash-linear-attention names it."""
+    """The depthwise convolution of flash-linear-attention, of x [b, n, d] with weight [d, w]."""
     assert initial_state is None and not output_final_state, "segments prepend the columns before them"
     _unpacked(cu_seqlens)
     return causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT, None
@@ -84,7 +82,7 @@ def causal_conv1d_fn(
     seq_idx: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """A depthwise convolution of x [b, d, n] with weight [d, w], as causal-conv1d names it."""
+    """The depthwise convolution of causal-conv1d, of x [b, d, n] with weight [d, w]."""
     _unpacked(seq_idx)
     channels, width = weight.shape
     output = F.conv1d(F.pad(x, (width - 1, 0)), weight.unsqueeze(1), bias, groups=channels)
@@ -165,8 +163,7 @@ def mamba_chunk_scan_combined(
 
 
 def mamba_training(mixer: torch.nn.Module, projected: Tensor, packed_seq_params: Any = None) -> Tensor:
-    """`MambaMixer._ssm_training`, whose kernel fuses the convolution with the scan: the two apart, as Megatron has them
-    for a prompt."""
+    """`MambaMixer._ssm_training` with the convolution and the scan apart, as Megatron runs them for a prompt."""
     _unpacked(packed_seq_params)
     return mixer._ssm_prefill(projected, conv_state=None, ssm_state=None)
 
@@ -186,7 +183,7 @@ def _recurrence(
 
         S_t = exp(g_t) S_{t−1} + k_t w_tᵀ,    o_t = S_tᵀ q_t,    w_t = written_t − S₀ᵀ erased_t
 
-    for chunks [b, h, chunks, chunk, ...], in each of which g is summed up and S₀ is the state before it.
+    for chunks [b, h, chunks, chunk, ...]. g is summed up within each chunk; S₀ is the state before it.
     """
     within = (q @ k.mT) * _decay(g)
     from_state = q * g.exp().unsqueeze(-1)

@@ -14,7 +14,7 @@ import torch
 
 from megatron.seq1f1b import without_te
 from megatron.seq1f1b.cpu import recurrent, stand_ins, upstream
-from megatron.seq1f1b.patches import Patch, patched
+from megatron.seq1f1b.patches import Patch, patched, wrapping
 
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
@@ -36,7 +36,7 @@ _TRITON = "its kernels are for GPUs only; hides their versions and bugs (checked
 REDIRECTS = (
     # The device
     Patch("torch.cuda.is_available", stand_ins.no, "a visible GPU is not to be used; hides branches for GPUs"),
-    Patch("torch.cuda.device_count", stand_ins.one_device, "process groups are made if > 0; hides nothing"),
+    Patch("torch.cuda.device_count", torch.cpu.device_count, "process groups are made if > 0; hides nothing"),
     Patch("torch.cuda.current_device", stand_ins.current_device, _NO_DEVICE),
     Patch("torch.cuda.set_device", stand_ins.nothing, _NO_DEVICE),
     Patch(
@@ -68,15 +68,14 @@ REDIRECTS = (
     # Random numbers
     Patch("torch.cuda.get_rng_state", stand_ins.get_rng_state, _RANDOM),
     Patch("torch.cuda.set_rng_state", stand_ins.set_rng_state, _RANDOM),
-    Patch("torch.cuda.manual_seed", stand_ins.seed, _RANDOM),
+    Patch("torch.cuda.manual_seed", torch.default_generator.manual_seed, _RANDOM),
     # Tensors
     *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
     Patch("torch.Tensor.cuda", stand_ins.stay, "the CPU is where it belongs; hides tensors on the wrong device"),
-    Patch(
+    wrapping(
         "torch.Tensor.type",
         stand_ins.cuda_type_name,
         "optimizers and clipping compare with 'torch.cuda.FloatTensor'; hides nothing",
-        wraps=True,
     ),
     Patch(
         "torch.compile",
@@ -98,24 +97,21 @@ REDIRECTS = (
         "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
         "of experts and segment (GPU suite)",
     ),
-    Patch(
+    wrapping(
         "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
-        upstream.forked,
+        upstream.queue_of_forks,
         "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
         "training script, too (a test saves with it)",
-        wraps=True,
     ),
-    Patch(
+    wrapping(
         "megatron.training.training.build_pretraining_data_loader",
-        upstream.loader_with_own_generator,
+        upstream.build_loader_with_own_generator,
         "starting it would move the generator that dropout draws from; hides nothing: a GPU has its own",
-        wraps=True,
     ),
-    Patch(
+    wrapping(
         "megatron.training.arguments.parse_args",
-        upstream.with_cpu_defaults,
+        upstream.parse_with_cpu_defaults,
         "its defaults name NCCL and CUDA kernels; hides NCCL's order of messages (simulated) and fused kernels",
-        wraps=True,
     ),
     Patch(
         "megatron.training.arguments.get_device_arch_version",
@@ -124,15 +120,14 @@ REDIRECTS = (
     ),
     # Recurrent layers, and the hybrid models that have them
     *(Patch(f"megatron.core.ssm.{name}", new, _TRITON) for name, new in recurrent.KERNELS.items()),
-    Patch(
+    wrapping(
         "megatron.training.models.hybrid.HybridModelBuilder.build_model",
-        upstream.from_local_layers,
+        upstream.build_from_local_layers,
         "its layers are Transformer Engine's unless a specification is given; hides those (a double tests them)",
-        wraps=True,
     ),
     # One function, bound in three places by `from … import`
     *(
-        Patch(f"{module}.initialize_megatron", upstream.without_cuda, _INITIALIZE, wraps=True)
+        wrapping(f"{module}.initialize_megatron", upstream.initialize_without_cuda, _INITIALIZE)
         for module in ("megatron.training.initialize", "megatron.training.training", "megatron.training")
     ),
 )

@@ -1,7 +1,4 @@
-"""What stands in for a GPU in torch when the device is the CPU.
-
-CPU work is finished when the call returns, so a stream has nothing to order and an event nothing to wait for.
-"""
+"""What stands in for a GPU in torch when the device is the CPU."""
 
 import ctypes
 import functools
@@ -28,6 +25,9 @@ def no(*args, **kwargs):
 
 def yes(*args, **kwargs):
     return True
+
+
+# CPU work is finished when the call returns, so a stream has nothing to order and an event nothing to wait for.
 
 
 class Stream:
@@ -59,17 +59,13 @@ class Event:
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds from this event to ``end``."""
+        """Milliseconds from this event to `end`."""
         return (end._seconds - self._seconds) * 1e3
 
 
 def current_device():
     # Not an index: callers pass it on as `device=`.
     return torch.device("cpu")
-
-
-def one_device():
-    return 1
 
 
 def resident_bytes(device=None) -> int:
@@ -100,17 +96,11 @@ def forget_peak(device=None) -> None:
 
 
 def memory_stats(device=None) -> dict[str, int]:
-    now, peak = resident_bytes(), peak_resident_bytes()
-    return {
-        "allocated_bytes.all.current": now,
-        "allocated_bytes.all.peak": peak,
-        "reserved_bytes.all.current": now,
-        "reserved_bytes.all.peak": peak,
-        "allocation.all.current": 0,
+    sizes = {"current": resident_bytes(), "peak": peak_resident_bytes()}
+    kinds = ("allocated_bytes", "reserved_bytes")
+    return {f"{kind}.all.{name}": size for kind in kinds for name, size in sizes.items()} | {
+        "allocation.all.current": 0
     }
-
-
-# "The GPU's" random state is the CPU's own.
 
 
 def get_rng_state(*args, **kwargs):
@@ -121,27 +111,15 @@ def set_rng_state(new_state, *args, **kwargs):
     torch.set_rng_state(new_state)
 
 
-def seed(value):
-    torch.default_generator.manual_seed(value)
-
-
-# Tensors that upstream creates on a GPU.
-
-
-def _is_cuda(device) -> bool:
-    if isinstance(device, torch.device):
-        return device.type == "cuda"
-    return isinstance(device, int) or str(device).startswith("cuda")
-
-
 def made_on_cpu(factory):
-    """``factory`` (``torch.zeros``, say), with a CUDA ``device`` read as the CPU, and nothing pinned for it."""
+    """`factory` (`torch.zeros`, say), with a CUDA `device` read as the CPU, and nothing pinned for it."""
 
     @functools.wraps(factory)
     def create(*args, **kwargs):
-        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+        device = kwargs.get("device")
+        if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
             kwargs["device"] = "cpu"
-        if kwargs.get("out") is not None:  # which is where it is: without values in a rehearsal
+        if kwargs.get("out") is not None:  # it has a device: in a rehearsal, that of tensors without values
             kwargs.pop("device", None)
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -150,27 +128,19 @@ def made_on_cpu(factory):
 
 
 def stay(tensor, *args, **kwargs):
-    """``Tensor.cuda``: the tensor is where it belongs."""
+    """`Tensor.cuda`: the tensor is where it belongs."""
     return tensor
 
 
-def cuda_type_name(type_method):
-    """``Tensor.type``, that names a CPU tensor as upstream's checks expect it."""
-
-    @functools.wraps(type_method)
-    def name_or_cast(tensor, dtype=None, *args, **kwargs):
-        if dtype is None:
-            return type_method(tensor).replace("torch.", "torch.cuda.", 1)
-        return type_method(tensor, dtype, *args, **kwargs)
-
-    return name_or_cast
-
-
-# Process groups.
+def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
+    """`Tensor.type` that names a CPU tensor as upstream's checks expect it."""
+    if dtype is None:
+        return type_method(tensor).replace("torch.", "torch.cuda.", 1)
+    return type_method(tensor, dtype, *args, **kwargs)
 
 
 def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
-    """The class of gloo's groups, with the devices of a process in common.
+    """The class of gloo's groups, which share the devices of a process.
 
     A device is a thread that polls its sockets a hundred times a second, and torch makes one for each group. Megatron
     makes some thirty groups a rank: 60 groups take a fifth of a core while nothing happens, on a shared device less
@@ -182,7 +152,7 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
             options = gloo._Options()
             options._timeout = timeout
             options._devices = _devices_of(os.getpid())
-            options._threads = 2 * len(options._devices)  # as torch has it
+            options._threads = 2 * len(options._devices)  # as in torch
             super().__init__(store, rank, size, options)
 
     return OnOneDevice
@@ -192,7 +162,7 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
 def _devices_of(process: int) -> list:
     """Those that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names.
 
-    Their threads do not live on in a fork, so that each `process` has its own.
+    Their threads do not survive a fork, so each `process` has its own.
     """
     make = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")

@@ -1,4 +1,4 @@
-"""Replacements of what ``megatron.core`` and ``megatron.training`` do only for a GPU."""
+"""Replacements of what `megatron.core` and `megatron.training` do only for a GPU."""
 
 import contextlib
 import functools
@@ -10,57 +10,9 @@ import torch
 from ..ranks import is_rank_0, warn_on_rank_0
 
 _log = logging.getLogger(__name__)
+_tell_once = functools.cache(functools.partial(warn_on_rank_0, _log))  # a script may parse its arguments repeatedly
 
-
-def not_compiled(function=None, **options):
-    """``torch.compile`` that leaves the function as it is."""
-    return function if function is not None else not_compiled
-
-
-def without_cuda(initialize_megatron):
-    return functools.partial(initialize_megatron, allow_no_cuda=True)
-
-
-def with_cpu_defaults(parse_args):
-    """``parse_args``, with the kernels and backends in its result that a CPU has.
-
-    In a rehearsal the replaced values, those for a GPU, stay in its ``replaced_on_cpu``.
-    """
-    told = set()  # a script may parse its arguments more than once
-
-    def tell(line):
-        if line not in told:
-            told.add(line)
-            warn_on_rank_0(_log, line)
-
-    @functools.wraps(parse_args)
-    def parse(*args, **kwargs):
-        namespace = parse_args(*args, **kwargs)
-        is_rehearsed = getattr(namespace, "dry_run", False)
-        if is_rehearsed:
-            namespace.replaced_on_cpu = {flag: getattr(namespace, flag) for flag, _, _ in FLAGS}
-        for name, value, reason in FLAGS:
-            asked = getattr(namespace, name)
-            flag = f"--{name.replace('_', '-')}"
-            if asked != value and was_given(flag) and not is_rehearsed:
-                if name == "transformer_impl":
-                    raise SystemExit(_NEEDS_GPU if is_rank_0() else 1)
-                tell(f"{flag} {asked} becomes {value} on the CPU: {reason}")
-            setattr(namespace, name, value)
-        if namespace.flash_attention_version is not None and not is_rehearsed:
-            tell("--flash-attention-version has no effect on the CPU: it names CUDA kernels")
-        return namespace
-
-    return parse
-
-
-def was_given(flag):
-    """Whether the command line names a flag, other than a default."""
-    return any(word == flag or word.startswith(f"{flag}=") for word in sys.argv[1:])
-
-
-# (attribute of the parsed arguments, value on a CPU, reason). They are defaults that upstream
-# takes for a GPU; their flags need not be given.
+# (attribute of the parsed arguments, value on a CPU, reason). Upstream's defaults are for a GPU.
 FLAGS = (
     ("distributed_backend", "gloo", "NCCL moves CUDA tensors only"),
     ("transformer_impl", "local", "Transformer Engine has CUDA kernels only"),
@@ -70,15 +22,48 @@ FLAGS = (
     ("apply_rope_fusion", False, "a kernel of Transformer Engine"),
     ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
 )
-
-
 _NEEDS_GPU = (
     "error: --transformer-impl transformer_engine: Transformer Engine's layers need a GPU; use --transformer-impl local"
 )
 
 
-def forked(get_write_results_queue):
-    return functools.partial(get_write_results_queue, mp_mode="fork")
+def parse_with_cpu_defaults(parse_args, *args, **kwargs):
+    """`parse_args`, with the kernels and backends in its result that a CPU has.
+
+    In a rehearsal the replaced values, those for a GPU, stay in its `replaced_on_cpu`.
+    """
+    namespace = parse_args(*args, **kwargs)
+    if getattr(namespace, "dry_run", False):
+        namespace.replaced_on_cpu = {flag: getattr(namespace, flag) for flag, _, _ in FLAGS}
+    else:
+        _tell_what_changes(namespace)
+    vars(namespace).update({name: value for name, value, _ in FLAGS})
+    return namespace
+
+
+def _tell_what_changes(namespace):
+    for name, value, reason in FLAGS:
+        asked, flag = getattr(namespace, name), f"--{name.replace('_', '-')}"
+        is_given = any(word == flag or word.startswith(f"{flag}=") for word in sys.argv[1:])
+        if asked != value and is_given:
+            if name == "transformer_impl":
+                raise SystemExit(_NEEDS_GPU if is_rank_0() else 1)
+            _tell_once(f"{flag} {asked} becomes {value} on the CPU: {reason}")
+    if namespace.flash_attention_version is not None:
+        _tell_once("--flash-attention-version has no effect on the CPU: it names CUDA kernels")
+
+
+def not_compiled(function=None, **options):
+    """`torch.compile` that leaves the function as it is."""
+    return function if function is not None else not_compiled
+
+
+def initialize_without_cuda(initialize_megatron, *args, **kwargs):
+    return initialize_megatron(*args, **{"allow_no_cuda": True} | kwargs)
+
+
+def queue_of_forks(get_write_results_queue):
+    return get_write_results_queue("fork")
 
 
 def newest_architecture():
@@ -87,44 +72,34 @@ def newest_architecture():
 
 
 def on_cpu(tensor, as_numpy=False, record_stream=False):
-    """``maybe_move_tensor_to_cpu``, which forgets ``as_numpy`` where there is nothing to move."""
+    """`maybe_move_tensor_to_cpu`; upstream's ignores `as_numpy` if there is nothing to move."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor
 
 
-def from_local_layers(build_model):
-    """``HybridModelBuilder.build_model``, of Megatron's own layers where no others are specified."""
+def build_from_local_layers(build_model, self, *args, **kwargs):
+    """`HybridModelBuilder.build_model`, of Megatron's own layers where no others are specified."""
+    from megatron.seq1f1b.local_hybrid import local_hybrid_spec
 
-    @functools.wraps(build_model)
-    def build(self, *args, **kwargs):
-        from megatron.seq1f1b.local_hybrid import local_hybrid_spec
-
-        config = self._model_config
-        if config.hybrid_stack_spec is None:
-            config.hybrid_stack_spec = local_hybrid_spec(config.transformer)
-        return build_model(self, *args, **kwargs)
-
-    return build
+    config = self._model_config
+    if config.hybrid_stack_spec is None:
+        config.hybrid_stack_spec = local_hybrid_spec(config.transformer)
+    return build_model(self, *args, **kwargs)
 
 
-def loader_with_own_generator(build_data_loader):
-    """A data loader whose workers' seed leaves alone the generator that dropout draws from.
+def build_loader_with_own_generator(build_data_loader, *args, **kwargs):
+    """A data loader that draws the seed of its workers from a generator of its own, not from that of dropout.
 
-    It is drawn when the loader starts: before the first step, but after a checkpoint is loaded.
+    The seed is drawn when the loader starts: before the first step, but after a checkpoint is loaded.
     """
-
-    @functools.wraps(build_data_loader)
-    def build(*args, **kwargs):
-        loader = build_data_loader(*args, **kwargs)
-        if isinstance(loader, torch.utils.data.DataLoader):
-            loader.generator = torch.Generator()
-        return loader
-
-    return build
+    loader = build_data_loader(*args, **kwargs)
+    if isinstance(loader, torch.utils.data.DataLoader):
+        loader.generator = torch.Generator()
+    return loader
 
 
 @contextlib.contextmanager
 def fork(tracker, name="model-parallel-rng"):
-    """``CudaRNGStatesTracker.fork``: run a block with the random state ``name`` of ``tracker``.
+    """`CudaRNGStatesTracker.fork`: run a block with the random state `name` of `tracker`.
 
     Upstream's own warns each time that a fork draws from the CPU's generator, which here it must.
     """

@@ -1,7 +1,5 @@
 """What `--dry-run` does to a training script: Megatron's `pretrain` rehearses instead of training."""
 
-from __future__ import annotations
-
 import json
 import sys
 import warnings
@@ -10,12 +8,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..patches import Patch, PatchTable, wrapping
-
-if TYPE_CHECKING:  # it imports Megatron, which has to wait for the redirects
-    from .report import RehearsalReport
+from ..report import plot_memory
 
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
@@ -106,7 +102,7 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
     print(report.as_text(), flush=True)
     if launch.dry_run_output is not None:
-        _write(report, launch.dry_run_output)
+        _write(report.as_json(), launch.dry_run_output)
     for problem in report.problems:
         print(f"error: {problem}.", file=sys.stderr)
     raise SystemExit(1 if report.problems else 0)
@@ -132,14 +128,11 @@ def _ranks_of_first_pipeline(args: Namespace) -> range:
     return range(0, apart * stages, apart)
 
 
-def _write(report: RehearsalReport, directory: Path) -> None:
+def _write(report: Mapping[str, Any], directory: Path) -> None:
     """Write `rehearsal.json`, and `memory.png` if there is matplotlib."""
-    from ..report import plot_memory
-
     directory.mkdir(parents=True, exist_ok=True)
-    data = report.as_json()
-    (directory / "rehearsal.json").write_text(json.dumps(data) + "\n")
+    (directory / "rehearsal.json").write_text(json.dumps(report) + "\n")
     if find_spec("matplotlib") is None:
         print(f"No picture in {directory}: matplotlib is not installed.")
     else:
-        plot_memory(data, directory / "memory.png")
+        plot_memory(report, directory / "memory.png")

@@ -20,8 +20,8 @@ _LONGEST = 4000  # characters of what a stage has printed
 def rehearse(run_stage: Callable[[], StageReport], args: Namespace, ranks: Sequence[int]) -> list[StageReport]:
     """The reports of the stages, in the order of `ranks`, their global ranks; ends the program as soon as one fails.
 
-    `run_stage` runs the stage of a process, whose rank is that of `args`. Each stage has a fork of this process, which
-    has imported and parsed everything already.
+    `run_stage` runs the stage of `args.rank`. Each stage has a fork of this process, which has imported and parsed
+    everything already.
     """
     context = multiprocessing.get_context("fork")
     num_at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The messages of a step, whose two ends are compared."""
+"""The messages of a step: both ends of a channel must agree on them."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -46,8 +46,10 @@ class Message:
 
 
 def mismatches(sent: Iterable[Message], received: Iterable[Message]) -> list[str]:
-    """One sentence, without its full stop, for each channel whose ends disagree; both have the messages of all ranks,
-    those of each rank in its order."""
+    """One sentence, without its full stop, for each channel on which both ends disagree.
+
+    `sent` and `received` have the messages of all ranks, those of each rank in its order.
+    """
     ends: dict[tuple[int, int, str], tuple[list[Message], list[Message]]] = defaultdict(lambda: ([], []))
     for side, messages in enumerate((sent, received)):
         for message in messages:

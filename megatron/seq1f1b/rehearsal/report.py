@@ -75,7 +75,7 @@ class RehearsalReport:
 
     @property
     def mismatches(self) -> list[str]:
-        """One sentence, without its full stop, for each channel whose two ends disagree."""
+        """One sentence, without its full stop, for each channel on which both ends disagree."""
         received = [message for stage in self.stages for message in stage.received]
         return mismatches(self._sent, received)
 

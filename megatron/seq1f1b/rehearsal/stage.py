@@ -82,7 +82,7 @@ class Stage:
         with self.recorder:
             chunks, optimizer, scheduler = set_up(*args, **kwargs)
         if self._is_fake and is_fused_on_gpu(self._args):
-            use_segment_attention(chunks)  # whole sequences, too, have fused attention on a GPU
+            use_segment_attention(chunks)  # a GPU has fused attention for whole sequences, too
         gc.collect()
         self._label(chunks, optimizer)
         modules = [module for chunk in chunks for module in chunk.modules()]
@@ -127,7 +127,7 @@ class Stage:
         raise _Ended
 
     def _data(self, build: Callable, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        """The data iterators of the launch, whose batches are not counted."""
+        """The data iterators of the launch; their batches are not counted."""
         if self._is_fake:
             self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
             return RerunDataIterator(self._uncounted(fake_batches(self._args))), None, None

@@ -166,7 +166,7 @@ def _sequences_of_step(
 
 
 def patches(args: Namespace) -> PatchTable:
-    """What is bound while a stage runs on fake tensors; for a launch on GPUs, its kernels, too."""
+    """What is bound while a stage runs on fake tensors; includes the kernels of a GPU if the launch is for GPUs."""
     if args.device == "cpu":
         return _FOR_FAKES
     return _FOR_FAKES + _AS_ON_A_GPU + (_AS_WITH_TE if _has_transformer_engine(args) else ())

@@ -1,9 +1,9 @@
 """Timelines as a figure in the manner of the papers: a row for each rank, time to the right.
 
 The colour of a box stands for the kind of action, its shade for the segment (dark is late), its number for the
-micro-batch, the bar below it for the model chunk; idle time stays white. Lines beside a row run beside compute. Above
-it are collectives, hollow those that gather parameters, filled those that reduce gradients; below it are copies, filled
-those to the memory of the host, hollow those back.
+micro-batch, the bar below it for the model chunk; idle time stays white. Lines beside a row run beside compute: above
+it collectives, which gather parameters (hollow) or reduce gradients (filled), below it copies, to the memory of the
+host (filled) or back (hollow).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from typing import Any
 from ..schedule import MOVE_KINDS, Kind, Span, Timeline, sequences_held, written_whole
 from .colours import COLOURS, NAMES, shade
 
-_WHITE_LABELS = (Kind.I,)
 # Family, whether there are several segments, and several chunks: its name in the papers.
 _PAPERS = {
     ("gpipe", False, False): "GPipe",
@@ -25,13 +24,13 @@ _PAPERS = {
     ("zb-h1", False, False): "ZB-H1",
     ("zb-h1", True, False): "Seq1F1B + ZB-H1",
 }
+# Edge, face and name.
 _LINES = {
-    Kind.GATHER: ("#5e3c99", "parameter gathering"),
-    Kind.REDUCE: ("#b2182b", "gradient reduction"),
-    Kind.OFFLOAD: ("#35978f", "activations to the host"),
-    Kind.RELOAD: ("#01665e", "activations back"),
+    Kind.GATHER: ("#5e3c99", "white", "parameter gathering"),
+    Kind.REDUCE: ("#b2182b", "#b2182b", "gradient reduction"),
+    Kind.OFFLOAD: ("#35978f", "#35978f", "activations to the host"),
+    Kind.RELOAD: ("#01665e", "white", "activations back"),
 }
-_HOLLOW = Kind.GATHER, Kind.RELOAD
 _ROW = 0.28  # inches: height of a rank
 _WIDTH = 8.0  # inches: a page, at 200 dots an inch 1,600 pixels
 _NARROW = 5.0  # inches: a figure of one column of a paper, which has no room for the table at the right
@@ -41,23 +40,20 @@ _MAX_LABELS = 6000  # more would be too small to read and slow to draw
 def plot_timelines(
     timelines: Sequence[Timeline],
     path: str | Path,
-    titles: Sequence[str] | None = None,
     width: float = _WIDTH,
     has_labels: bool = True,
 ) -> None:
-    """Writes one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file.
+    """Write one panel for each timeline, all on one time axis, to a .png, .svg or .pdf file.
 
-    The right margin of a panel shows, for each rank, the most sequences held (see `sequences_held`)
-    and the idle share of the step; a figure of less than 5 inches does without. A title is taken
-    from `meta["schedule"]` and the sizes if it is not given. `width` is that of the figure in inches.
-    Numbers in the boxes drop out where they do not fit, and all with `has_labels=False`. Needs
-    matplotlib; raises ValueError for timelines of different time units.
+    The right margin of a panel shows, for each rank, the most sequences held (see `sequences_held`) and the idle share
+    of the step, unless the figure is narrower than 5 inches. `width` is that of the figure in inches. Boxes that are
+    too small have no number, and none has with `has_labels=False`. Needs matplotlib; raises ValueError for timelines of
+    different time units.
     """
     from matplotlib.figure import Figure
 
     if len({timeline.time_unit for timeline in timelines}) > 1:
         raise ValueError("timelines of different time units cannot share an axis")
-    titles = titles or [_title(timeline) for timeline in timelines]
     longest = max(timeline.makespan for timeline in timelines)
     is_narrow = width < _NARROW
     left, right = (0.3, 0.1) if is_narrow else (0.65, 1.45)
@@ -70,17 +66,14 @@ def plot_timelines(
     figure = Figure(figsize=(full, height))
 
     above = top
-    for timeline, title, panel in zip(timelines, titles, heights, strict=True):
+    for timeline, panel in zip(timelines, heights, strict=True):
         axes = figure.add_axes((left / full, 1 - (above + panel) / height, width / full, panel / height))
-        _draw(axes, timeline, title, longest, is_narrow)
+        _draw(axes, timeline, longest, is_narrow)
         if has_labels:
             _label(axes, timeline, longest)
         above += panel + gap
-    axes.set_xlabel(
-        f"time [{timelines[0].time_unit}]" if timelines[0].time_unit else "time",
-        fontsize=7 if is_narrow else 8,
-        labelpad=1,
-    )
+    unit = timelines[0].time_unit
+    axes.set_xlabel(f"time [{unit}]" if unit else "time", fontsize=7 if is_narrow else 8, labelpad=1)
     _add_legend(figure, timelines, height, columns=2 if is_narrow else 6)
     with written_whole(path) as unfinished:
         figure.savefig(unfinished, dpi=300 if is_narrow else 200)
@@ -96,7 +89,7 @@ def _title(timeline: Timeline) -> str:
     return f"{name}   {sizes}   bubble ratio {timeline.bubble_ratio:.3f}"
 
 
-def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: bool) -> None:
+def _draw(axes: Any, timeline: Timeline, longest: float, is_narrow: bool) -> None:
     from matplotlib.collections import PolyCollection
 
     boxes, colours, bars, lines, line_colours, line_faces = [], [], [], [], [], []
@@ -106,8 +99,9 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: 
             if action.kind in _LINES:
                 top = rank + 0.42 if action.kind in MOVE_KINDS else rank - 0.5
                 lines.append(_rectangle(left, right, top, top + 0.08))
-                line_colours.append(_LINES[action.kind][0])
-                line_faces.append("white" if action.kind in _HOLLOW else _LINES[action.kind][0])
+                edge, face, _ = _LINES[action.kind]
+                line_colours.append(edge)
+                line_faces.append(face)
                 continue
             boxes.append(_rectangle(left, right, rank - 0.46, rank + 0.46))
             colours.append(shade(action.kind, action.segment, timeline.shape.num_segments))
@@ -130,7 +124,7 @@ def _draw(axes: Any, timeline: Timeline, title: str, longest: float, is_narrow: 
         axes.set_ylabel("rank", fontsize=7, labelpad=1)
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, fontsize=7 if is_narrow else 9, loc="left", pad=4, wrap=is_narrow)
+    axes.set_title(_title(timeline), fontsize=7 if is_narrow else 9, loc="left", pad=4, wrap=is_narrow)
     if is_narrow:
         return
     inch = 1 / (axes.get_position().width * axes.figure.get_figwidth())
@@ -161,7 +155,7 @@ def _label(axes: Any, timeline: Timeline, longest: float) -> None:
         text = str(action.microbatch)
         if (end - start) * inches >= 0.055 * len(text) + 0.02:
             middle = (start + end) / 2 - timeline.start
-            colour = "white" if action.kind in _WHITE_LABELS else "black"
+            colour = "white" if action.kind is Kind.I else "black"
             axes.text(middle, rank, text, fontsize=6, color=colour, ha="center", va="center_baseline", clip_on=True)
 
 
@@ -174,9 +168,9 @@ def _add_legend(figure: Any, timelines: Sequence[Timeline], height: float, colum
 
     used = {span.action.kind for timeline in timelines for spans in timeline.ranks for span in spans}
     entries: dict[str, Any] = {NAMES[kind]: box(shade(kind, 1, 3)) for kind in NAMES if kind in used}
-    for kind, (colour, name) in _LINES.items():
+    for kind, (edge, face, name) in _LINES.items():
         if kind in used:
-            entries[name] = Patch(facecolor="white" if kind in _HOLLOW else colour, edgecolor=colour)
+            entries[name] = Patch(facecolor=face, edgecolor=edge)
     if any(timeline.shape.num_segments > 1 for timeline in timelines):
         entries["first to last segment"] = tuple(map(box, COLOURS[Kind.F]))
     if any(timeline.shape.num_chunks > 1 for timeline in timelines):

@@ -8,7 +8,7 @@ from typing import Any
 from ..schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Span, Timeline, written_whole
 from ..schedule.dependencies import message_needed
 
-# Perfetto ties an arrow to the slices that its ends lie in, so it leaves just before the sender's slice ends.
+# Perfetto ties an arrow to the slices at its ends, so it leaves just before the sender's slice ends.
 _INSIDE = 0.99
 
 
@@ -28,23 +28,12 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
         rows = {name: row for row, name in enumerate(sorted(aside), start=1)}
         events += (_name("thread_name", rank, row, name) for name, row in rows.items())
         for action, start, end in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": 0 if action.kind in COMPUTE_KINDS else rows[_aside(action)],
-                    "name": str(action),
-                    "cat": action.kind.value,
-                    "ts": (start - timeline.start) * scale,
-                    "dur": (end - start) * scale,
-                    "args": {
-                        "stage": action.stage,
-                        "chunk": timeline.shape.placement.chunk_of(action.stage),
-                        "microbatch": action.microbatch,
-                        "segment": action.segment,
-                    },
-                }
-            )
+            row = 0 if action.kind in COMPUTE_KINDS else rows[_aside(action)]
+            event = {"ph": "X", "pid": rank, "tid": row, "name": str(action), "cat": action.kind.value}
+            event |= {"ts": (start - timeline.start) * scale, "dur": (end - start) * scale}
+            chunk = timeline.shape.placement.chunk_of(action.stage)
+            args = {"stage": action.stage, "chunk": chunk, "microbatch": action.microbatch, "segment": action.segment}
+            events.append(event | {"args": args})
         events += _held(timeline, rank, scale)
     events += _arrows(timeline, scale)
     return {"traceEvents": events, "otherData": dict(timeline.meta)}
@@ -74,13 +63,8 @@ def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any
     held = 0
     for moment, change in sorted(changes):
         held += change
-        yield {
-            "ph": "C",
-            "pid": rank,
-            "name": "activations",
-            "ts": (moment - timeline.start) * scale,
-            "args": {unit: held},
-        }
+        at = (moment - timeline.start) * scale
+        yield {"ph": "C", "pid": rank, "name": "activations", "ts": at, "args": {unit: held}}
 
 
 def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:

@@ -12,8 +12,9 @@ def parse(monkeypatch, *flags: str, **asked) -> Namespace:
     """The arguments of a script that parses twice, as Megatron's own does."""
     defaults = {name: value for name, value, _ in upstream.FLAGS} | {"transformer_impl": "transformer_engine"}
     monkeypatch.setattr(sys, "argv", ["script", *flags])
-    parsed = upstream.with_cpu_defaults(lambda: Namespace(**defaults | {"flash_attention_version": None} | asked))
-    return parsed() and parsed()
+    given = defaults | {"flash_attention_version": None} | asked
+    parsed = [upstream.parse_with_cpu_defaults(lambda: Namespace(**given)) for _ in range(2)]
+    return parsed[1]
 
 
 def test_defaults_for_a_gpu_are_replaced(monkeypatch, caplog):

@@ -1,5 +1,4 @@
-"""How a rehearsal is started, and what it is not started with: one process for each pipeline stage, none of which
-outlives the program."""
+"""How a rehearsal starts, and what it refuses. It has a process for each pipeline stage; none outlives the program."""
 
 import os
 import signal

@@ -1,5 +1,8 @@
-"""Births and deaths add up to what was there at each moment. Storages are counted once, on tensors with values as on
-those without, whose operators give what they gave the first time, in form, and the counts of tokens of experts."""
+"""What is alive at each moment: every storage counts once, from its birth to its death.
+
+Tensors without values count like real ones. An operator gives results of the same form as the first time, and the
+counts of tokens of experts add up.
+"""
 
 import pytest
 import torch

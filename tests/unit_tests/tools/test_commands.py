@@ -41,15 +41,6 @@ def test_the_version_is_that_of_the_distribution(capsys):
     assert capsys.readouterr().out == f"seq1f1b {version('megatron-seq1f1b')}\n"
 
 
-def test_bash_completes_commands_and_flags(capsys):
-    assert commands.main(["completion"]) == 0
-    script = capsys.readouterr().out
-    typed = "COMP_WORDS=(seq1f1b plan --glo) COMP_CWORD=2; _seq1f1b; echo ${COMPREPLY[@]}"
-    typed += "; COMP_WORDS=(seq1f1b pre) COMP_CWORD=1; _seq1f1b; echo ${COMPREPLY[@]}"
-    run = subprocess.run(["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, timeout=patient(60))
-    assert run.stdout == "--global-batch-size\npreprocess\n", run.stderr
-
-
 @pytest.mark.parametrize(
     "package, requirement", [("matplotlib", "megatron-seq1f1b[report]"), ("torch", "megatron-seq1f1b")]
 )

@@ -52,7 +52,7 @@ def encoder_of(folder: Path, *flags: str) -> preprocess.Encoder:
 
 
 def ids_of(encoder: preprocess.Encoder, texts: list[str]) -> list:
-    return encoder.encode([("place", text.encode(), False) for text in texts])
+    return encoder.encode([preprocess.Document("place", text.encode(), False) for text in texts])
 
 
 def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
@@ -60,12 +60,12 @@ def test_the_pair_is_upstreams_byte_for_byte(corpus, tmp_path):
 
     tokenizer = encoder_of(corpus).tokenizer
     assert (tokenizer.vocab_size, tokenizer.eod) == (400, 0) and tokenizer.pad not in (0, None, -1)
-    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    builder = IndexedDatasetBuilder(str(tmp_path / "upstream.bin"), dtype=np.uint16)
     for text in TEXTS:
         ids = [*tokenizer.tokenize(text), tokenizer.eod]
         builder.add_document(ids, [len(ids)])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    assert pair(corpus / "one") == pair(tmp_path / "theirs")
+    builder.finalize(str(tmp_path / "upstream.idx"))
+    assert pair(corpus / "one") == pair(tmp_path / "upstream")
     assert made(corpus, corpus / "a.jsonl", "again", "--append-eod") == 0
     assert pair(corpus / "again") == pair(corpus / "one")
 
@@ -118,13 +118,13 @@ def test_bad_documents_stop_the_run_or_are_skipped(corpus, tmp_path, capsys):
     before = names(corpus)
     assert made(corpus, source, "bad") == 2
     error = capsys.readouterr().err
-    assert f"error: {source}:2: no key 'text'" in error and "--on-error skip" in error
+    assert f"error: {source}:2: it has no 'text'" in error and "--on-error skip" in error
     assert names(corpus) == before
     assert made(corpus, source, "bad", "--on-error", "skip") == 0
     out, error = capsys.readouterr()
-    assert "2 documents, " in out and "Skipped 8: " in out
-    reasons = ("no key", "empty", "not UTF-8", "not a JSON object", "key 'text' is not a string", "empty", "bad JSON")
-    for line, reason in enumerate((*reasons, "TextEncodeInput must be"), 2):
+    assert "2 documents, " in out and "; 8 skipped." in out
+    reasons = ("it has no 'text'", "it is not JSON", "it is not UTF-8", *["a value in it is of the wrong type"] * 2)
+    for line, reason in enumerate((*reasons, "it is empty", "it is not JSON", "TextEncodeInput must be"), 2):
         assert f"skipped {source}:{line}: {reason}" in error
     (tmp_path / "empty.txt").touch()
     assert made(corpus, tmp_path / "empty.txt", "none", "--on-error", "skip") == 2
@@ -157,7 +157,7 @@ def test_the_text_may_be_under_any_key(corpus, tmp_path):
 def test_a_worker_that_dies_ends_the_run(corpus):
     dies = SimpleNamespace(encode=lambda texts: os._exit(1))
     with pytest.raises(ValueError, match="a worker died"):
-        list(preprocess.encoded([("a", b"text", False)] * 900, dies, 2))
+        list(preprocess.encoded([preprocess.Document("a", b"text", False)] * 900, dies, 2))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
