@@ -85,8 +85,9 @@ class LossLedger:
             if self._num_shares > 1:
                 dist.all_reduce(num_tokens, group=self._context_parallel)
             self._of_micro_batches[microbatch] = torch.clamp(num_tokens, min=1)
-        # Megatron averages gradients over context-parallel ranks.
-        return loss * self._num_shares / self._of_micro_batches[microbatch]
+        if self._num_shares > 1:  # Megatron averages gradients over context-parallel ranks
+            loss = loss * self._num_shares
+        return loss / self._of_micro_batches[microbatch]
 
     def _is_whole(self, segment: Segment) -> bool:
         return segment.is_whole_sequence and self._num_shares == 1
