@@ -152,4 +152,3 @@ def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     figure.suptitle(title, fontsize=9)
     with written_whole(path) as unfinished:
         figure.savefig(unfinished, dpi=160)
-
