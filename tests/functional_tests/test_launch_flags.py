@@ -14,7 +14,7 @@ import pytest
 from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import model_of, read_model, training_flags
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner import Candidate, Question, candidates
+from megatron.seq1f1b.planning.planner.space import Candidate, Question, candidates
 from support.launchers import run
 
 WORKER = Path(__file__).parent / "workers" / "flags_worker.py"

@@ -14,8 +14,9 @@ from math import log2
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.machine import Machine, read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import LAWS, Candidate, Question, Training, soonest
-from megatron.seq1f1b.planning.simulator import Prediction, predict
+from megatron.seq1f1b.planning.planner.space import Candidate, Question
+from megatron.seq1f1b.planning.planner.time_to_train import LAWS, Training, soonest
+from megatron.seq1f1b.planning.simulator.step import Prediction, predict
 
 MODEL, TOKENS, LENGTH = "gpt-1t", 450e9, 2048  # arXiv 2104.04473, section 5: 450 billion tokens for 1T
 COUNTS = (16384, 65536)

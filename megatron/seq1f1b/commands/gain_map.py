@@ -17,7 +17,9 @@ from math import nan
 from pathlib import Path
 
 from ..planning.costs.machine import Machine, read_machine
-from ..planning.planner import Gain, Plan, Question, Search
+from ..planning.planner.gain import Gain
+from ..planning.planner.search import Plan, Search
+from ..planning.planner.space import Question
 from ..report.text import aligned
 from ..schedule import written_whole
 from .model_flags import PRESETS, preset

@@ -13,9 +13,8 @@ from ..arguments.megatron_run import layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup, even_layers
 from ..planning.model_sizes import recompute_of
-from ..planning.planner import Candidate, Question
 from ..planning.planner.search import fitted
-from ..planning.planner.space import cut, expert_sizes
+from ..planning.planner.space import Candidate, Question, cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement, Shape
 from .model_flags import add_every_model_flag
 from .parsing import Parser, check_size, count, with_values

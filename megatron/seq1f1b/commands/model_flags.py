@@ -73,7 +73,7 @@ PRESETS: Mapping[str, str] = MappingProxyType(
 
 
 def gpt_of(parameters: float) -> str:
-    """A GPT of about so many parameters, without embeddings: 128 times as wide as deep, as GPT-3 175B, heads of 128."""
+    """A GPT with about `parameters` beside embeddings: 128 times as wide as deep, as GPT-3 175B, heads of 128."""
     layers = max(8, 8 * round((parameters / (12 * 128**2)) ** (1 / 3) / 8))
     return _gpt(layers, 128 * layers, layers, 51200)
 
@@ -137,7 +137,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _layer_frequency(text: str) -> int | list[int]:
-    """Every so many layers, or a list of 0 and 1 as Megatron's parser takes it: [0,1,1] or [0]*1+[1]*2."""
+    """A period in layers, or a list of 0 and 1 in the form of Megatron's parser: [0,1,1] or [0]*1+[1]*2."""
     if text.isdigit() and int(text):
         return int(text)
     found: list[int] = []
@@ -158,7 +158,7 @@ def _window(text: str) -> tuple[int, ...]:
 
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:
-    """The flags of a model among those of a launch."""
+    """Read the flags of a model in a launch; others are passed over."""
     parser = Parser(None, allow_abbrev=False, add_help=False)
     add_every_model_flag(parser)
     return parser.parse_known_args(words)[0]

@@ -21,8 +21,10 @@ from pathlib import Path
 
 from ..arguments.supported import Use, first_unsupported
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
-from ..planning.planner import Gain, Plan, Question, Search, predict_candidate, way_out
-from ..planning.planner.search import MOST_ACTIONS_OF_AUTO
+from ..planning.planner.gain import Gain
+from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
+from ..planning.planner.space import Question
+from ..planning.planner.way_out import way_out
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
 from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, check_output, count, count_up_to, with_values

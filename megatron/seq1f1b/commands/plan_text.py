@@ -6,8 +6,11 @@ from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.layer_times import layer_time, repeated_time
 from ..planning.costs.machine import GIB
-from ..planning.planner import Gain, Plan, Question, by_use
-from ..planning.simulator import Prediction
+from ..planning.planner.gain import Gain
+from ..planning.planner.search import Plan
+from ..planning.planner.space import Question
+from ..planning.planner.way_out import by_use
+from ..planning.simulator.step import Prediction
 from ..report.text import aligned
 from ..schedule import FAMILIES, num_gathers
 

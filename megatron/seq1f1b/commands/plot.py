@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..planning.simulator import execute_lowered
+from ..planning.simulator.lowered import execute_lowered
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,

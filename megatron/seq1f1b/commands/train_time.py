@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.machine import read_machine
-from ..planning.planner import LAWS, Question, Training, soonest, way_out
+from ..planning.planner.space import Question
+from ..planning.planner.time_to_train import LAWS, Training, soonest
+from ..planning.planner.way_out import way_out
 from ..report.text import aligned
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, gpt_of, model_of, preset_words, read_model, training_flags
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     sizes = parser.add_mutually_exclusive_group(required=True)
     sizes.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
-    of_size = "a GPT of about so many, 128 times as wide as deep"
+    of_size = "a GPT of about this size, 128 times as wide as deep"
     sizes.add_argument("--parameters", type=amount, metavar="P", help=of_size)
     parser.add_argument("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
     parser.add_argument("--gpus", type=count_up_to(10**6), required=True, metavar="N", help="the most; required")

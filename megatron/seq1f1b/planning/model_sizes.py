@@ -48,7 +48,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
 
 
 def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
-    """What the backward computes again, by the names of TrainingSetup; modules whose costs are not known by theirs."""
+    """What the backward computes again, in the words of TrainingSetup, or by other names of Megatron's modules."""
     granularity = settings.get("recompute_granularity")
     if granularity == "selective":
         return " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))

@@ -32,7 +32,7 @@ from .costs.step_memory import activation_tables, rank_memory
 from .costs.traced_costs import FitError, read_traced_costs
 from .costs.training_setup import RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape, recompute_of
-from .simulator import extended
+from .simulator.estimate import extended
 from .simulator.step import timeline_of
 
 # Numbers of segments to try; one between two of these makes a step at most a few percent shorter.

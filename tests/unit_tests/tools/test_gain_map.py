@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands import gain_map
-from megatron.seq1f1b.planning.planner import Gain, Search
+from megatron.seq1f1b.planning.planner.gain import Gain
+from megatron.seq1f1b.planning.planner.search import Search
 from unit_tests.planning.planner.question import MODEL, small
 
 WORDS = "--model llama3-8b --seq-length 8192 --machine a100-80gb --gpus 2 4 --tokens 16384 32768 --bandwidths 10 100"

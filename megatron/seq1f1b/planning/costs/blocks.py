@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of a query and a key that it sees, forward."""
+        """Of the forward, for a query and a key that it sees."""
         return 2 * self.heads * (self.score_dim + self.value_dim)
 
     @property

@@ -112,7 +112,7 @@ def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
 
 
 def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
-    """Numbers in the keys and values of so many tokens of every sequence."""
+    """Numbers in the keys and values of `tokens` tokens of every sequence."""
     total = 0.0
     for block in blocks_of(setup.model, layer):
         if block.attention is not None:
@@ -134,7 +134,7 @@ MOST_KEPT, _LOGIT_BACKWARD = 8 * PIECE, 8
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
-    """How many a segment of `length` tokens has on a rank, those of prediction heads included."""
+    """The logits of a segment of `length` tokens on a rank, with those of prediction heads."""
     model = setup.model
     return (1 + model.prediction_depth) * setup.rows(length) * model.vocab_size / setup.tensor_parallel
 
@@ -213,6 +213,6 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
 
 
 def positions_bytes(setup: TrainingSetup, tokens: int) -> float:
-    """Rotary angles of so many tokens in 32 bit, which all layers of a rank share; models have rotary positions."""
+    """Rotary angles of `tokens` tokens in 32 bit, which all layers of a rank share; every model has them."""
     latent = setup.model.latent
     return 4 * tokens / setup.context_parallel * (latent.rotary_head_dim if latent else setup.model.head_dim)

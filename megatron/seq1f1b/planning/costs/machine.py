@@ -138,7 +138,7 @@ NCCL_CHANNELS = 16
 
 
 def bytes_outside(num_communicators: int) -> int:
-    """Bytes beside what is counted on a GPU that takes part in so many NCCL communicators."""
+    """Bytes on a GPU outside of what is counted, with `num_communicators` of NCCL."""
     return CONTEXT + CUBLAS_WORKSPACE + num_communicators * 2 * NCCL_CHANNELS * NCCL_BUFFER
 
 

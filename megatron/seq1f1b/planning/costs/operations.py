@@ -59,8 +59,8 @@ def flash_time(
     `head_dim` is the mean size of a key and of a value.
 
     The backward computes the scores again: five products for the two of the forward. Heads of less than 128 leave the
-    tensor cores waiting for the exponentials, which are as many whatever the size of a head (arXiv 2307.08691, section
-    4.1: heads of 64 reach about 0.85 of the rate).
+    tensor cores waiting for the exponentials, whose number does not depend on the size of a head (arXiv 2307.08691,
+    section 4.1: heads of 64 reach about 0.85 of the rate).
     """
     flops = (10 if backward else 4) * batch * heads * head_dim * pairs
     rate = device.peak_flops * (device.flash_backward if backward else device.flash_forward)

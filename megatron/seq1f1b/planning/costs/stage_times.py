@@ -130,8 +130,8 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[t
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:
-    """Seconds to sum the gradients of so many parameters over the ranks that hold the same, and to gather the
-    parameters where the optimizer state is sharded; those of `experts` have a group of their own."""
+    """Seconds to sum gradients over the ranks that hold the same parameters, and to gather the parameters where the
+    optimizer state is sharded. `parameters` and `experts` are counts; experts have a group of their own."""
     reduce = gather = 0.0
     for group, count in ((setup.data_group, parameters), (setup.expert_data_group, experts)):
         gradients = setup.gradient_bytes * count

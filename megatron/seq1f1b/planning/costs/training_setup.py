@@ -169,7 +169,7 @@ class TrainingSetup:
         )
 
     def rows(self, tokens: int) -> float:
-        """Rows that so many tokens of every sequence have in the products of a rank."""
+        """Rows in the products of a rank, for `tokens` tokens of every sequence."""
         return self.micro_batch_size * tokens / self.context_parallel
 
     def stage_layers(self, stage: int) -> Mapping[int, int]:

@@ -16,7 +16,7 @@ from ..costs.stage_costs import action_costs
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, kept, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
-from ..simulator import Prediction, predict
+from ..simulator.step import Prediction, predict
 from .space import (
     Candidate,
     Question,
@@ -129,7 +129,7 @@ def _share(segments: int) -> float:
 
 
 def _least(setup: TrainingSetup, machine: Machine, work: list[float], around: list[float]) -> float:
-    """`work` is that of a micro-batch on each stage, `around` that of its first segment."""
+    """`work` has the seconds of a micro-batch on each stage, `around` those of its first segment."""
     ranks, longest, before = setup.pipeline_parallel, 0.0, 0.0
     for rank in range(ranks):
         total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
@@ -167,8 +167,8 @@ def _at_once(setup: TrainingSetup, segments: int | None) -> float:
 def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = None) -> float:
     """What the copies of the first rank take at least; inf where its memory and the host's are too small.
 
-    When the last forward of a micro-batch has run, what exceeds the memory is on the host. A byte is there at as many
-    such moments as micro-batches are held at once; and all that is there at one has left before and comes back after.
+    After the last forward of each micro-batch, what exceeds the memory is on the host. One byte can be there at as many
+    such moments as micro-batches are held at once, and what is there has been copied once and will be once more.
     """
     over = least_bytes(setup, segments) - room.device
     if over <= 0:

@@ -209,7 +209,7 @@ def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, i
 
 
 def families(question: Question, setup: TrainingSetup) -> list[str]:
-    """Those for a set-up; `auto` takes its turn on the winners of the others."""
+    """The families for a set-up; `auto` is tried on the winners of the others."""
     if setup.pipeline_parallel == 1:  # without a bubble all take equally long
         return [family for family in question.families if family == "1f1b"]
     left_out = {"auto"}

@@ -24,7 +24,7 @@ def extended(shape: Shape, measured: Measured) -> Sequence[float]:
 
 
 def _from_short_steps(measured: Measured, num_microbatches: int, group: int) -> Sequence[float]:
-    """What `measured` gives for a step of so many micro-batches, from short steps that end alike.
+    """What `measured` gives for a step of `num_microbatches`, from short steps that end alike.
 
     In its steady state a schedule repeats itself with every group of micro-batches that occupies all ranks, so that
     time, and memory where it grows at all, grow by as much with each. Two steps give that growth; where it does not

@@ -14,9 +14,7 @@ from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
 from megatron.seq1f1b.planning.costs.stage_costs import analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import Search
 from megatron.seq1f1b.schedule import Placement, build
-from unit_tests.planning.planner.question import MODEL, small
 
 MACHINE = read_machine("h100-80gb")
 SETUP = TrainingSetup(
@@ -54,13 +52,6 @@ def test_one_expert_for_all_tokens_is_a_feed_forward_block():
     assert kept[1] == kept[0] < layer_activation(setups[1], 0, 0, 8192)
     planned = [analytic_costs(model, (32,), MACHINE.device)[0].weight(0, 8192) for model in (dense, alone)]
     assert planned[1] == pytest.approx(planned[0], rel=0.01)
-
-
-def test_auto_plans_with_weight_gradients_of_experts_apart():
-    model = replace(MODEL, experts=Experts(8, 2, 512), expert_layers=tuple(range(6)))
-    question = small(model=model, families=("1f1b", "zb-h1", "auto"), chunks=(1,), micro_batches=(1,))
-    deep = Search(question).best(4, accept=lambda each: each.setup.pipeline_parallel == 4)
-    assert "auto" in {each.candidate.setup.family for each in deep}
 
 
 def test_expert_parallelism_divides_the_experts_and_their_state():

@@ -147,13 +147,6 @@ def test_a_layer_without_known_sizes_is_an_error():
         layer_activation(hybrid("*D"), 1, 0, LENGTH)
 
 
-def test_recurrent_layers_take_less_than_attention_when_long():
-    attention, recurrent = (
-        rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (hybrid("*-*-"), hybrid("G-G-"))
-    )
-    assert recurrent.keys_values == 0 and 0 < recurrent.states < attention.keys_values / 4
-
-
 def test_megatrons_modules_move_all_but_feed_forward_blocks():
     """--fine-grained-activation-offloading: bytes of a token and hidden unit, and the time of a slow link."""
     whole = TrainingSetup(preset("30b"), 4096, 2, placement=Placement(2), offloads=1.0, offloads_modules=True)

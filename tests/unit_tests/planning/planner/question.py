@@ -5,7 +5,7 @@ from functools import cache
 
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.planner import Question
+from megatron.seq1f1b.planning.planner.space import Question
 
 MODEL = ModelShape(6, 1024, 4096, 8, 128, 32768)
 WORDS = (

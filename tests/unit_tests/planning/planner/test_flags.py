@@ -12,10 +12,10 @@ from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner import Search, candidates
-from megatron.seq1f1b.planning.planner.space import Candidate
+from megatron.seq1f1b.planning.planner.search import Search
+from megatron.seq1f1b.planning.planner.space import Candidate, candidates
 from megatron.seq1f1b.planning.run_costs import RunCosts
-from megatron.seq1f1b.planning.simulator import predict
+from megatron.seq1f1b.planning.simulator.step import predict
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.question import WORDS, linked, small
 

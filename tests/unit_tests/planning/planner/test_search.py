@@ -5,16 +5,18 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.plan_text import breakdown
-from megatron.seq1f1b.planning.planner import Search, candidates, predict_candidate, way_out
 from megatron.seq1f1b.planning.planner.search import (
+    Search,
     fitted,
     least_bytes,
     least_seconds,
     least_seconds_away,
     least_seconds_cut,
     least_seconds_of,
+    predict_candidate,
 )
-from megatron.seq1f1b.planning.planner.space import all_sizes, cuts, schedules, spread
+from megatron.seq1f1b.planning.planner.space import all_sizes, candidates, cuts, schedules, spread
+from megatron.seq1f1b.planning.planner.way_out import way_out
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planning.planner.question import MODEL, linked, small
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import gpt_of, model_of, read_model
-from megatron.seq1f1b.planning.planner import LAWS, soonest
-from megatron.seq1f1b.planning.planner.time_to_train import loss
+from megatron.seq1f1b.planning.planner.time_to_train import LAWS, loss, soonest
 from unit_tests.planning.planner.question import small
 
 MILLION = 1e6

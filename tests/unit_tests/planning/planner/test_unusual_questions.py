@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.seq1f1b.planning.planner import Search, way_out
+from megatron.seq1f1b.planning.planner.search import Search
+from megatron.seq1f1b.planning.planner.way_out import way_out
 from unit_tests.planning.planner.question import MODEL, small
 
 

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from megatron.seq1f1b.planning.simulator import estimate, extended
+from megatron.seq1f1b.planning.simulator import estimate
+from megatron.seq1f1b.planning.simulator.estimate import extended
 from megatron.seq1f1b.schedule import FAMILIES, Costs, Placement, Shape, build, peak_memory, simulate
 
 LONG = [(family, *sizes) for family in FAMILIES for sizes in ((4, 1, 37, 3), (3, 1, 41, 2), (2, 2, 23, 4))]

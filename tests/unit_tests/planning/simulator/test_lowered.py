@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.seq1f1b.planning.simulator import ChunkCollectives, execute_lowered
+from megatron.seq1f1b.planning.simulator.lowered import ChunkCollectives, execute_lowered
 from megatron.seq1f1b.schedule import (
     MOVE_KINDS,
     Costs,

@@ -7,7 +7,8 @@ import pytest
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.simulator import estimate, predict
+from megatron.seq1f1b.planning.simulator import estimate
+from megatron.seq1f1b.planning.simulator.step import predict
 from megatron.seq1f1b.schedule import Placement
 
 MACHINE = read_machine("a100-80gb")
