@@ -26,7 +26,7 @@ from .costs.flops import authors_flops
 from .costs.layer_bytes import keeps_logits
 from .costs.machine import Device, Machine, read_machine
 from .costs.model_shape import ModelShape
-from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, analytic_costs, bottleneck_time
+from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, setup_costs
 from .costs.stage_times import step_costs
 from .costs.step_memory import activation_tables, rank_memory
 from .costs.traced_costs import FitError, read_traced_costs
@@ -76,8 +76,7 @@ class RunCosts:
 
     @property
     def has_loss_in_pieces(self) -> bool:
-        whole = (self.run.sequence_length,)
-        return self.model is not None and not keeps_logits(self._training_setup(ScheduleChoice("1f1b"), whole))
+        return self.model is not None and not keeps_logits(self._whole)
 
     @property
     def flops(self) -> tuple[int, int] | None:
@@ -86,15 +85,7 @@ class RunCosts:
     @cached_property
     def stages(self) -> tuple[StageCost, ...]:
         """What a segment of a micro-batch costs on every stage. Raises ValueError where that is not known."""
-        if self.is_measured:
-            return self.measured[0]
-        run = self.run
-        assert self.model is not None, "costs are for models of known sizes"
-        # A tensor-parallel group shares the work, the sequences of a micro-batch add to it.
-        devices = run.tensor_parallel_size / run.micro_batch_size
-        return analytic_costs(
-            self.model, run.layers_per_stage, self._device, self._recompute, devices, self.has_loss_in_pieces
-        )
+        return self.measured[0] if self.is_measured else setup_costs(self._whole, self._device)
 
     @cached_property
     def measured(self) -> tuple[tuple[StageCost, ...], FitError]:
@@ -215,13 +206,14 @@ class RunCosts:
         return 1 if self.run.settings.get("bf16") or self.run.settings.get("fp16") else 2
 
     @property
-    def _recompute(self) -> str:
-        found = recompute_of(self.run.settings, self.flags.recompute_keeps_attention)
-        return found if found in RECOMPUTES else "none"
+    def _whole(self) -> TrainingSetup:
+        """The set-up of whole sequences."""
+        return self._training_setup(ScheduleChoice("1f1b"), (self.run.sequence_length,))
 
     def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup:
         run, settings = self.run, self.run.settings
         assert self.model is not None, "costs are for models of known sizes"
+        recompute = recompute_of(settings, self.flags.recompute_keeps_attention)
         return TrainingSetup(
             self.model,
             run.sequence_length,
@@ -236,7 +228,7 @@ class RunCosts:
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
             sequence_parallel=bool(settings.get("sequence_parallel")),
-            recompute=self._recompute,
+            recompute=recompute if recompute in RECOMPUTES else "none",
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             partitions_state=bool(settings.get("partition_state")),

@@ -7,15 +7,16 @@ of a given machine, kernel by kernel, for segments that are cut. FLOPs and block
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
 from .blocks import BYTES, blocks_of
 from .flops import head_flops, layer_flops, pairs
+from .layer_bytes import keeps_logits
 from .machine import Device, read_machine
 from .model_shape import ModelShape
-from .training_setup import ALL_BUT_ATTENTION, FULL
+from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 
 # Kernels of a layer in each direction, about: what they take to start does not shrink with a segment.
 _KERNELS = 20
@@ -95,8 +96,8 @@ def analytic_costs(
     """The cost of a segment on every stage, in seconds for one sequence, where `num_devices` share its work.
 
     The first stage also holds the embedding, the last the layers of multi-token prediction and the projections to the
-    vocabulary. Where `recompute`, as in TrainingSetup, repeats layers, that is a part of their backward; so are, with
-    `loss_in_pieces`, the logits that it computes again, and the weight gradient of the projection, which no W can take.
+    vocabulary. Layers that `recompute` (as in TrainingSetup) repeats count in their backward. With `loss_in_pieces` the
+    backward also has the logits that it computes again and the weight gradient of the projection, which no W can take.
     Raises ValueError if the stages do not hold all layers of the model.
     """
     if sum(layers_per_stage) != model.num_layers:
@@ -135,6 +136,16 @@ def analytic_costs(
         costs.append(StageCost(forward, backward, weight))
         first += num_layers
     return tuple(costs)
+
+
+_analytic_costs = lru_cache(maxsize=1024)(analytic_costs)
+
+
+def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost, ...]:
+    """`analytic_costs` of a set-up: training cuts and plans by these, whatever the machine."""
+    devices = setup.tensor_parallel / setup.micro_batch_size  # sequences of a micro-batch add to the work
+    pieces = not keeps_logits(setup)
+    return _analytic_costs(setup.model, setup.layers_per_stage, device, setup.recompute, devices, pieces)
 
 
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:

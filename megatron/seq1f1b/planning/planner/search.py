@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
 from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
-from ..costs.stage_costs import action_costs
+from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
 from ..costs.step_memory import Memory, kept, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
@@ -28,7 +28,6 @@ from .space import (
     numbers_of_segments,
     partitioned,
     spread,
-    stage_costs,
 )
 
 # This many micro-batches at once fill all tiles and waves.
@@ -89,7 +88,15 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     rows = stage_rows(setup, machine)
     work = [sum(f) + sum(i) + sum(w) for f, i, w in rows]
     around = [f[0] if setup.splits_backward else f[0] + i[0] + w[0] for f, i, w in rows]
-    return _least(setup, machine, work, around)
+    ranks, longest, before = setup.pipeline_parallel, 0.0, 0.0
+    for rank in range(ranks):
+        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
+        # The end of the step looks alike on all ranks between the first and the last.
+        reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
+        longest = max(longest, before + total + reduce)
+        before += around[rank]
+    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
+    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
 
 
 def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int | None = None) -> float:
@@ -126,19 +133,6 @@ def _evenly_cut(setup: TrainingSetup, segments: int) -> TrainingSetup | None:
 
 def _share(segments: int) -> float:
     return _ROUNDING if segments > 1 else 1.0
-
-
-def _least(setup: TrainingSetup, machine: Machine, work: list[float], around: list[float]) -> float:
-    """`work` has the seconds of a micro-batch on each stage, `around` those of its first segment."""
-    ranks, longest, before = setup.pipeline_parallel, 0.0, 0.0
-    for rank in range(ranks):
-        total = setup.num_microbatches * sum(work[stage] for stage in setup.placement.stages_of(rank))
-        # The end of the step looks alike on all ranks between the first and the last.
-        reduce = step_end(setup, machine, rank).reduce if rank in (0, 1, ranks - 1) else 0.0
-        longest = max(longest, before + total + reduce)
-        before += around[rank]
-    ends = [step_end(setup, machine, rank) for rank in {0, ranks - 1}]
-    return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
 
 
 def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
@@ -370,6 +364,6 @@ def predict_candidate(candidate: Candidate, question: Question) -> Plan:
     """Predict a candidate, whether or not it fits; `auto` plans by the costs that training has."""
     setup, schedule = candidate.setup, None
     if setup.family == "auto":
-        costs = action_costs(stage_costs(setup), setup.layers_per_stage, setup.segments)
+        costs = action_costs(setup_costs(setup), setup.layers_per_stage, setup.segments)
         schedule = build("auto", setup.shape, costs)
     return Plan(candidate, predict(setup, question.machine, schedule))

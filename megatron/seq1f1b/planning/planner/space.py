@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 from ...partition import SegmentTime, Task, cut_sequence, segment_multiple
 from ...schedule import FAMILY_NAMES, Placement
 from ..costs.flops import authors_flops
-from ..costs.layer_bytes import keeps_logits
 from ..costs.layer_times import fastest_cp_comm_type
 from ..costs.machine import GIB, OUTSIDE_GIB, Machine
 from ..costs.model_shape import ModelShape
-from ..costs.stage_costs import A100, StageCost, analytic_costs, bottleneck_time
+from ..costs.stage_costs import A100, bottleneck_time, setup_costs
 from ..costs.stage_times import balanced_layers
 from ..costs.training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, even_layers
 
@@ -250,18 +249,11 @@ def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
     """The lengths that training would have with these flags; None where a sequence is too short."""
-    time = _slowest_stage(stage_costs(setup)) if strategy == "balanced" else None
+    time = _slowest_stage(setup_costs(setup)) if strategy == "balanced" else None
     multiple = segment_multiple(setup.token_shares, setup.context_parallel)
     return _cut(setup.model, setup.sequence_length, multiple, strategy, segments, time)
 
 
-def stage_costs(setup: TrainingSetup) -> tuple[StageCost, ...]:
-    """What training cuts and plans by, whatever the machine: see `arguments/sequence_partition`."""
-    devices = setup.tensor_parallel / setup.micro_batch_size
-    return _stage_costs(setup.model, setup.layers_per_stage, A100, setup.recompute, devices, not keeps_logits(setup))
-
-
-_stage_costs = lru_cache(maxsize=1024)(analytic_costs)
 # Equal costs give the same function, by which `_cut` caches lengths.
 _slowest_stage = lru_cache(maxsize=1024)(bottleneck_time)
 
