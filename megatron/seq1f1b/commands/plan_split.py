@@ -12,7 +12,6 @@ of every stage and segment, messages left out. 'terapipe, free' is the dynamic p
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..arguments import MegatronRun
@@ -20,27 +19,14 @@ from ..arguments.sequence_partition import SequencePartition
 from ..partition import STRATEGIES, segment_times
 from ..planning.costs.training_setup import even_layers
 from ..planning.run_costs import RunCosts
+from ..report.splits import Cut, plot_splits
 from ..report.text import aligned
-from ..schedule import FAMILIES, Placement, Shape, Timeline, build, simulate
+from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of
 from .parsing import PICTURES, Parser, check_output, check_size, count
 
 # Simulating this many takes ten seconds for each strategy.
 MOST_ACTIONS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A partition, the cost of its segments on the slowest stage in seconds, and the simulated step."""
-
-    name: str
-    lengths: tuple[int, ...]
-    costs: tuple[float, ...]
-    step: Timeline
-
-    @property
-    def imbalance(self) -> float:
-        return max(self.costs) * len(self.costs) / sum(self.costs)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -157,13 +143,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: {str(error).replace('--sequence-split-strategy ', '')}.", file=sys.stderr)
     print(table(cuts))
     if args.output is not None:
-        from megatron.seq1f1b.report.splits import plot_splits
-
         title = (
             f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, "
             f"{args.pipeline_model_parallel_size} ranks, {args.num_microbatches} micro-batches"
         )
-        rows = [(each.name, each.lengths, each.costs, f"{100 * each.step.bubble_ratio:.1f} %") for each in cuts]
-        plot_splits(rows, title, args.output)
+        plot_splits(cuts, title, args.output)
         print(f"\n{args.output} written.")
     return 0
