@@ -50,7 +50,7 @@ train() {
         --tensorboard-dir "$OUTPUT/$name/tensorboard" \
         --pipeline-trace "$OUTPUT/$name/trace" --pipeline-trace-iterations "$traced" \
         "$@" 2>&1 | tee "$log" | show_progress ||
-        die "training failed; see the end of $log: $(grep -E 'Error|error:' "$log" | tail -n 1)"
+        die "training failed; see the end of $log: $(grep -E 'Error|error:|Signal ' "$log" | grep -v ChildFailedError | tail -n 1)"
 }
 
 # Megatron's line per iteration, shortened. Not in awk: mawk reads a pipe in blocks, so that lines come minutes late.

@@ -63,7 +63,8 @@ class Peers:
         if is_rank_0() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             with suppress(RuntimeError):  # torch.distributed reports a port that is in use
                 self._server = _store(is_master=True)
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._watching.start()
 
     def report(self, failure: str) -> str:
         """Report a failure; returns the first one that any rank has reported."""
@@ -108,6 +109,9 @@ class Peers:
                     has_left = bool(self._store.check(["rank 0 has left"]))
                     time.sleep(_POLL / 10)
                 self._store.add("done", 1)
+        if threading.current_thread() is not self._watching:
+            # Python aborts when it ends while a thread comes back from the store.
+            self._watching.join(_PATIENCE)
         return has_left
 
     def _watch(self) -> None:

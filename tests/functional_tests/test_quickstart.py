@@ -17,7 +17,8 @@ def test_quick_start_trains_twice_and_compares(tmp_path):
         text=True,
         timeout=patient(300),
     )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    logs = [path.read_text(errors="replace")[-3000:] for path in tmp_path.glob("*/log.txt")]
+    assert run.returncode == 0, "\n".join([run.stdout[-3000:], run.stderr[-1000:], *logs])
     assert run.stdout.count("iteration     3/3") == 2
     (difference,) = re.findall(r"Losses of the first 3 iterations differ by at most (\S+)\.", run.stdout)
     assert float(difference) < 1e-4
