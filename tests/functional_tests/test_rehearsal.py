@@ -233,13 +233,6 @@ def test_ends_that_disagree_fail(launch):
     ) in job.log
 
 
-def test_a_launch_that_does_not_fit_fails(launch):
-    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, "--sequence-splits", 4, "--device-memory", 0.002)
-    assert job.code == 1
-    problem = "pipeline ranks 0 and 1 need more than the 0.002 GiB of --device-memory, rank "
-    assert f"Memory: {problem}" in job.log and f"error: {problem}" in job.log
-
-
 @pytest.mark.parametrize(
     "words, code, found",
     [

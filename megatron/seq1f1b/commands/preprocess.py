@@ -53,9 +53,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=paths)
     parser.add_argument("--glob", default="*", metavar="PATTERN", help="names of files to take from a folder: '*.py'")
     parser.add_argument("--json-key", "--json-keys", default="text", metavar="KEY", help="of the text; default: text")
-    errors = (
-        "what a document that is empty, not UTF-8, bad JSON or without the key does: stop the run (default), or skip"
-    )
+    errors = "at a document that is empty, not UTF-8, bad JSON or without the key: stop (default), or skip it"
     parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help=errors)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="training's --data-path")
     parser.add_argument("--append-eod", action="store_true", help="end every document with the tokenizer's end token")

@@ -58,10 +58,9 @@ class Ledger(TorchDispatchMode):
     that its kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
     """
 
-    def __init__(self, device: str, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
+    def __init__(self, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
         super().__init__()
         self._run = run or (lambda function, args, kwargs: function(*args, **kwargs))
-        self._with_workspace = device != "cpu"
         self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
         self._default = Category.ACTIVATIONS
         self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}
@@ -134,8 +133,8 @@ class Ledger(TorchDispatchMode):
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, torch.Tensor):
                 self._note(item.untyped_storage())
-        if self._with_workspace and (size := workspace_bytes(function, args)):
-            self._dies(self._is_born(size, Category.TEMPORARY))
+        if function is _FLASH_BACKWARD:
+            self._dies(self._is_born(workspace_bytes(args), Category.TEMPORARY))
         return result
 
     def communicates(self, operator: Any, args: tuple) -> None:
@@ -162,16 +161,14 @@ class Ledger(TorchDispatchMode):
         self._moments[-1][1].append((allocation, -1))
 
 
-def workspace_bytes(operator: Any, args: Sequence[Any]) -> int:
-    """Bytes that `operator` takes from PyTorch's allocator while it runs, beyond what it returns; 0 if none are known.
+def workspace_bytes(args: Sequence[Any]) -> int:
+    """Bytes that the backward of flash attention 2 allocates while it runs, beyond what it returns.
 
-    The backward of flash attention 2 sums the gradient of the queries in fp32 before it rounds, at a head size that is
-    a multiple of 32 (64 above 128), keeps one fp32 number a query and head (`dq_accum` and `softmax_d` in mha_bwd of
+    It sums the gradient of the queries in fp32 before it rounds, at a head size that is a multiple of 32 (64 above
+    128), keeps one fp32 number a query and head (`dq_accum` and `softmax_d` in mha_bwd of
     pytorch/aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp), and for grouped KV heads makes gradients
     of keys and values for every query head.
     """
-    if operator is not _FLASH_BACKWARD:
-        return 0
     query, key = args[1], args[2]
     *_, length, heads, size = query.shape
     sequences = query.shape[0] if query.dim() == 4 else 1

@@ -39,7 +39,7 @@ class Stage:
         self._watched = watched
         self._is_fake = is_fake
         run = ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
-        self.recorder = StepRecorder(args.device, run if is_fake else None)
+        self.recorder = StepRecorder(run if is_fake else None)
         self._num_parameters = self._num_layers = self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:

@@ -93,8 +93,3 @@ def test_one_sentence(words, sentence, folder, capsys):
     assert output.err.count("\n") == 1 or tool == "check", "only what is wrong in a schedule is shown in its place"
     assert sentence.replace("{}", str(folder)) in output.err and len(output.err) < 1000
     assert {*folder.rglob("*")} == before, "nothing is written"
-
-
-def test_what_fits_is_drawn(folder):
-    assert not run("plot", ["--output", str(folder / "a.json"), "--num-microbatches", "4", "--sequence-splits", "2"])
-    assert len(json.loads((folder / "a.json").read_text())["ranks"]) == 4

@@ -68,14 +68,6 @@ def test_costs_from_a_file_for_auto(tmp_path):
     assert durations["I", 0] == 1.5 and durations["W", 0] == 1
 
 
-def test_help_names_every_default(capsys):
-    with pytest.raises(SystemExit):
-        seq1f1b("plot", "--help")
-    text = " ".join(capsys.readouterr().out.split())
-    for default in ("1f1b", "4", "8", "1", "looped", "f=1,i=1,w=1,message=0", "the peak of 1f1b"):
-        assert f"default: {default}" in text
-
-
 @pytest.mark.parametrize("name", ["a.csv", "a.json", "a.trace.json", "a.png"])
 def test_an_unfinished_file_leaves_what_was_there(name, tmp_path, monkeypatch, capsys):
     """Where the disk is full before the name is changed."""
