@@ -20,24 +20,27 @@ RECOMPUTES = ("none", *MODULES, FULL, ALL_BUT_ATTENTION)
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """`segments` are the lengths in tokens, first to last; `recompute` is one of RECOMPUTES; many logits are
-    taken in pieces unless it `keeps_logits`.
+    """What runs, and on which ranks. `segments` are lengths in tokens, first to last; `layers_per_stage` has one entry
+    per stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel fastest, then context, data,
+    pipeline. Raises ValueError for sizes that do not fit.
 
-    `layers_per_stage` has one entry a stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel
-    fastest, then context, data, pipeline. Experts are spread over `expert_parallel` of the ranks of a pipeline rank and
-    are not cut (--expert-tensor-parallel-size 1). With `overlaps_data_parallel` gradients of a model chunk are summed,
-    and its parameters gathered, beside the compute of others (--overlap-grad-reduce, --overlap-param-gather).
-    `cp_comm_type` is how context-parallel ranks exchange whole sequences, as in context_exchange; None: by the fastest
-    way. With `hides_experts` tokens travel to experts beside the compute of another micro-batch
-    (--overlap-moe-expert-parallel-comm, in Megatron's own schedules). With `partitions_state` replicas keep shares of
-    weights and gradients (--partition-state, with `distributed_optimizer` and `overlaps_data_parallel`). Where whole
-    layers are recomputed, these are `recomputed_share` of each stage (--recompute-method block). `offloads` is the
-    share of a rank's activations that waits in the memory of its host (--offload-activations). With `offloads_modules`
-    it is the share of what Megatron's modules can move of every unit, beside the compute of its own layers
-    (--fine-grained-activation-offloading). Raises ValueError for sizes that do not fit.
+    - `expert_parallel`: how many ranks of a pipeline rank share the experts, which are not cut
+      (--expert-tensor-parallel-size 1).
+    - `overlaps_data_parallel`: gradients of a model chunk are summed, and its parameters gathered, beside the compute
+      of others (--overlap-grad-reduce, --overlap-param-gather).
+    - `partitions_state`: replicas keep shares of weights and gradients (--partition-state); needs
+      `distributed_optimizer` and `overlaps_data_parallel`.
+    - `recompute`: one of RECOMPUTES; of whole layers, `recomputed_share` of each stage (--recompute-method block).
+    - `keeps_logits`: many logits are not taken in pieces.
+    - `cp_comm_type`: how context-parallel ranks exchange whole sequences, as in context_exchange; None: fastest.
+    - `hides_experts`: tokens travel to experts beside the compute of another micro-batch
+      (--overlap-moe-expert-parallel-comm, in Megatron's own schedules).
+    - `offloads`: the share of a rank's activations that waits in the memory of its host (--offload-activations); with
+      `offloads_modules` the share of what Megatron's modules can move of every unit, beside the compute of its own
+      layers (--fine-grained-activation-offloading).
 
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
-    for it. tools/paper has those of the papers.
+    for it, as for the programs of the papers in tools/paper.
     """
 
     model: ModelShape
