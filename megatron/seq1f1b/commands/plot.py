@@ -132,6 +132,8 @@ def main(argv: list[str] | None = None) -> None:
     check_output(output, *PICTURES, ".trace.json", ".json", ".csv")
     check_sources(args)
     family = args.pipeline_schedule or "1f1b"
+    if not 2 <= args.width <= 100:
+        raise ValueError(f"--width {args.width:g} is not from 2 to 100 inches")
     if args.memory_limit is not None and family != "auto":
         raise ValueError("--memory-limit is for --pipeline-schedule auto")
     if args.timeline:
@@ -150,7 +152,10 @@ def main(argv: list[str] | None = None) -> None:
         if name.endswith(".csv"):
             return write_csv(schedule, output)
         meta = {"schedule": title, "costs": text}
-        timelines = [replace(simulated(schedule, costs, move), meta=meta)]
+        timeline = simulated(schedule, costs, move)
+        if not 0 < timeline.makespan < inf:
+            raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
+        timelines = [replace(timeline, meta=meta)]
 
     if name.endswith(PICTURES):
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)

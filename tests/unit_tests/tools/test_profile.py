@@ -1,5 +1,6 @@
 """`seq1f1b profile` finds the constants of a machine whose operations take as long as this package predicts."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -80,3 +81,9 @@ def test_without_other_ranks_the_links_are_those_of_the_base():
         num_ranks = ranks_in_node = 1
 
     assert profile.measured_links(H100, Alone()) == {}
+
+
+def test_an_output_is_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.seq1f1b.commands.profile_clock", None)
+    with pytest.raises(ValueError, match="there is no folder /nope"):
+        profile.main(["--output", "/nope/mine.toml"])
