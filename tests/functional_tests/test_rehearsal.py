@@ -69,15 +69,8 @@ def test_no_tokenizer_is_loaded(launch, tmp_path):
     words = {f"word{i}": i for i in range(1000)}
     (tmp_path / "vocab.json").write_text(json.dumps(words))
     at = MODEL.index("--tokenizer-type")
-    tokenizer = (
-        "--tokenizer-type",
-        "GPT2BPETokenizer",
-        "--vocab-file",
-        tmp_path / "vocab.json",
-        "--merge-file",
-        "merges",
-    )
-    flags = [*MODEL[:at], *tokenizer, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
+    gpt2 = ("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", tmp_path / "vocab.json", "--merge-file", "merges")
+    flags = [*MODEL[:at], *gpt2, *TWO_STAGES, "--pipe-sp-splits", 4, "--pipe-sp-strategy", "average", "--dry-run"]
     flags += ["--attention-dropout", 0.1]
     job = launch(1, flags, env={"WORLD_SIZE": "2", "HF_HUB_OFFLINE": "1"}, timeout=400).check()
     assert "Memory: fits. " in job.log
@@ -231,6 +224,13 @@ def test_ends_that_disagree_fail(launch):
         "error: 16 messages are sent from rank 1 to rank 0 (gradients from odd to lower pipeline ranks), but 17 "
         "received; the first without a partner is float32 [128, 1, 64] "
     ) in job.log
+
+
+def test_a_launch_that_does_not_fit_fails(launch):
+    job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, "--sequence-splits", 4, "--device-memory", 0.002)
+    assert job.code == 1
+    problem = "pipeline ranks 0 and 1 need more than the 0.002 GiB of --device-memory, rank "
+    assert f"Memory: {problem}" in job.log and f"error: {problem}" in job.log
 
 
 @pytest.mark.parametrize(
