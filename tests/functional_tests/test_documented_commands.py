@@ -13,6 +13,7 @@ TESTS = ROOT / "tests"
 
 # Commands, without settings in front of them, and the file of the tests that run them.
 ELSEWHERE = {
+    r"torchrun --no-python .* seq1f1b profile .*": "functional_tests/test_profile.py",
     r"seq1f1b (?!compare).*": "unit_tests/test_docs_site.py",
     r"seq1f1b compare .*": "functional_tests/test_quickstart.py",
     r"bash scripts/quickstart\.sh": "functional_tests/test_quickstart.py",
@@ -62,7 +63,7 @@ def test_every_command_has_a_test():
         assert runs or command in here or any(re.fullmatch(p, command) for p in NOT_OURS), command
         for test in runs:
             script = re.search(r"([\w-]+)\.(?:sh|py|sbatch)", command)
-            assert (script[1] if script else "commands") in (TESTS / test).read_text() or "compare" in command, command
+            assert (script[1] if script else "seq1f1b") in (TESTS / test).read_text() or "compare" in command, command
 
 
 @pytest.mark.parametrize("text", LAUNCHES)
