@@ -36,7 +36,8 @@ train() {
     rm -rf "${OUTPUT:?}/$name"
     mkdir -p "$OUTPUT/$name"
     echo "Starting (Megatron takes a while to import); the whole log is in $log"
-    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+    # A rank that is aborted leaves the stacks of its threads in the log.
+    PYTHONFAULTHANDLER=1 .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
         --device cpu --pipeline-model-parallel-size 2 \
         --num-layers 4 --hidden-size 128 --num-attention-heads 2 \
         --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" --position-embedding-type rope \
