@@ -10,13 +10,11 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import cpu, rehearsal
 from .arguments import (
-    MegatronRun,
     PipelineConfig,
     add_arguments,
     has_our_flags,
@@ -26,10 +24,10 @@ from .arguments import (
 from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
-from .arguments.summary import summary
 from .patches import Patch, PatchTable, patched, rebound, wrapping
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
+from .planning.summary import summary
 from .ranks import is_rank_0, warn_on_rank_0
 
 if TYPE_CHECKING:
@@ -91,7 +89,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
 
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
-        overlay.executor = ProgramExecutor(partial(_configured, options), keep_documents_apart)
+        overlay.executor = ProgramExecutor(lambda run: _configured(RunCosts(options, run)), keep_documents_apart)
         if options.partition_state:
             from .runtime import partitioned_state
 
@@ -143,24 +141,25 @@ def uninstall() -> None:
 def validate(args: Namespace) -> PipelineConfig:
     """Check the parsed arguments, Megatron's and ours, and return their configuration; raises ValueError for what is
     unsupported."""
-    config = _configured(args, run_of_arguments(args))
+    costs = RunCosts(args, run_of_arguments(args))
+    config = _configured(costs)
     check(args)
     vars(args).update(config.in_force())
     if config.schedule is not None and is_rank_0() and not args.dry_run:
         from .executors import attention_kernel
 
-        print(summary(config, attention_kernel(config)), flush=True)
+        print(summary(config, costs, attention_kernel(config)), flush=True)
     overlay = _installed()
     if overlay is not None:
         overlay.use(config)
     return config
 
 
-def _configured(flags: Namespace, run: MegatronRun) -> PipelineConfig:
+def _configured(costs: RunCosts) -> PipelineConfig:
     """The configuration of our parsed flags; rank 0 logs what their user may not expect of it."""
-    config = make_config(flags, run, RunCosts(flags, run))
+    config = make_config(costs.flags, costs.run, costs)
     if is_rank_0():
-        for sentence in advice(config, flags):
+        for sentence in advice(config, costs):
             _log.warning("%s.", sentence)
     return config
 

@@ -7,4 +7,4 @@ from .config import PipelineConfig, pipeline_config, refuse_unsupported
 from .flags import AUTO, add_arguments, has_our_flags, parse_options
 from .megatron_run import MegatronRun, run_of_arguments, run_of_program
 from .naming import keywords_in_errors
-from .predictions import Forecast, Predictions
+from .predictions import Predictions

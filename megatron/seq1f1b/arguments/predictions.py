@@ -1,25 +1,10 @@
 """What the core takes of costs: an object of this form is passed to what makes the configuration."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ..partition import SegmentTime
 from ..schedule import Costs, ScheduleChoice
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """A training step before it starts.
-
-    `seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most,
-    `total_bytes` the memory of the fullest. Bytes.
-    """
-
-    seconds: float
-    bubble: float
-    activations: float
-    total_bytes: float
 
 
 class Predictions(Protocol):
@@ -34,10 +19,6 @@ class Predictions(Protocol):
         """The fewest tokens of a segment at which kernels run at full speed."""
 
     @property
-    def has_loss_in_pieces(self) -> bool:
-        """Whether logits are computed in pieces instead of kept; False for unknown sizes."""
-
-    @property
     def flops(self) -> tuple[int, int] | None:
         """FLOPs of a token and of a pair of tokens by the formula of the authors of Seq1F1B; None for unknown sizes."""
 
@@ -47,17 +28,8 @@ class Predictions(Protocol):
     def of_actions(self, lengths: Sequence[int]) -> Costs:
         """The costs of the actions on segments of `lengths` tokens, for which `auto` plans."""
 
-    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
-        """A step with segments of `lengths` tokens."""
-
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
         """The least share of the activations, in sixteenths, without which a step fits the device; 1 if none does."""
-
-    def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> tuple[float, float]:
-        """Bytes/s to the host, each way, and by what fraction copying a share of the activations lengthens a step."""
-
-    def forecast_of_megatron(self) -> Forecast:
-        """A step of Megatron's own 1F1B."""
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
         """The number of segments of the shortest step that fits the device; `cut(number)` gives their lengths."""

@@ -17,9 +17,9 @@ from .run_costs import RunCosts
 _WORTH_A_LINE = 0.01
 
 
-def advice(config: PipelineConfig, flags: argparse.Namespace) -> Iterator[str]:
-    """The sentences on `config`, which was made of our parsed `flags`."""
-    costs = RunCosts(flags, config.run)
+def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """The sentences on `config`, which was made with these `costs`."""
+    flags = costs.flags
     if config.num_segments > 1:
         yield from _of_short_segments(config, costs)
         if flags.means_equal_lengths and flags.sequence_split_strategy is None and config.run.has_sizes:

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 from statistics import fmean
 
-from ..arguments import AUTO, Forecast, MegatronRun
+from ..arguments import AUTO, MegatronRun
 from ..arguments.device import device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
 from ..schedule import (
@@ -44,6 +44,20 @@ _USABLE = 0.9
 
 
 @dataclass(frozen=True)
+class Forecast:
+    """A training step before it starts.
+
+    `seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most,
+    `total_bytes` the memory of the fullest. Bytes.
+    """
+
+    seconds: float
+    bubble: float
+    activations: float
+    total_bytes: float
+
+
+@dataclass(frozen=True)
 class RunCosts:
     """The costs of the segments of `run`, on the device and by the trace of our parsed `flags`."""
 
@@ -76,6 +90,7 @@ class RunCosts:
 
     @property
     def has_loss_in_pieces(self) -> bool:
+        """Whether logits are computed in pieces instead of kept; False for unknown sizes."""
         return self.model is not None and not keeps_logits(self._whole)
 
     @property
@@ -145,6 +160,7 @@ class RunCosts:
         return min(bisect_left(range(17), True, key=fits), 16) / 16
 
     def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
+        """A step with segments of `lengths` tokens."""
         share = self.flags.offload_activations
         return self._forecast(schedule, lengths, 0.0 if share == AUTO else share)
 
@@ -180,7 +196,7 @@ class RunCosts:
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
     def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> tuple[float, float]:
-        """By the machine file that is most like the run's."""
+        """Bytes/s to the host, each way, and by what fraction copying a share of the activations lengthens a step."""
         setup = replace(self._training_setup(schedule, lengths), offloads=share)
         device = self.machine.device
         machine = replace(self.machine, device=replace(device, host_bandwidth=device.host_bandwidth / self._scale))
@@ -197,6 +213,7 @@ class RunCosts:
         return device.host_bandwidth, with_moves / without - 1
 
     def forecast_of_megatron(self) -> Forecast:
+        """A step of Megatron's own 1F1B."""
         flags = argparse.Namespace(**vars(self.flags) | {"keep_logits": True, "offload_activations": 0.0})
         return replace(self, flags=flags).forecast(ScheduleChoice("1f1b"), (self.run.sequence_length,))
 

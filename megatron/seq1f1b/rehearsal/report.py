@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..planning.costs.machine import GIB, MIB
+from ..planning.costs.machine import GIB, MIB, in_words
 from ..report.text import aligned
 from .ledger import Category, Moment
 from .messages import Message, at, mismatches
@@ -19,13 +19,6 @@ CANNOT_PROVE = (
     "fragmentation of the allocator, which takes a few per cent where sizes vary",
     "the other ranks of a stage, which are taken to be like the one that was rehearsed",
 )
-
-
-def in_words(size: int) -> str:
-    """Bytes in the unit in which they are easiest to read."""
-    if size >= GIB:
-        return f"{size / GIB:.1f} GiB"
-    return f"{size / MIB:.1f} MiB" if size >= MIB else f"{size / 2**10:.1f} KiB"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def test_what_fits():
         f"Memory: fits. Pipeline rank 0 needs most: {needed:.1f} GiB, {MOMENT}; {80 - needed:.1f} GiB of 80 GiB "
         in text
     )
-    assert "Messages: 1 on 1 channel, the largest of 0.1 KiB; both ends of each agree" in text
+    assert "Messages: 1 on 1 channel, the largest of 64.0 bytes; both ends of each agree" in text
     assert "0F0.0" in text and "one thing." in text and "keys and values" not in text
     assert report().problems == []
 

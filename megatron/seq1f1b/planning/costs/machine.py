@@ -123,6 +123,16 @@ def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) 
 
 MIB, GIB = 2**20, 2**30
 
+
+def in_words(size: float) -> str:
+    """Bytes in the unit in which they are easiest to read."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
 # The CUDA context with PyTorch's kernels loaded: what nvidia-smi shows after `torch.zeros(1, device="cuda")`; 0.4 to
 # 0.6 GiB on A100 and H100, by driver and version.
 CONTEXT = 512 * MIB

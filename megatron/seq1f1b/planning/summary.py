@@ -1,13 +1,15 @@
 """The block at the start: what runs, and what is predicted of it beside Megatron's own schedule."""
 
+from ..arguments import PipelineConfig
 from ..schedule import Clock, Placement, Shape, num_gathers
-from .config import PipelineConfig
+from .costs.machine import in_words
+from .run_costs import RunCosts
 
 # Up to this many segments, all lengths are printed.
 _FEW = 8
 
 
-def summary(config: PipelineConfig, attention: str) -> str:
+def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     """The block, several lines, for a configuration with one of our schedules; `attention` names its kernel."""
     run, schedule = config.run, config.schedule
     assert schedule is not None
@@ -22,11 +24,11 @@ def summary(config: PipelineConfig, attention: str) -> str:
         rows.append(("recomputation", "all of a layer but its attention"))
     if config.offloads:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
-    if config.partition.costs.has_loss_in_pieces:
+    if costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
     if config.partitions_state:
         rows.append(("state", f"shares of data-parallel ranks{_gathers(config)}"))
-    rows += _predictions(config)
+    rows += _predictions(config, costs)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
     width = max(len(name) for name, _ in rows)
@@ -61,10 +63,10 @@ def _gathers(config: PipelineConfig) -> str:
     return f"; {num_gathers(order)} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
 
 
-def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
+def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str]]:
     """Predictions of the cost model that also balances segments; none for a model of unknown sizes, or for sequences
     of unknown lengths."""
-    schedule, costs = config.schedule, config.partition.costs
+    schedule = config.schedule
     if not config.run.has_sizes or schedule is None or config.unit_tokens is not None:
         return []
     rows = []
@@ -77,17 +79,10 @@ def _predictions(config: PipelineConfig) -> list[tuple[str, str]]:
     except ValueError:
         return []
     of, bound = "Megatron's 1F1B", "at most " if schedule.is_planned else ""
+    held, would_hold = in_words(ours.activations), in_words(own.activations)
     return [
         *rows,
         ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
-        ("predicted activations", f"{_size(ours.activations)} on the fullest rank, of {of} {_size(own.activations)}"),
+        ("predicted activations", f"{held} on the fullest rank, of {of} {would_hold}"),
     ]
-
-
-def _size(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
