@@ -27,7 +27,7 @@ from .arguments.net import Net
 from .patches import Patch, PatchTable, patched, rebound, wrapping
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
-from .planning.summary import summary
+from .planning.summary import copies_summary, summary
 from .ranks import is_rank_0, warn_on_rank_0
 
 if TYPE_CHECKING:
@@ -230,11 +230,16 @@ class Overlay:
 
         from .executors import traced, training_executor
 
-        config = self.pipeline_config()
+        config, parsed = self.pipeline_config(), _megatron_args()
         if config.schedule is None:
-            return traced(self._upstream(*args, **kwargs), config, _megatron_args())
-        self.executor = training_executor(config, _megatron_args(), lambda: get_tokenizer().eod)
-        return self.executor
+            return traced(self._upstream(*args, **kwargs), config, parsed)
+        executor = training_executor(config, parsed, lambda: get_tokenizer().eod)
+        if config.moves_activations and not parsed.dry_run:
+            rate = executor.host_rate()
+            if is_rank_0():
+                print(copies_summary(config, RunCosts(parsed, config.run), rate), flush=True)
+        self.executor = executor
+        return executor
 
     def pipeline_config(self) -> PipelineConfig:
         """The configuration of Megatron's arguments; raises ValueError where no script has validated them."""

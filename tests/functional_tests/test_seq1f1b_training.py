@@ -2,12 +2,13 @@
 beside every kind of parallelism; and pretrain_hybrid.py hybrid models."""
 
 import itertools
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, read_timeline, write_csv
+from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved, read_timeline, write_csv
 from support.checks import few_of
 from support.launch import PRETRAIN, ROOT, TINY_GPT
 
@@ -166,9 +167,13 @@ def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
 
 
 def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
-    write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
+    """Its moves go over the link that is measured."""
+    write_csv(moved(build("zb-h1", Shape(Placement(2), 4, 2)), 1.0), tmp_path / "mine.csv")
     flags = ["--pipeline-schedule-file", tmp_path / "mine.csv", "--sequence-splits", "2"]
-    assert_same_losses(launch(2, [*PIPELINE, *flags]).check(), megatrons_own)
+    job = launch(2, [*PIPELINE, *flags]).check()
+    assert_same_losses(job, megatrons_own)
+    rate, need = re.findall(r"([\d.e+-]+) GB/s", job.log)
+    assert float(rate) > 0 and float(need) > 0 and job.log.count("predicted copies") == 1
 
 
 def test_bf16_falls_like_megatrons_own(launch):

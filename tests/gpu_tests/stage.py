@@ -259,6 +259,7 @@ def offload(report: Report, stage: Stage, args) -> None:
     length, microbatches, k = (64, 8, 4) if args.tiny else (16384, 16, 4)
     order = first_rank(microbatches, k)
     found = {}
+    report.figure(host_gb_per_s=stage.host_memory.measured_rate(lambda: None) / 1e9)
     for share in (0.0, 0.5, 1.0):
         actions, left = with_moves(order, units_to_move(order, share)), []
         for _ in range(3):  # the first warms up, and pins the memory of the host

@@ -63,6 +63,11 @@ class PipelineConfig:
         return packs_of_step(lengths, self.unit_tokens, self.run.segment_multiple, replicas, work, alike)
 
     @property
+    def moves_activations(self) -> bool:
+        """Whether activations go to the memory of the host, as the flags or a schedule from a file have it."""
+        return self.offloads > 0 or (self.schedule is not None and self.schedule.has_moves)
+
+    @property
     def places_chunks_in_a_v(self) -> bool:
         """Whether Megatron has to build V-shaped chunks instead of its looped ones."""
         return self.schedule is not None and self.schedule.placement == "v"

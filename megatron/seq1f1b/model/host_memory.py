@@ -7,9 +7,10 @@ moving parameters, caches, rotary tables or masks would free nothing. The schedu
 Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """
 
-from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -22,6 +23,7 @@ from .host_copies import Lane, Wait, mapped_buffer, pinned_buffer
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
 _GRAIN = 1 << 20  # bytes; a unit may need a little more in another step, and reuses the same buffer
+_PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the link; milliseconds on a GPU
 
 
 class _Storage:
@@ -75,7 +77,7 @@ class HostMemory:
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
         # Buffers with the end of their last copy, for later units and steps.
-        self._unused: list[tuple[Tensor, Wait]] = []
+        self._unused: list[tuple[Tensor, Wait | None]] = []
         self.num_bytes = self.most_bytes = 0
 
     @contextmanager
@@ -107,6 +109,27 @@ class HostMemory:
     def _lanes(self) -> tuple[Lane, Lane]:
         """Out, and back."""
         return Lane(self._is_on_gpu), Lane(self._is_on_gpu)
+
+    def measured_rate(self, when_ready: Callable[[], object]) -> float:
+        """Bytes/s of the link to the host, each way while both are in use; `when_ready` lets ranks start together."""
+        here = torch.empty(2, _PROBE, dtype=torch.uint8, device=torch.cuda.current_device())
+        there = [self._buffer(_PROBE)[0] for _ in here]
+        pairs = (here[0], there[0][:_PROBE]), (there[1][:_PROBE], here[1])
+
+        def seconds(rounds: int) -> float:
+            start = perf_counter()
+            copied = zip(self._lanes, pairs, strict=True)
+            for end in [lane.copy([pair] * rounds, None, nullcontext()) for lane, pair in copied]:
+                end()
+            if self._is_on_gpu:
+                torch.cuda.synchronize()
+            return perf_counter() - start
+
+        seconds(1)  # touches all pages
+        when_ready()
+        rate = _ROUNDS * _PROBE / seconds(_ROUNDS)
+        self._unused += [(buffer, None) for buffer in there]
+        return rate
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""

@@ -2,6 +2,7 @@
 
 import argparse
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,9 @@ from ..arguments import AUTO, MegatronRun
 from ..arguments.device import device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
 from ..schedule import (
+    MOVE_KINDS,
     Costs,
+    Kind,
     Placement,
     Schedule,
     ScheduleChoice,
@@ -28,7 +31,7 @@ from .costs.machine import Device, Machine, read_machine
 from .costs.model_shape import ModelShape
 from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, setup_costs
 from .costs.stage_times import step_costs
-from .costs.step_memory import activation_tables, rank_memory
+from .costs.step_memory import activation_tables, moved_bytes, rank_memory
 from .costs.traced_costs import FitError, read_traced_costs
 from .costs.training_setup import RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape, recompute_of
@@ -55,6 +58,21 @@ class Forecast:
     bubble: float
     activations: float
     total_bytes: float
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of units to the memory of the host and back.
+
+    The unit that needs the fastest link leaves `unit_bytes` in a forward of `unit_seconds`. A step takes `longer`, a
+    share of the one without copies. `hidden` is the share of the copies of one direction that does not lengthen it, on
+    the rank that copies longest.
+    """
+
+    unit_bytes: float
+    unit_seconds: float
+    longer: float
+    hidden: float
 
 
 @dataclass(frozen=True)
@@ -195,22 +213,34 @@ class RunCosts:
         seconds, busy, activations, total = found
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
-    def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> tuple[float, float]:
-        """Bytes/s to the host, each way, and by what fraction copying a share of the activations lengthens a step."""
+    def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float, rate: float) -> Copies | None:
+        """Copies of a share of the activations at `rate` bytes/s each way; None if no unit waits long enough."""
         setup = replace(self._training_setup(schedule, lengths), offloads=share)
-        device = self.machine.device
-        machine = replace(self.machine, device=replace(device, host_bandwidth=device.host_bandwidth / self._scale))
+        machine = replace(self.machine, device=replace(self.machine.device, host_bandwidth=rate / self._scale))
         costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, machine)
+        units: dict[tuple[int, int], tuple[float, float]] = {}  # bytes, and seconds of the forward
 
         def simulated(num_microbatches: int) -> list[float]:
             step = replace(setup, num_microbatches=num_microbatches)
             actions = _of_length(schedule, step.shape)
-            steps = (actions.without_moves(), moved(actions, share))
-            return [timeline_of(step, machine, each, costs).end for each in steps]
+            without = timeline_of(step, machine, actions.without_moves(), costs)
+            timeline = timeline_of(step, machine, moved(actions, share), costs)
+            lanes: defaultdict[tuple[int, Kind], float] = defaultdict(float)
+            for rank, spans in enumerate(timeline.ranks):
+                for (kind, stage, _, segment), start, end in spans:
+                    if kind in MOVE_KINDS:
+                        lanes[rank, kind] += end - start
+                        units[stage, segment] = moved_bytes(step, stage, segment), costs.f[stage][segment]
+            return [without.end, timeline.end, max(lanes.values(), default=0.0)]
 
         is_given = schedule.given is not None
-        without, with_moves = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
-        return device.host_bandwidth, with_moves / without - 1
+        found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
+        without, with_moves, copied = found
+        if not units:
+            return None
+        size, seconds = max(units.values(), key=lambda unit: unit[0] / unit[1])
+        longer = with_moves - without
+        return Copies(self._scale * size, seconds, longer / without, max(0.0, 1 - longer / copied))
 
     def forecast_of_megatron(self) -> Forecast:
         """A step of Megatron's own 1F1B."""

@@ -31,10 +31,37 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     rows += _predictions(config, costs)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
+    return _block("sequence-level pipeline parallelism", rows)
+
+
+def copies_summary(config: PipelineConfig, costs: RunCosts, rate: float) -> str:
+    """The block of a launch that moves activations at `rate` bytes/s each way, as measured."""
+    rows = [("link", f"{rate / 1e9:.3g} GB/s each way, measured on the slowest rank while all copy both ways")]
+    if _is_predicted(config):
+        rows += _copies(config, costs, rate)
+    return _block("activations to the memory of the host, and back", rows)
+
+
+def _copies(config: PipelineConfig, costs: RunCosts, rate: float) -> list[tuple[str, str]]:
+    """Predictions of the cost model for a measured rate."""
+    assert config.schedule is not None
+    try:
+        found = costs.copies(config.schedule, config.lengths, config.offloads, rate)
+    except ValueError:
+        return []
+    if found is None:
+        return [("units", "none moves: all go backward soon after their forward")]
+    need, time = found.unit_bytes / found.unit_seconds / 1e9, 1e3 * found.unit_seconds
+    hidden = f"{100 * found.hidden:.0f} % of one direction beside compute, a step {100 * found.longer:.1f} % longer"
+    return [
+        ("predicted units", f"up to {in_words(found.unit_bytes)} a forward of {time:.3g} ms, so {need:.3g} GB/s"),
+        ("predicted copies", hidden),
+    ]
+
+
+def _block(title: str, rows: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
-    return "\n".join(
-        ["-- sequence-level pipeline parallelism", *(f"   {name:<{width}}  {text}" for name, text in rows)]
-    )
+    return "\n".join([f"-- {title}", *(f"   {name:<{width}}  {text}" for name, text in rows)])
 
 
 def _segments(config: PipelineConfig) -> str:
@@ -63,25 +90,23 @@ def _gathers(config: PipelineConfig) -> str:
     return f"; {num_gathers(order)} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
 
 
+def _is_predicted(config: PipelineConfig) -> bool:
+    """Not for a model of unknown sizes, nor for sequences of unknown lengths."""
+    return config.run.has_sizes and config.unit_tokens is None
+
+
 def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str]]:
-    """Predictions of the cost model that also balances segments; none for a model of unknown sizes, or for sequences
-    of unknown lengths."""
+    """Predictions of the cost model that also balances segments."""
     schedule = config.schedule
-    if not config.run.has_sizes or schedule is None or config.unit_tokens is not None:
+    if schedule is None or not _is_predicted(config):
         return []
-    rows = []
     try:
-        if config.offloads:
-            rate, longer = costs.copies(schedule, config.lengths, config.offloads)
-            time = f"at {rate / 1e9:.3g} GB/s each way, {100 * longer:.1f} % of a step not hidden by compute"
-            rows.append(("predicted copies", time))
         ours, own = costs.forecast(schedule, config.lengths), costs.forecast_of_megatron()
     except ValueError:
         return []
     of, bound = "Megatron's 1F1B", "at most " if schedule.is_planned else ""
     held, would_hold = in_words(ours.activations), in_words(own.activations)
     return [
-        *rows,
         ("predicted bubble", f"{bound}{100 * ours.bubble:.1f} %, of {of} {100 * own.bubble:.1f} %"),
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
         ("predicted activations", f"{held} on the fullest rank, of {of} {would_hold}"),

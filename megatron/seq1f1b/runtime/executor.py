@@ -92,6 +92,12 @@ class PipelineExecutor:
         """Move a `share` of what forwards leave for their backwards to the memory of the host, see `units_to_move`."""
         self._programs.offloaded = share
 
+    def host_rate(self) -> float:
+        """Bytes/s of the link to the host, each way while both are in use by all ranks; of the slowest of them."""
+        rate = torch.tensor(self._host_memory.measured_rate(dist.barrier), device=torch.cuda.current_device())
+        dist.all_reduce(rate, dist.ReduceOp.MIN)
+        return rate.item()
+
     def last_step(self) -> Reading | None:
         """The measurements of the last training step, if there was one."""
         return self.recorder and self.recorder.reading()._replace(tokens=self._segmentation.num_tokens)

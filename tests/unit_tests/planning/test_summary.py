@@ -1,13 +1,11 @@
 """The block at the start, and the lines of the iterations."""
 
 import argparse
-from dataclasses import replace
 
 import pytest
 
 from megatron.seq1f1b import validate
-from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.run_costs import RunCosts
+from megatron.seq1f1b.planning.summary import copies_summary
 from megatron.seq1f1b.runtime import Reading, iteration_log
 from unit_tests.arguments.parsed import parsed
 
@@ -32,18 +30,28 @@ def test_the_block_tells_what_runs_beside_megatrons_own(capsys, monkeypatch, ran
         assert "GiB" in rows["predicted activations"] and "flash attention for CPUs" in rows["attention"]
 
 
-def test_the_block_tells_what_of_the_copies_does_not_hide(capsys, monkeypatch):
-    """Of a link that is a thousand times slower, most."""
-    found, machine = [], read_machine("h100-80gb")
-    flags = parsed("--sequence-splits", "4", "--offload-activations", "0.5", bf16=True, **SIZES)
-    for slower in (1, 1000):
-        link = replace(machine.device, host_bandwidth=machine.device.host_bandwidth / slower)
-        monkeypatch.setattr(RunCosts, "machine", replace(machine, device=link))
-        validate(flags)
-        words = capsys.readouterr().out.split("predicted copies")[1].split()
-        found.append((float(words[1]), float(words[5])))
-    assert found[0][0] == machine.device.host_bandwidth / 1e9 and found[0][1] < 1
-    assert found[1][0] == pytest.approx(found[0][0] / 1000) and found[1][1] > 100
+def test_a_measured_link_tells_what_of_the_copies_hides():
+    """All of it at the rate that is printed for the units; of a link that is a thousand times slower, hardly any."""
+    config = validate(parsed("--sequence-splits", "4", "--offload-activations", "0.5", bf16=True, **SIZES))
+
+    def rows(rate: float) -> dict[str, str]:
+        block = copies_summary(config, config.partition.costs, rate).splitlines()
+        assert block[0] == "-- activations to the memory of the host, and back"
+        return {name: text.strip() for name, text in (row[3:].split("  ", 1) for row in block[1:])}
+
+    fast = rows(50e9)
+    assert fast["link"].startswith("50 GB/s each way")
+    need = float(fast["predicted units"].split()[-2])
+    assert 0 < need < 50 and "a step 0.0 % longer" in fast["predicted copies"]
+    assert rows(1.01e9 * need)["predicted copies"] == fast["predicted copies"]
+    assert float(rows(1e6 * need)["predicted copies"].split()[0]) < 5
+
+
+def test_a_measured_link_where_no_unit_moves():
+    config = validate(parsed("--pipeline-schedule", "1f1b", "--offload-activations", "1", bf16=True))
+    assert copies_summary(config, config.partition.costs, 1e9).endswith(
+        "none moves: all go backward soon after their forward"
+    )
 
 
 @pytest.mark.parametrize(
