@@ -28,7 +28,6 @@ from ..schedule import (
     Timeline,
     build,
     lower,
-    merged,
     moved,
     read_csv,
     read_json,
@@ -117,13 +116,10 @@ def _pairs(text: str) -> Iterator[tuple[str, float]]:
 
 def simulated(schedule: Schedule, costs: Costs, move: float) -> Timeline:
     """The timeline of the schedule, with its moves beside compute."""
-    plain = schedule.without_moves()
     if not schedule.has_moves:
-        return simulate(plain, costs)
-    lowered = lower(plain)
-    ranks = (tuple(merged(*orders)) for orders in zip(lowered.ranks, schedule.ranks, strict=True))
+        return simulate(schedule, costs)
     copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
-    return execute_lowered(replace(lowered, ranks=tuple(ranks)), costs, copies=copies)
+    return execute_lowered(lower(schedule), costs, copies=copies)
 
 
 def main(argv: list[str] | None = None) -> None:

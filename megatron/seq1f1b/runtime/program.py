@@ -104,9 +104,7 @@ class Programs:
         if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
             warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
         actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
-        if self._choice.given is not None and self._choice.has_moves:
-            actions = merged(actions, self._choice.given.ranks[rank])
-        elif self.offloaded:
+        if self.offloaded:
             order = [action for action in actions if action.kind in COMPUTE_KINDS]
             actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
         return Program(actions)

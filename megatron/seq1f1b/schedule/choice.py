@@ -76,14 +76,14 @@ class ScheduleChoice:
         return self.given is not None and self.given.has_moves
 
     def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
-        """What ranks compute in a step with segments of `lengths` tokens, the same on every rank.
+        """What ranks do in a step with segments of `lengths` tokens, the same on every rank.
 
         `auto` plans for equal costs if `costs` is None. Raises ValueError if a given schedule has another shape.
         """
         if self.given is not None:
             if self.given.shape != shape:
                 raise ValueError(f"the given schedule is for {self.given.shape}, not for {shape}")
-            return self.given.without_moves()
+            return self.given
         if self.is_planned:
             return auto(shape, None if costs is None else costs(lengths), split=self.split)
         return FAMILIES[self.name](shape)

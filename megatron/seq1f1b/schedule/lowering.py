@@ -36,6 +36,7 @@ from typing import NamedTuple
 from .action import Action, Kind
 from .clock import Clock
 from .dependencies import message_needed
+from .moves import merged
 from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
 from .schedule import Placement, Schedule, Shape
 
@@ -77,7 +78,7 @@ def channel_of(action: Action, placement: Placement) -> Channel:
 
 
 def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
-    """The whole schedule with messages, gathering and reduction added.
+    """The whole schedule with messages, gathering and reduction added; moves stay beside their compute actions.
 
     `one_queue`: it cannot hang where streams share hardware queues; that may delay messages. `in_turn`: it cannot hang
     where each rank waits for the end of a message before it goes on.
@@ -96,8 +97,10 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
         plan = plan.schedule()
     if isinstance(plan, Schedule):
-        times = nominal_times(plan) if needs_times else None
-        return _lower_rank(plan.shape, plan.ranks, rank, times, in_turn)
+        plain = plan.without_moves()
+        times = nominal_times(plain) if needs_times else None
+        lowered = _lower_rank(plain.shape, plain.ranks, rank, times, in_turn)
+        return lowered if plain is plan else merged(lowered, plan.ranks[rank])
     timed = {near: plan.timed_order(near) for near in (rank, *plan.shape.placement.neighbours_of(rank))}
     orders = {near: order for near, (order, _) in timed.items()}
     ticks = {near: ticks for near, (_, ticks) in timed.items()} if needs_times else None

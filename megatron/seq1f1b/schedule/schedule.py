@@ -154,7 +154,9 @@ class Schedule:
         return any(action.kind in MOVE_KINDS for actions in self.ranks for action in actions)
 
     def without_moves(self) -> "Schedule":
-        """The compute actions alone."""
+        """The compute actions alone; this schedule itself if it has no others."""
+        if not self.has_moves:
+            return self
         ranks = (tuple(action for action in actions if action.kind in COMPUTE_KINDS) for actions in self.ranks)
         return Schedule(self.shape, tuple(ranks))
 

@@ -14,8 +14,7 @@ from megatron.seq1f1b.schedule import (
     Shape,
     build,
     dependencies,
-    lower_rank,
-    merged,
+    lower,
     moved,
     parse_action,
     read_csv,
@@ -30,12 +29,6 @@ from megatron.seq1f1b.schedule.moves import SHORTEST
 from .channels import execute
 
 MOVES = (Kind.OFFLOAD, Kind.RELOAD)
-
-
-def lowered_with_moves(schedule: Schedule, **options) -> Schedule:
-    plain = schedule.without_moves()
-    ranks = (merged(lower_rank(plain, rank, **options), order) for rank, order in enumerate(schedule.ranks))
-    return Schedule(schedule.shape, tuple(map(tuple, ranks)))
 
 
 def random_schedule(random: Random) -> Schedule:
@@ -59,7 +52,7 @@ def test_a_thousand_random_schedules_with_moves_run():
         schedule = moved(random_schedule(random), random.random())
         validate(schedule)
         moves += sum(action.kind in MOVES for order in schedule.ranks for action in order)
-        lowered = lowered_with_moves(schedule, one_queue=True)
+        lowered = lower(schedule, one_queue=True)
         blocked = execute(lowered, one_queue=True, copy=random.random())
         assert blocked.makespan >= execute(lowered, one_queue=True).makespan
     assert moves > 2000
@@ -103,7 +96,7 @@ def test_the_last_backward_moves_first():
 
 def test_a_unit_leaves_after_its_message():
     schedule = moved(build("gpipe", Shape(Placement(2), 8)), 1.0)
-    words = " ".join(map(str, lowered_with_moves(schedule).ranks[0]))
+    words = " ".join(map(str, lower(schedule).ranks[0]))
     assert words.startswith("0GATHER 0F0.0 0SEND_F0.0 0OFFLOAD0.0 0F1.0 0SEND_F1.0 0OFFLOAD1.0 0F2.0")
 
 

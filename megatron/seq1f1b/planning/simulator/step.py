@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
 
-from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, merged, moved, partition_state
+from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, moved, partition_state
 from ..costs.machine import GIB, Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
@@ -73,12 +73,11 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
 @singledispatch
 def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, costs: Costs) -> Timeline:
     """The actions of a schedule in time, with messages as the interpreter sends them."""
-    lowered = lower(schedule.without_moves())
+    lowered = lower(schedule)
     if setup.partitions_state:
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
     if not schedule.has_moves:
         return execute_lowered(lowered, costs, chunk_collectives(setup, machine))
-    lowered = replace(lowered, ranks=tuple(map(tuple, map(merged, lowered.ranks, schedule.ranks))))
     if not machine.device.host_bandwidth:
         raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
     copies = tuple(

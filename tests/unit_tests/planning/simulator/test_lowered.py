@@ -15,7 +15,6 @@ from megatron.seq1f1b.schedule import (
     Shape,
     build,
     lower,
-    merged,
     moved,
     simulate,
 )
@@ -77,8 +76,7 @@ def test_copies_run_beside_compute_one_after_the_other(family, chunks, seconds):
     shape = Shape(Placement(2, chunks), 4, 4)
     costs, plain = Costs.uniform(shape), build(family, shape)
     schedule = moved(plain, 1.0)
-    lowered = Schedule(shape, tuple(map(tuple, map(merged, lower(plain).ranks, schedule.ranks))))
-    timeline = execute_lowered(lowered, costs, copies=((seconds,) * 4,) * shape.num_stages)
+    timeline = execute_lowered(lower(schedule), costs, copies=((seconds,) * 4,) * shape.num_stages)
     least = simulate(plain, costs).makespan
     assert timeline.end == pytest.approx(least) if seconds < 1 else timeline.end > least
     for order, spans in zip(schedule.ranks, timeline.ranks, strict=True):
