@@ -7,7 +7,7 @@ from common import Report, parse
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
 from megatron.seq1f1b.model.kernels.flash import why_not
-from support.segments import attention, of_lengths, run
+from support.segments import attention, inputs, of_lengths, run
 
 # What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
 CASES = [
@@ -25,10 +25,7 @@ PACKAGES = {None: "PyTorch", 4: "flash-attn-4"}
 
 
 def random(case: tuple, length: int, device: str) -> list[torch.Tensor]:
-    _, batch, heads, groups, size, value_size = case
-    shapes = [(length, batch, heads, size), (length, batch, groups, size), (length, batch, groups, value_size)]
-    shapes.append((length, batch, heads * value_size))
-    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+    return [x.to(device) for x in inputs(length, case[1:], torch.bfloat16)]
 
 
 def errors(results: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:

@@ -2,13 +2,12 @@
 
 import gc
 import weakref
-from itertools import accumulate
 
 import pytest
 import torch
 
 from megatron.seq1f1b.model.kernels.unfused import Unfused
-from support.segments import attention, inputs, run, segments_of
+from support.segments import attention, inputs, of_lengths, run, segments_of
 
 LENGTHS = (20, 3, 17)
 DOCUMENTS = ((0, 9, 21), (0, 20))
@@ -42,7 +41,7 @@ KINDS = {
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_kernels_run_once_and_gradients_are_bitwise_equal(options, lengths, documents):
     *tensors, grad = inputs(40, (2, 4, 2, 8, 8))
-    segments = segments_of([0, *accumulate(lengths)], documents)
+    segments = of_lengths(lengths, documents)
     results, calls, states = [], [], []
     for recompute in (False, True):
         layer = layer_that_keeps(**options)

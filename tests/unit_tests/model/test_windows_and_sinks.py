@@ -1,14 +1,13 @@
 """Sliding windows and softmax sinks cut into segments against one softmax over the whole sequence."""
 
 from functools import partial
-from itertools import accumulate
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.seq1f1b.model.kernels import KernelChoice
-from support.segments import attention, inputs, one_softmax, run, segments_of
+from support.segments import attention, expected, inputs, of_lengths, run, segments_of
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 150, 2, 4, 2, 8
 CUTS = [(150,), (100, 30, 20), (60, 3, 2, 5, 80)]
@@ -31,15 +30,12 @@ def test_segments_equal_one_softmax(lengths, window, sink, documents, backend):
     *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE))
     sinks = torch.nn.Parameter(torch.linspace(-1, 2, HEADS, dtype=torch.float64)) if sink else None
 
-    exact = [x.clone().requires_grad_() for x in tensors]
-    expected = one_softmax(*exact, window=window, sink=sinks, documents=documents)
-    expected.backward(grad)
-    references = [expected.detach(), *(x.grad for x in exact)]
+    references = expected(*tensors, grad, window=window, sink=sinks, documents=documents)
     if sink:
         references.append(sinks.grad.clone())
         sinks.grad = None
     layer = attention(SIZE, window=window, sink=sinks, kernels=KernelChoice(backend))
-    results = run(layer, tensors, grad, segments_of([0, *accumulate(lengths)], documents))
+    results = run(layer, tensors, grad, of_lengths(lengths, documents))
     if sink:
         results.append(sinks.grad)
 

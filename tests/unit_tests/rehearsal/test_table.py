@@ -81,21 +81,25 @@ def message(source=0, destination=1, shape=(4, 1, 8), dtype="bfloat16", moment="
     return Message(source, destination, "forward", shape, dtype, 64, moment)
 
 
+SHORT = message(shape=(2, 1, 8))
+
+
 def test_ends_that_agree():
-    both = [message(), message(shape=(2, 1, 8))]
-    assert mismatches(both, both) == []
+    assert mismatches([message(), SHORT], [message(), SHORT]) == []
 
 
-def test_another_order_is_found():
-    short = message(shape=(2, 1, 8))
-    (sentence,) = mismatches([message(), short], [short, message()])
-    assert "message 0 from rank 0 to rank 1 (forward) is sent as bfloat16 [4, 1, 8] " in sentence
-    assert "in the forward of stage 0 for segment 0 of micro-batch 0, but received as bfloat16 [2, 1, 8] " in sentence
-
-
-def test_another_type_is_found():
-    (sentence,) = mismatches([message()], [message(dtype="float32")])
-    assert "float32" in sentence
+@pytest.mark.parametrize(
+    "sent, received, other",
+    [
+        ([message(), SHORT], [SHORT, message()], "bfloat16 [2, 1, 8]"),
+        ([message()], [message(dtype="float32")], "float32 [4, 1, 8]"),
+    ],
+    ids=["order", "type"],
+)
+def test_what_is_received_as_another_is_found(sent, received, other):
+    (sentence,) = mismatches(sent, received)
+    assert f"message 0 from rank 0 to rank 1 (forward) is sent as bfloat16 [4, 1, 8] {MOMENT}, but" in sentence
+    assert f"but received as {other} " in sentence
 
 
 @pytest.mark.parametrize(

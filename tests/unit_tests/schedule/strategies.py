@@ -1,11 +1,13 @@
 """Random sizes and costs for the property tests, the same in every run."""
 
 from math import ceil
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megatron.seq1f1b.schedule import Costs, Placement, Shape
+from megatron.seq1f1b.schedule import Costs, Placement, Schedule, Shape, build, dependencies
+from megatron.seq1f1b.schedule.dependencies import outcome
 
 fixed = settings(derandomize=True, deadline=None, max_examples=120)
 few = settings(derandomize=True, deadline=None, max_examples=20)
@@ -41,3 +43,15 @@ def costs(draw, shape):
     ones = ((1.0,) * shape.num_segments,) * shape.num_stages
     cost, message = st.integers(0, 6), st.integers(0, 2)
     return Costs(table(cost), table(cost), table(cost), table(message), table(message), ones, ones)
+
+
+def any_order(random: Random, shape: Shape) -> Schedule:
+    """A random schedule that can run, far from any family."""
+    waiting = {a: dependencies(a, shape) for order in build("1f1b", shape).ranks for a in order}
+    orders, done = [[] for _ in range(shape.num_ranks)], set()
+    while waiting:
+        action = random.choice([a for a, needs in waiting.items() if done.issuperset(needs)])
+        del waiting[action]
+        done.add(outcome(action))
+        orders[shape.placement.rank_of(action.stage)].append(action)
+    return Schedule(shape, tuple(map(tuple, orders)))

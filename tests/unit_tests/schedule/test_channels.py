@@ -16,7 +16,6 @@ from megatron.seq1f1b.schedule import (
     Schedule,
     Shape,
     build,
-    dependencies,
     lower,
     lower_rank,
     lowering,
@@ -25,7 +24,7 @@ from megatron.seq1f1b.schedule import (
 )
 
 from .channels import HangError, execute, hangs, streams_of
-from .strategies import fixed, shapes
+from .strategies import any_order, fixed, shapes
 
 some = settings(fixed, max_examples=30)
 small_shapes = shapes(ranks=5, microbatches=5, segments=4, chunks=3)
@@ -46,16 +45,8 @@ def test_no_family_hangs_on_strict_channels(family, shape, message):
 @some
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 2), st.sampled_from(["looped", "v"]))
 def test_no_valid_order_hangs(random, ranks, chunks, style):
-    """Random orders without a cycle, far from any family."""
     shape = Shape(Placement(ranks, chunks, style), 3, 2)
-    todo = {a for actions in build("1f1b", shape).ranks for a in actions}
-    orders, done = [[] for _ in range(ranks)], set()
-    while todo:
-        action = random.choice(sorted(a for a in todo if all(need in done for need in dependencies(a, shape))))
-        todo.remove(action)
-        done.add(action)
-        orders[shape.placement.rank_of(action.stage)].append(action)
-    schedule = Schedule(shape, tuple(map(tuple, orders)))
+    schedule = any_order(random, shape)
     validate(schedule)
     assert execute(lower(schedule)).makespan == simulate(schedule).makespan
     costs = [[[random.uniform(0.1, 3) for _ in range(2)] for _ in range(shape.num_stages)] for _ in range(4)]

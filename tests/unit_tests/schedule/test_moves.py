@@ -13,7 +13,6 @@ from megatron.seq1f1b.schedule import (
     ScheduleError,
     Shape,
     build,
-    dependencies,
     lower,
     moved,
     parse_action,
@@ -27,22 +26,14 @@ from megatron.seq1f1b.schedule.dependencies import outcome
 from megatron.seq1f1b.schedule.moves import SHORTEST
 
 from .channels import execute
+from .strategies import any_order
 
 MOVES = (Kind.OFFLOAD, Kind.RELOAD)
 
 
 def random_schedule(random: Random) -> Schedule:
-    """Any order that can run, far from any family."""
     placement = Placement(random.randint(1, 3), random.randint(1, 2), random.choice(["looped", "v"]))
-    shape = Shape(placement, random.randint(1, 3), random.randint(1, 3))
-    waiting = {a: dependencies(a, shape) for order in build("1f1b", shape).ranks for a in order}
-    orders, done = [[] for _ in range(shape.num_ranks)], set()
-    while waiting:
-        action = random.choice([a for a, needs in waiting.items() if done.issuperset(needs)])
-        del waiting[action]
-        done.add(outcome(action))
-        orders[placement.rank_of(action.stage)].append(action)
-    return Schedule(shape, tuple(map(tuple, orders)))
+    return any_order(random, Shape(placement, random.randint(1, 3), random.randint(1, 3)))
 
 
 def test_a_thousand_random_schedules_with_moves_run():
