@@ -25,15 +25,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-SEQUENCE, BATCH, VOCABULARY, MICROBATCHES = 32, 2, 64, 3
+from functional_tests.equality.models import VOCABULARY, Model  # noqa: E402
+
+SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 DOCUMENTS = os.environ.get("DOCUMENTS")
 STEPS = int(os.environ.get("STEPS", 0))
 TYPE = torch.float32 if STEPS else torch.float64
@@ -42,31 +41,12 @@ STARTS = [[0, 5, 18], [0, 16, 31]]
 
 
 def build(chunk: int | None = None) -> DistributedDataParallel:
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=4,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=CHUNKS,
-        pipeline_dtype=TYPE,
-        params_dtype=TYPE,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-    )
+    plain = Model(TYPE)
+    config = plain.transformer_config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=CHUNKS)
     config.finalize_model_grads_func = finalize_model_grads
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        VOCABULARY,
-        SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
-        vp_stage=chunk,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).to(TYPE)
+    is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
+    is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+    model = plain.build(config, is_first, is_last, chunk)
     options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     return DistributedDataParallel(config, DistributedDataParallelConfig(**options if STEPS else {}), model)
 
