@@ -51,6 +51,12 @@ def rehearse(launch, world_size, *flags, **options):
     return launch(1, [*MODEL, *flags, "--dry-run"], env={"WORLD_SIZE": str(world_size)}, timeout=400, **options)
 
 
+def stages_of(launch, world_size, *flags, output):
+    """What is written of each pipeline rank in a rehearsal that succeeds."""
+    rehearse(launch, world_size, *flags, "--dry-run-output", output).check()
+    return json.loads((output / "rehearsal.json").read_text())["pipeline_ranks"]
+
+
 def test_a_launch_on_eight_gpus(launch, tmp_path):
     parallel = ("--device", "cuda", "--tensor-model-parallel-size", 2, "--sequence-parallel", *TWO_STAGES)
     segments = ("--sequence-splits", 4, "--bf16", "--use-distributed-optimizer")
@@ -80,11 +86,10 @@ def test_no_tokenizer_is_loaded(launch, tmp_path):
 def test_counted_bytes_are_those_of_the_real_step(launch, layout, tmp_path):
     ranks, words = LAYOUTS[layout]
     flags = ("--device", "cpu", *TWO_STAGES, *words.split())
-    rehearse(launch, ranks, *flags, "--dry-run-output", tmp_path).check()
-    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    stages = stages_of(launch, ranks, *flags, output=tmp_path)
     script = FUNCTIONAL_TESTS / "workers" / "rehearsal_worker.py"
     launch(ranks, [*MODEL, *flags], script=script, env={"COUNTS": str(tmp_path)}, timeout=400).check()
-    for rehearsed in report["pipeline_ranks"]:
+    for rehearsed in stages:
         moments = json.loads((tmp_path / f"{rehearsed['rank']}.json").read_text())
         assert [moment["name"] for moment in moments] == [moment["name"] for moment in rehearsed["moments"]]
         real, counted = fullest(moments), fullest(rehearsed["moments"])
@@ -104,8 +109,7 @@ def test_the_planner_counts_a_partitioned_state(launch, tmp_path):
     flags = """--num-layers 16 --hidden-size 256 --ffn-hidden-size 1024 --vocab-size 511 --seq-length 64
         --global-batch-size 32 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule breadth-first
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 --partition-state"""
-    rehearse(launch, 16, *TWO_STAGES, *flags.split(), "--dry-run-output", tmp_path).check()
-    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    stages = stages_of(launch, 16, *TWO_STAGES, *flags.split(), output=tmp_path)
     model = replace(preset("2.7b"), num_layers=16, hidden_size=256, ffn_hidden_size=1024, vocab_size=512, num_heads=4)
     model = replace(model, head_dim=64)
     setup = TrainingSetup(
@@ -119,7 +123,7 @@ def test_the_planner_counts_a_partitioned_state(launch, tmp_path):
         partitions_state=True,
     )
     schedule = build("breadth-first", setup.shape)
-    for rank, rehearsed in enumerate(report["pipeline_ranks"]):
+    for rank, rehearsed in enumerate(stages):
         planned = rank_memory(setup, schedule.ranks[rank], rank)
         step = [moment["peak"] for moment in rehearsed["moments"] if moment["name"] != "build"]
         most = {name: max(peak.get(name, 0) for peak in step) for name in ("weights", "gradients")}
@@ -140,8 +144,7 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
         --tensor-model-parallel-size {tensor_parallel} --sequence-parallel {CHUNKS} --sequence-splits {segments}
         --sequence-split-strategy even {RECOMPUTED} --recompute-keeps-attention --use-distributed-optimizer --bf16
         --no-create-attention-mask-in-dataloader --device cuda --offload-activations {share}"""
-    rehearse(launch, 16, *TWO_STAGES, *flags.split(), "--dry-run-output", tmp_path).check()
-    report = json.loads((tmp_path / "rehearsal.json").read_text())
+    stages = stages_of(launch, 16, *TWO_STAGES, *flags.split(), output=tmp_path)
     setup = TrainingSetup(
         replace(preset("llama3-70b"), num_layers=4),
         length,
@@ -154,7 +157,7 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
         distributed_optimizer=True,
     )
     schedule = build("1f1b", setup.shape)
-    for rank, rehearsed in enumerate(report["pipeline_ranks"]):
+    for rank, rehearsed in enumerate(stages):
         order = schedule.ranks[rank]
         planned = rank_memory(setup, with_moves(order, units_to_move(order, float(share))), rank)
         counted = fullest(rehearsed["moments"])["in all"]
@@ -165,11 +168,9 @@ def test_recomputed_parts(launch, tmp_path):
     peaks = []
     for modules in ("core_attn", "mlp layernorm"):
         flags = f"--bf16 --disable-bias-linear --recompute-granularity selective --recompute-modules {modules}"
-        output = tmp_path / modules
-        segments = ("--sequence-splits", 2, "--dry-run-output", output)
-        rehearse(launch, 2, "--device", "cuda", *TWO_STAGES, *segments, *flags.split()).check()
-        report = json.loads((output / "rehearsal.json").read_text())
-        peaks.append([fullest(stage["moments"])["activations"] for stage in report["pipeline_ranks"]])
+        segments = ("--device", "cuda", *TWO_STAGES, "--sequence-splits", 2)
+        stages = stages_of(launch, 2, *segments, *flags.split(), output=tmp_path / modules)
+        peaks.append([fullest(stage["moments"])["activations"] for stage in stages])
     assert all(less < 0.5 * more for more, less in zip(*peaks, strict=True)), peaks
 
 

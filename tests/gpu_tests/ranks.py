@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from functional_tests.equality.layout import named
 from megatron.seq1f1b.partition import even
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, communication
 from megatron.seq1f1b.schedule import ScheduleChoice
@@ -67,11 +68,7 @@ def _chunk(config: TransformerConfig, chunk: int, chunks: int, length: int, dtyp
         vp_stage=chunk if chunks > 1 else None,
     )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith("decoder.layers."):
-                local = name.split(".")[2]
-                number = model.decoder.layers[int(local)].layer_number
-                name = name.replace(f"layers.{local}", f"layers.{number}", 1)
+        for name, parameter in named([model]):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * 0.1 if parameter.dim() > 1 else 1 + 0.1 * noise)

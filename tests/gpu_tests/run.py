@@ -27,7 +27,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 NOT_RUN = "not run: "
 OUT_OF_TIME = f"{NOT_RUN}time"
-# Starts the lines of a section, among all that Megatron prints; see common.py.
+# Starts the lines of a section, which are shown while it runs, among all that Megatron prints.
 MARK = "  · "
 # Compiles its kernels when they are first called, for which every section has so many seconds more.
 COMPILES, COMPILING = "flash_attn.cute", 300

@@ -396,22 +396,9 @@ def test_attention_is_kept_where_layers_are_recomputed(flags, settings, sentence
     assert parse_options({"recompute_keeps_attention": True}).recompute_keeps_attention
 
 
-@pytest.mark.parametrize(
-    "flags, settings, sentence",
-    [
-        ([], {}, "--offload-activations is not for Megatron's own schedules; add --sequence-splits or"),
-        (["--sequence-splits", "4"], {"fine_grained_activation_offloading": True}, "--fine-.*; use --offload-"),
-        (["--sequence-splits", "4"], {"cpu_offloading_num_layers": 2}, "--cpu-offloading-num-layers moves the same"),
-        (
-            ["--sequence-splits", "4"],
-            {"overlap_grad_reduce": True, "gradient_accumulation_fusion": True},
-            "--overlap-grad-reduce without .* marks of parameters, .*; give --no-gradient-accumulation-fusion",
-        ),
-    ],
-)
-def test_activations_move_to_the_host_where_they_can(flags, settings, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}"):
-        pipeline_config(parsed(*flags, "--offload-activations", "0.5", **settings))
+def test_activations_move_to_the_host_where_they_can():
+    with pytest.raises(ValueError, match="^--offload-activations is not for Megatron's own .*; add --sequence-splits"):
+        pipeline_config(parsed("--offload-activations", "0.5"))
     assert pipeline_config(parsed("--pipeline-schedule", "gpipe", "--offload-activations", "0.5")).offloads == 0.5
     assert parse_options({"offload_activations": 1}).offload_activations == 1
     for wrong in ("1.5", "-1", "nan", "half"):
