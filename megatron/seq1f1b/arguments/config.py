@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step
+from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
 from ..schedule import FAMILIES, Placement, ScheduleChoice, Shape, read_csv
 from .device import is_on_cpu
 from .flags import AUTO
@@ -55,11 +55,7 @@ class PipelineConfig:
     def pack(self, lengths: Sequence[int], replicas: int, alike: bool) -> list[list[Pack]]:
         """The micro-batches of each replica, of sequences of `lengths` tokens in units; see `packs_of_step`."""
         assert self.unit_tokens is not None
-        per_token, per_pair = self.partition.costs.flops or (1, 0)
-
-        def work(length: int) -> float:
-            return per_token * length + per_pair * length**2 / 2
-
+        work = work_by_flops(*self.partition.costs.flops or (1, 0))
         return packs_of_step(lengths, self.unit_tokens, self.run.segment_multiple, replicas, work, alike)
 
     @property

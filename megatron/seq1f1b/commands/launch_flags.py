@@ -190,6 +190,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "decoder-first-pipeline-num-layers",
         "decoder-last-pipeline-num-layers",
         "sequence-splits",
+        "unit-tokens",
         "recompute-num-layers",
         "microbatch-group-size-per-virtual-pipeline-stage",
     ):
@@ -295,6 +296,9 @@ def _groups(setup: TrainingSetup) -> Iterator[str]:
 def _schedule(candidate: Candidate) -> Iterator[str]:
     setup = candidate.setup
     yield f"--pipeline-schedule {setup.family}"
-    if len(setup.segments) > 1:
+    if candidate.unit_tokens is not None:
+        yield f"--unit-tokens {candidate.unit_tokens}"
+        yield "--calculate-per-token-loss"
+    elif len(setup.segments) > 1:
         yield f"--sequence-splits {len(setup.segments)}"
         yield f"--sequence-split-strategy {candidate.strategy}"

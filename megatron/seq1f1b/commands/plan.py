@@ -3,6 +3,8 @@
     seq1f1b plan --model 13b --gpus 64 --machine a100-80gb --seq-length 65536 --global-batch-size 16
     seq1f1b plan --gpus 64 --machine a100-80gb <the flags of your launch script>
 
+    seq1f1b plan --lengths lengths.csv --model llama3-8b --gpus 64 --global-batch-size 512
+
 It chooses tensor, context, pipeline and data parallelism, model chunks, the layers of each stage, segments and where
 they are cut, the schedule, the micro-batch, recomputation and, where memory is short, the share of the activations that
 waits in the memory of the host. The choices of a launch script are predicted too, for comparison; its other flags come
@@ -16,15 +18,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from ..arguments.supported import Use, first_unsupported
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..planning.planner.gain import Gain
+from ..planning.planner.lengths import UnitPlan, UnitSearch
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
+from . import plan_lengths
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
 from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, check_output, count, count_up_to, with_values
@@ -32,6 +37,10 @@ from .plan_text import explained, megatron_alone, memory_by_stage, overview, sho
 
 # Shares of a device's memory that the picture shows.
 _SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+# What keeps the sequences of a launch apart.
+_APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
+# Parallel sizes have to divide --seq-length.
+_ROUND = 256
 # The flags that a rehearsal needs beside those of a plan.
 _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e-5 --eval-iters 0"
 
@@ -41,7 +50,14 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
     parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
     parser.add_argument("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
-    parser.add_argument("--seq-length", type=count, required=True, metavar="TOKENS", help="of a sequence; required")
+    parser.add_argument("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="plan for unequal lengths, in units: a CSV with lines 'tokens,sequences', or the .idx file of a "
+        "corpus; longer ones than --seq-length are cut off there",
+    )
     parser.add_argument(
         "--global-batch-size",
         type=count_up_to(2**16),
@@ -76,6 +92,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         own = [flag for flag in parser._option_string_actions if abs(len(flag) - len(name)) <= 2]
         if near := get_close_matches(name, own, n=1, cutoff=0.83):
             parser.error(f"{name} is unknown; did you mean {near[0]}?")
+    if args.seq_length is None and args.lengths is None:
+        parser.error("--seq-length is missing")
+    if args.lengths is not None and (args.explain or args.output is not None or args.rehearse is not None):
+        parser.error("--explain, --output and --rehearse are for sequences of one length; drop them, or --lengths")
     if args.gpus is None:
         if not os.environ.get("WORLD_SIZE", "").isdigit():
             parser.error("--gpus is missing")
@@ -116,7 +136,33 @@ def _may_partition_state(words: Sequence[str]) -> bool:
     return first_unsupported(settings, {Use.PARTITIONED_STATE}) is None
 
 
-def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan, by_megatron: bool) -> list[str]:
+def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Plan for a histogram of lengths; returns the exit code."""
+    histogram = plan_lengths.read_histogram(args.lengths)
+    if args.seq_length is None:
+        args.seq_length = -(-max(histogram) // _ROUND) * _ROUND
+    asked, launch = question(args, words), read_launch(words)
+    search = UnitSearch(asked, histogram)
+    given = None
+    if launch.unit_tokens is not None:
+        candidate = as_given(launch, search.average(launch.unit_tokens))
+        given = candidate and search.predict(replace(candidate, unit_tokens=launch.unit_tokens))
+    found = search.best(args.best)
+    if not found:
+        raise search.way_out()
+    megatron = search.of_megatron()
+    print(plan_lengths.title(search))
+    print(plan_lengths.table(found, megatron, given, search))
+    print(plan_lengths.megatron_alone(found[0], megatron, asked.machine.error))
+    print(memory_by_stage(Plan(found[0].candidate, found[0].fullest), asked))
+    flags = all_flags(args, words, found[0], by_megatron=False)
+    print("Flags of the best:\n  " + " \\\n  ".join(flags))
+    if not any(flag.split()[0] in _APART for flag in flags):
+        print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
+    return 0
+
+
+def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan | UnitPlan, by_megatron: bool) -> list[str]:
     """The flags of the preset, of the launch and of the plan; the last wins where a name repeats."""
     preset = [] if args.model is None else with_values(preset_words(args.model)) + training_flags(args.seq_length)
     flags = [*preset, *undecided(words), *decided_flags(best.candidate, by_megatron)]
@@ -135,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
     if args.output is not None:
         check_output(args.output, *PICTURES)
+    if args.lengths is not None:
+        return answer_for_lengths(args, words)
     asked = question(args, words)
     given = as_given(read_launch(words), asked)
     search = Search(asked, show)

@@ -9,4 +9,4 @@ from .cut import DEFAULT_STRATEGY, STRATEGIES, Strategy, Task, cut_sequence
 from .cut_positions import SegmentTime, segment_multiple, segment_times
 from .lengths_file import check_lengths, read_lengths
 from .terapipe import terapipe
-from .units import Pack, packs_of_step
+from .units import Pack, packs_of_step, work_by_flops

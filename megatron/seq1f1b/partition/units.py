@@ -23,6 +23,11 @@ class Pack:
     lengths: tuple[int, ...]
 
 
+def work_by_flops(per_token: int, per_pair: int) -> Callable[[int], float]:
+    """The FLOPs of a sequence by its length, for `packs_of_step`."""
+    return lambda length: per_token * length + per_pair * length**2 / 2
+
+
 def packs_of_step(
     lengths: Sequence[int],
     most: int,

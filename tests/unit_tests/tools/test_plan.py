@@ -1,11 +1,13 @@
 """The commands `seq1f1b plan` and `seq1f1b train-time`: what a user sees."""
 
+import struct
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.seq1f1b import commands
 from megatron.seq1f1b.commands import plan, plan_text
+from megatron.seq1f1b.commands.plan_lengths import read_histogram
 from megatron.seq1f1b.planning.costs.machine import read_machine
 
 SMALL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --seq-length 8192 --global-batch-size 4"
@@ -96,6 +98,40 @@ def test_a_rehearsal_has_the_memory_of_the_whole_device(monkeypatch, tmp_path):
     assert commands.main(["plan", *words.split()]) == 0
     memory = float(seen[seen.index("--device-memory") + 1])
     assert memory == pytest.approx(read_machine("a100-80gb").device.memory_gib)
+
+
+LENGTHS = "tokens,sequences\n100,50\n\n# documents\n1500,10\n8192,1\n"
+
+
+def test_a_histogram_of_lengths_has_a_plan_in_units(tmp_path, capsys):
+    (tmp_path / "lengths.csv").write_text(LENGTHS)
+    words = "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --gpus 4 --global-batch-size 64 --best 2"
+    words += f" --lengths {tmp_path / 'lengths.csv'} --pipeline-model-parallel-size 4 --unit-tokens 2048 --sft"
+    assert commands.main(["plan", *words.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "61 sequences of 100 to 8,192 tokens, " in printed and "8192 packs" in printed and "as given" in printed
+    assert "Units gain " in printed and "rank  0" in printed
+    flags = printed[printed.index("Flags of ") :].split()
+    assert flags.count("--unit-tokens") == flags.count("--calculate-per-token-loss") == flags.count("--sft") == 1
+    assert flags[flags.index("--seq-length") + 1] == "8192" and "--sequence-splits" not in flags
+
+
+def test_lengths_of_a_corpus_and_mistakes_in_a_file(tmp_path):
+    index = tmp_path / "corpus.idx"
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)
+    index.write_bytes(header + struct.pack("<3i3q4q", 5, 9, 5, 0, 10, 28, 0, 1, 2, 3))
+    assert read_histogram(index) == {5: 2, 9: 1}
+    text = tmp_path / "lengths.txt"
+    text.write_text("7\n7 2\n")
+    assert read_histogram(text) == {7: 3}
+    for mistake, sentence in (
+        ("tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
+        ("tokens", "has no lengths"),
+        ("1,2,3", "line 1: '1,2,3' is not"),
+    ):
+        text.write_text(mistake)
+        with pytest.raises(ValueError, match=sentence):
+            read_histogram(text)
 
 
 def test_the_table_the_law_and_the_flags_are_shown(capsys):

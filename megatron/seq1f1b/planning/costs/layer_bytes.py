@@ -141,7 +141,7 @@ def logits(setup: TrainingSetup, length: int) -> float:
 
 def keeps_logits(setup: TrainingSetup) -> bool:
     """Whether the loss is not taken in pieces."""
-    return setup.keeps_logits or logits(setup, setup.sequence_length) <= MOST_KEPT
+    return setup.keeps_logits or logits(setup, setup.longest or setup.sequence_length) <= MOST_KEPT
 
 
 def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:

@@ -107,11 +107,14 @@ def _attention(setup: TrainingSetup, machine: Machine, layer: int, start: int, e
     """Attention of the forward and of the input gradients."""
     device, batch, length, window = machine.device, setup.micro_batch_size, end - start, setup.model.window_of(layer)
     keys = end if window is None else min(end, length + window)
+    seen = pairs(start, end, window)
+    if setup.seen:
+        seen = min(seen, setup.seen[setup.spans.index((start, end))])
     forward = back = 0.0
     for attention in (block.attention for block in blocks_of(setup.model, layer) if block.attention):
         heads = attention.heads / setup.tensor_parallel / setup.context_parallel
         size = (attention.score_dim + attention.value_dim) / 2
-        sizes = (device, length, keys, pairs(start, end, window), heads, size, batch)
+        sizes = (device, length, keys, seen, heads, size, batch)
         forward += flash_time(*sizes)
         back += flash_time(*sizes, backward=True)
     if len(setup.segments) > 1 and forward:

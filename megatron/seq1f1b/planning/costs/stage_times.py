@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache, singledispatch
+from itertools import chain
 
 from ...schedule import Costs
 from .blocks import BYTES
@@ -56,6 +57,10 @@ def _rows(
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
     """For every stage, durations of F, I and W by segment. Seconds."""
+    if setup.parts:
+        of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
+        tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
+        return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
     alone, last = setup.alone, setup.placement.num_stages - 1
     rows = {
         stage: _rows(alone, machine, tuple(setup.stage_layers(stage).items()), stage == 0, stage == last)

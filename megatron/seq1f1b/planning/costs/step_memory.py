@@ -6,7 +6,8 @@ layer_bytes has what layers keep; gradients and states follow Megatron's mixed p
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain
 from math import log2
 from typing import NamedTuple
 
@@ -79,6 +80,8 @@ def kept(setup: TrainingSetup, stage: int, after: Kind = Kind.F) -> tuple[Kept, 
 
 @lru_cache(maxsize=4096)
 def _kept(setup: TrainingSetup, stage: int, after: Kind) -> tuple[Kept, ...]:
+    if setup.parts:
+        return tuple(chain(*(_kept(part, stage, after) for part in setup.parts)))
     is_last = stage == setup.placement.num_stages - 1
     found = []
     for length, span in zip(setup.segments, setup.spans, strict=True):
@@ -198,9 +201,10 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
         logits += count * of_unit.logits
     activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in units if unit[0] == stages[0]))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
-    if len(setup.segments) > 1:
+    if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
         states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
     longest = max(setup.segments)
+    lengths = {setup.segments[unit[1]] for unit in units} if setup.parts else set(setup.segments)
     messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
 
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
@@ -216,8 +220,7 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
         logits=logits + loss,
         working=working,
         messages=messages,
-        reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(len(set(setup.segments)))) * dynamic
-        + _OF_LOGITS * largest_loss,
+        reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * dynamic + _OF_LOGITS * largest_loss,
     )
 
 
@@ -232,11 +235,9 @@ def _peak(
     kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
     held = {stage: [*map(sum, kept(setup, stage))] for stage in stages}
     for_weights = {stage: [*map(sum, kept(setup, stage, Kind.I))] for stage in stages if Kind.I in kinds}
-    gradients = {
-        stage: _of_layers(setup, stage, lambda layer: layer_keys_values_gradients(setup, layer)) for stage in stages
-    }
+    arising = {stage: _keys_values_gradients(setup, stage, at=-1) for stage in stages}
+    leaving = {stage: _keys_values_gradients(setup, stage, at=0) for stage in stages}
     running = {(kind, stage): _running(setup, setup.alike[stage], kind) for kind in kinds for stage in stages}
-    last = len(setup.segments) - 1
     now = left = most = left_then = 0.0
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
@@ -246,8 +247,8 @@ def _peak(
             continue
         if kind is Kind.F:
             now += held[stage][segment]
-        elif kind is not Kind.W and segment == last:
-            left += gradients[stage]
+        elif kind is not Kind.W:
+            left += arising[stage][segment]
         loss, working = running[kind, stage][segment]
         total = now + left + loss + working
         if total > most:
@@ -256,12 +257,23 @@ def _peak(
             now -= held[stage][segment] - for_weights[stage][segment]
         elif kind is not Kind.F:
             now -= (held if kind is Kind.B else for_weights)[stage][segment]
-        if kind in (Kind.B, Kind.I) and segment == 0:
-            left -= gradients[stage]
+        if kind in (Kind.B, Kind.I):
+            left -= leaving[stage][segment]
     if at < 0:
         return (), 0.0, Running(0.0, 0.0)
     kind, stage, _, segment = actions[at]
     return _in_flight(actions[: at + 1]), left_then, running[kind, stage][segment]
+
+
+def _keys_values_gradients(setup: TrainingSetup, stage: int, at: int) -> list[float]:
+    """By segment the gradients of keys and values of its micro-batch, which are there from the backward of the last
+    segment (`at` -1) to that of the first (0); 0 for the others."""
+    found: list[float] = []
+    for part in setup.parts or (setup,):
+        of_part = [0.0] * len(part.segments)
+        of_part[at] = _of_layers(part, stage, partial(layer_keys_values_gradients, part))
+        found += of_part
+    return found
 
 
 def _in_flight(actions: Sequence[Action]) -> tuple[Unit, ...]:
@@ -292,6 +304,8 @@ def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
 @lru_cache(maxsize=4096)
 def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[Running, ...]:
     """What an action of this kind holds while it runs, by segment."""
+    if setup.parts:
+        return tuple(chain(*(_running(part, stage, kind) for part in setup.parts)))
     has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
     found = []
     for length, span in zip(setup.segments, setup.spans, strict=True):

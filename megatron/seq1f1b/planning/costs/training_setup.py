@@ -35,6 +35,11 @@ class TrainingSetup:
     - `cp_comm_type`: how context-parallel ranks exchange whole sequences, as in context_exchange; None: fastest.
     - `hides_experts`: tokens travel to experts beside the compute of another micro-batch
       (--overlap-moe-expert-parallel-comm, in Megatron's own schedules).
+    - `seen`: how many pairs of a query and a key each segment computes at most, where documents are kept apart; empty:
+      every token sees all before it.
+    - `longest`: tokens of the longest micro-batch of a step, where micro-batches differ in length.
+    - `parts`: a set-up for each kind of micro-batch, where they differ (--unit-tokens). Costs then have a column for
+      every segment of every kind, one kind after the other, and `segments` are the lengths of these columns.
     - `offloads`: the share of a rank's activations that waits in the memory of its host (--offload-activations); with
       `offloads_modules` the share of what Megatron's modules can move of every unit, beside the compute of its own
       layers (--fine-grained-activation-offloading).
@@ -67,6 +72,9 @@ class TrainingSetup:
     recomputed_share: float = 1.0
     offloads: float = 0.0
     offloads_modules: bool = False
+    seen: tuple[float, ...] = ()
+    longest: int = 0
+    parts: tuple["TrainingSetup", ...] = ()
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
     def __post_init__(self) -> None:
@@ -76,6 +84,8 @@ class TrainingSetup:
             object.__setattr__(self, "layers_per_stage", even_layers(self.model.num_layers, self.placement.num_stages))
         if sum(self.segments) != self.sequence_length:
             raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
+        if self.seen and len(self.seen) != len(self.segments):
+            raise ValueError(f"pairs of {len(self.seen)} segments do not fit {len(self.segments)}")
         if (
             len(self.layers_per_stage) != self.placement.num_stages
             or sum(self.layers_per_stage) != self.model.num_layers

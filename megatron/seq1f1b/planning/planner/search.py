@@ -172,18 +172,23 @@ def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = 
     return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
 
 
+def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
+    """The ranks that may be fullest: the first holds the most units, the last the loss, and another may have the most
+    layers."""
+    ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
+    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
+    return dict.fromkeys((0, ranks[-1], deepest))
+
+
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """The memory of the ranks that may be fullest: the first holds the most units, the last the loss, and another may
-    have the most layers. A full pipeline holds few micro-batches; `breadth-first` holds all."""
+    """The memory of `fullest_ranks`. A full pipeline holds few micro-batches; `breadth-first` holds all."""
     few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
     if setup.family != "breadth-first" and setup.num_microbatches > few:
         setup = replace(setup, num_microbatches=few)
-    ranks, layers = range(setup.pipeline_parallel), setup.layers_per_stage
-    deepest = max(ranks, key=lambda rank: sum(layers[stage] for stage in setup.placement.stages_of(rank)))
     share = 0.0 if setup.offloads_modules else setup.offloads
     if share:  # sizes do not depend on it
         setup = replace(setup, offloads=0.0)
-    for rank in dict.fromkeys((0, ranks[-1], deepest)):
+    for rank in fullest_ranks(setup):
         yield rank_memory(setup, _order(setup.family, setup.shape, rank, share), rank)
 
 
@@ -247,7 +252,7 @@ class Search:
         of the question; plans that `accept` rejects are left out.
         """
         room = self.question.room if memory_gib is None else replace(self.question, memory_gib=memory_gib).room
-        found = [*islice(self._fastest_first(room, accept, below), count)]
+        found = [*islice(self.fastest_first(room, accept, below), count)]
         if "auto" in self.question.families:
             for winner in found[:]:
                 automatic = self._automatic(winner.candidate, room)
@@ -259,7 +264,10 @@ class Search:
         self.progress(len(self._sizes), len(self._sizes))
         return found
 
-    def _fastest_first(self, room: Room, accept: Callable[[Candidate], bool], below: float) -> Iterator[Plan]:
+    def fastest_first(
+        self, room: Room, accept: Callable[[Candidate], bool] = lambda _: True, below: float = inf
+    ) -> Iterator[Plan]:
+        """All configurations of the named families that `best` chooses from, one after the other."""
         waiting: list[tuple[float, int, Any]] = [*self._sizes]
         heapify(waiting)
         number, done = len(self._sizes), 0  # numbers decide between equal bounds

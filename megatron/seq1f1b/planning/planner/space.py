@@ -109,10 +109,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set-up, with the name of the strategy that cut its sequences."""
+    """A set-up, with the name of the strategy that cut its sequences, or the tokens of the units that they are in."""
 
     setup: TrainingSetup
     strategy: str = "even"
+    unit_tokens: int | None = None
 
 
 def candidates(question: Question) -> Iterator[Candidate]:

@@ -1,0 +1,120 @@
+"""Plans for a histogram of lengths (`seq1f1b plan --lengths`): reading it, and the table."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..planning.costs.flops import model_flops
+from ..planning.costs.training_setup import TrainingSetup
+from ..planning.planner.gain import Gain
+from ..planning.planner.lengths import UnitPlan, UnitSearch
+from ..planning.planner.search import Plan
+from ..report.text import aligned
+
+_HEAD = ("", "TP", "CP", "PP", "DP", "C", "unit", "schedule", "recompute", "step s", "tokens/s a GPU", "TFLOPS")
+_LAST = ("bubble", "padding", "GiB")
+_INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
+_HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
+
+
+def read_histogram(path: Path) -> Mapping[int, int]:
+    """How many sequences there are of each length in tokens.
+
+    From text with a line `tokens,sequences`, or `tokens` alone, for each, where words make a line a comment; or from
+    the .idx file of a corpus. Raises ValueError for anything else.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--lengths {path} cannot be read ({error.strerror}); give a CSV or an .idx file") from error
+    if content.startswith(_INDEX):
+        number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
+        sizes = memoryview(content)[_HEADER : _HEADER + 4 * number].cast("i")
+        return Counter(size for size in sizes if size)
+    found: Counter[int] = Counter()
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+        words = line.replace(",", " ").split()
+        if not words or words[0].startswith("#") or (number == 1 and words[0].isalpha()):
+            continue
+        if len(words) > 2 or not all(word.isascii() and word.isdigit() and 0 < int(word) < 10**12 for word in words):
+            raise ValueError(
+                f"--lengths {path}, line {number}: {line.strip()!r} is not 'tokens,sequences', two whole numbers from "
+                "1 on; correct the line"
+            )
+        found[int(words[0])] += int(words[1]) if len(words) == 2 else 1
+    if not found:
+        raise ValueError(f"--lengths {path} has no lengths; give a line 'tokens,sequences' for each")
+    return found
+
+
+def title(search: UnitSearch) -> str:
+    counts, asked = search.histogram, search.question
+    drawn = sorted(length for step in search.steps for length in step)
+    return (
+        f"{sum(counts.values()):,} sequences of {min(counts):,} to {max(counts):,} tokens, "
+        f"{search.tokens / asked.global_batch_size:,.0f} on average, half of them up to {drawn[len(drawn) // 2]:,}; "
+        f"steps of {asked.global_batch_size} on {asked.num_devices} x {asked.machine.device.name}, "
+        f"{asked.memory_limit:.1f} GiB a device. Means over {len(search.steps)} steps; memory is that of a step with "
+        "the longest sequence."
+    )
+
+
+def table(
+    plans: Sequence[UnitPlan], megatron: tuple[Plan, float] | None, given: UnitPlan | None, search: UnitSearch
+) -> str:
+    """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
+    rows = [[str(number), *_row(each, search)] for number, each in enumerate(plans, start=1)]
+    if megatron is not None:
+        rows.append(["Megatron", *_row_of_packs(*megatron, search)])
+    if given is not None:
+        rows.append(["as given", *_row(given, search)])
+    return "\n" + "\n".join(aligned([[*_HEAD, *_LAST], *rows])) + "\n"
+
+
+def _row(plan: UnitPlan, search: UnitSearch) -> list[str]:
+    setup = plan.candidate.setup
+    return [
+        *_sizes(plan.fullest.setup),
+        str(plan.candidate.unit_tokens),
+        setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-",
+        setup.recompute,
+        *_speed(plan.seconds, search),
+        f"{100 * plan.bubble:.1f} %",
+        f"{100 * plan.padding:.1f} %",
+        f"{plan.memory_gib:.1f}",
+    ]
+
+
+def _row_of_packs(plan: Plan, tokens_per_second: float, search: UnitSearch) -> list[str]:
+    setup = plan.prediction.setup
+    held = setup.global_batch_size * setup.sequence_length
+    return [
+        *_sizes(setup),
+        f"{setup.sequence_length} packs",
+        setup.family if setup.pipeline_parallel > 1 else "-",
+        setup.recompute,
+        *_speed(search.tokens / tokens_per_second, search),
+        f"{100 * plan.prediction.bubble:.1f} %",
+        f"{100 * (1 - tokens_per_second * plan.prediction.seconds / held):.1f} %",
+        f"{plan.memory_gib:.1f}",
+    ]
+
+
+def _sizes(setup: TrainingSetup) -> list[str]:
+    sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
+    return [*map(str, sizes), str(setup.placement.num_chunks)]
+
+
+def _speed(seconds: float, search: UnitSearch) -> list[str]:
+    asked, flops = search.question, Counter(length for step in search.steps for length in step)
+    total = sum(model_flops(asked.model, length, count) for length, count in flops.items()) / len(search.steps)
+    devices = asked.num_devices
+    return [f"{seconds:.3f}", f"{search.tokens / seconds / devices:.0f}", f"{total / seconds / devices / 1e12:.0f}"]
+
+
+def megatron_alone(best: UnitPlan, megatron: tuple[Plan, float] | None, error: float) -> str:
+    """How units compare with Megatron's own schedules on packs as long as the longest sequence."""
+    if megatron is None:
+        return "Megatron's own schedules do not hold packs as long as the longest sequence."
+    found = Gain(best.seconds, best.tokens / megatron[1], error)
+    return f"Units gain {found} over Megatron's own schedules on packs as long as the longest sequence."

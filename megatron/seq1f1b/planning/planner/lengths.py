@@ -1,0 +1,339 @@
+"""The fastest configurations for sequences of unequal lengths, in units of at most so many tokens (--unit-tokens).
+
+A few steps are drawn from a histogram of lengths and packed as training packs them. A search over steps of average
+units, which is fast, gives configurations in the order of their throughput; the first ones that hold the longest
+sequence are predicted for the drawn steps, every unit with its own tokens and attention.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from heapq import merge
+from itertools import accumulate, chain, pairwise
+from math import ceil, lcm
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from ...partition import Pack, packs_of_step, segment_multiple, work_by_flops
+from ...schedule import FAMILIES, Action, Schedule, Shape
+from ..costs.flops import authors_flops, pairs
+from ..costs.machine import GIB
+from ..costs.stage_times import Row, stage_rows
+from ..costs.step_memory import rank_memory
+from ..costs.training_setup import TrainingSetup
+from ..simulator.step import Prediction, predict
+from .search import Plan, Search, fullest_ranks
+from .space import Candidate, Question, powers_of_two
+
+_SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
+_CHUNKS = (1, 2, 4)  # more gain little where units are many
+# At least this many sequences are drawn, in at least and at most so many steps.
+_DRAWN, _FEWEST, _MOST = 1024, 2, 16
+# Lengths of units count in such parts of the longest.
+_PARTS = 64
+
+
+@dataclass(frozen=True)
+class Average(Question):
+    """A question on sequences that are all alike: attention sees `seen` pairs of a query and a key in each, since
+    documents are kept apart, and the busiest of some replicas has `of_busiest(replicas)` in a step. The batch only
+    limits the number of replicas."""
+
+    of_busiest: Callable[[int], float] = float
+    seen: float = 0.0
+
+    def setup(self, sizes: tuple[int, int, int, int], *arguments: Any, **choices: Any) -> TrainingSetup:
+        setup = super().setup(sizes, *arguments, **choices)
+        own = int(self.of_busiest(setup.data_parallel) / setup.micro_batch_size)
+        return replace(setup, num_microbatches=max(1, own), seen=(self.seen,))
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A configuration and the steps that are predicted of it; `fullest` is the one with the longest sequence.
+
+    The setup of `candidate` is that of its flags. `tokens` are those of a step on average, without padding, which is
+    the `padding` share of all.
+    """
+
+    candidate: Candidate
+    steps: tuple[Prediction, ...]
+    fullest: Prediction
+    tokens: float
+    padding: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step on average."""
+        return fmean(step.seconds for step in self.steps)
+
+    @property
+    def bubble(self) -> float:
+        return fmean(step.bubble for step in self.steps)
+
+    @property
+    def memory_gib(self) -> float:
+        """The memory of the fullest rank in any of the steps."""
+        return max(rank.total for step in (*self.steps, self.fullest) for rank in step.memory) / GIB
+
+
+def draw(histogram: Mapping[int, int], batch: int) -> tuple[tuple[int, ...], ...]:
+    """Steps of `batch` sequences, the same in every call: even quantiles of the histogram, in random order."""
+    count = min(max(ceil(_DRAWN / batch), _FEWEST), _MOST)
+    tokens = sorted(histogram)
+    ends = [*accumulate(histogram[length] for length in tokens)]
+    drawn, place = [], 0
+    for number in range(count * batch):
+        while ends[place] * count * batch <= (number + 0.5) * ends[-1]:
+            place += 1
+        drawn.append(tokens[place])
+    Random(0).shuffle(drawn)
+    return tuple(tuple(drawn[first : first + batch]) for first in range(0, len(drawn), batch))
+
+
+class UnitSearch:
+    """The plans for steps of `question.global_batch_size` sequences drawn from a histogram, longer ones cut off at
+    `question.sequence_length`."""
+
+    def __init__(self, question: Question, histogram: Mapping[int, int]) -> None:
+        most = question.sequence_length
+        counts: Counter[int] = Counter()
+        for length, count in histogram.items():
+            counts[min(length, most)] += count
+        families = tuple(family for family in question.families if family in FAMILIES)
+        self.question = replace(question, families=families, chunks=_CHUNKS, micro_batches=(1,), host_gib=0.0)
+        self.steps = draw(counts, question.global_batch_size)
+        longest, fullest = max(counts), max(self.steps, key=max)
+        self.fullest = (longest, *sorted(fullest)[:-1])
+        self.tokens = fmean(map(sum, self.steps))
+        self.histogram = counts
+
+    def best(self, count: int = 5) -> list[UnitPlan]:
+        """The `count` configurations with the most tokens per second that fit, best first."""
+        streams = (self._by_average(tokens) for tokens in self.unit_tokens())
+        found: list[UnitPlan] = []
+        for seconds, candidate in merge(*streams, key=lambda each: each[0]):
+            if len(found) >= count and seconds > found[-1].seconds:
+                break
+            plan = self.predict(candidate)
+            if plan.memory_gib * GIB <= self.question.room.device:
+                found = sorted([*found, plan], key=lambda each: each.seconds)[:count]
+        return found
+
+    def way_out(self) -> ValueError:
+        """The error for a question without a plan."""
+        asked = self.question
+        return ValueError(
+            f"no configuration of {asked.num_devices} devices that divides a batch of {asked.global_batch_size} "
+            f"sequences holds one of {max(self.fullest)} tokens in {asked.memory_limit:.0f} GiB a device; take more "
+            "--gpus, or a shorter --seq-length, which cuts off longer sequences"
+        )
+
+    def unit_tokens(self) -> list[int]:
+        """Powers of two, up to one that holds the longest sequence."""
+        most = max(self.fullest)
+        return [size for size in powers_of_two(2 * most - 1) if size >= min(_SHORTEST, most)]
+
+    def average(self, unit_tokens: int) -> Average:
+        """The question for units of this size that are all alike."""
+        pairs_in_all = fmean(sum(pairs(0, length, None) for length in step) for step in self.steps)
+        units = self.tokens / unit_tokens
+
+        def of_busiest(replicas: int) -> float:
+            return units * _share_of_busiest(self.steps, unit_tokens, replicas, authors_flops(self.question.model))
+
+        alike = replace(self.question, sequence_length=unit_tokens, segments=(1,))
+        return Average(**vars(alike), of_busiest=of_busiest, seen=pairs_in_all / units)
+
+    def of_megatron(self) -> tuple[Plan, float] | None:
+        """The best of Megatron's own schedules on packs as long as the longest sequence, and its tokens per second;
+        None if nothing fits. Packs are made of all data at once, and all take the same time. The batch is as many as a
+        step needs, or the few more that replicas can share evenly."""
+        length, found = self.question.sequence_length, []
+        packs = len(packs_of_step([*chain(*self.steps)], length)[0]) / len(self.steps)
+        seen = self.average(length).seen * self.tokens / (length * packs)
+        for batch in sorted({ceil(packs / ranks) * ranks for ranks in powers_of_two(int(packs))}):
+            alike = replace(self.question, global_batch_size=batch, micro_batches=(1, 2))
+            search = Search(Average(**vars(alike), of_busiest=batch.__truediv__, seen=seen).of_megatron())
+            found += [(each, self.tokens * batch / packs / each.prediction.seconds) for each in search.best(1)]
+        return max(found, key=lambda each: each[1], default=None)
+
+    def _by_average(self, unit_tokens: int) -> Iterator[tuple[float, Candidate]]:
+        """Configurations that hold the longest sequence, with the seconds of a step of average units, ascending."""
+
+        def fits(candidate: Candidate) -> bool:
+            packed = self._packed(replace(candidate, unit_tokens=unit_tokens))
+            setup = packed.setup_of(candidate.setup)
+            holds_all = setup.family == "breadth-first"
+            step = packed.fullest if holds_all else packed.around_longest(setup.pipeline_parallel)
+            orders = packed.schedule(setup, step).ranks
+            memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
+            return all(rank.total <= self.question.room.device for rank in memory)
+
+        search = Search(self.average(unit_tokens))
+        for plan in search.fastest_first(search.question.room, fits):
+            yield plan.prediction.seconds, replace(plan.candidate, unit_tokens=unit_tokens)
+
+    def predict(self, candidate: Candidate) -> UnitPlan:
+        """The plan of a candidate for average units, whether it fits or not."""
+        packed, machine = self._packed(candidate), self.question.machine
+        setup = packed.setup_of(candidate.setup)
+
+        def predicted(order: tuple[int, ...]) -> Prediction:
+            return predict(setup, machine, packed.schedule(setup, order))
+
+        seconds = packed.seconds(setup, stage_rows(setup, machine))  # a step takes as long as its slowest replica
+        steps = tuple(predicted(max(step, key=seconds)) for step in packed.steps)
+        length, size = self.question.sequence_length, self.question.global_batch_size
+        whole = replace(
+            candidate.setup,
+            sequence_length=length,
+            segments=(length,),
+            seen=(),
+            num_microbatches=size // setup.data_parallel,
+        )
+        return UnitPlan(replace(candidate, setup=whole), steps, predicted(packed.fullest), self.tokens, packed.padding)
+
+    def _packed(self, candidate: Candidate) -> "_Packed":
+        setup = candidate.setup
+        multiple = segment_multiple(setup.token_shares, setup.context_parallel)
+        assert candidate.unit_tokens is not None
+        flops = authors_flops(setup.model)
+        steps = (*self.steps, self.fullest)
+        alike = setup.expert_parallel > 1
+        return _packed(steps, candidate.unit_tokens, multiple, setup.data_parallel, flops, alike)
+
+
+@lru_cache(maxsize=1024)
+def _share_of_busiest(steps: tuple[tuple[int, ...], ...], most: int, replicas: int, flops: tuple[int, int]) -> float:
+    """The work of the busiest replica of each step relative to that of all, in the mean over steps."""
+    work = work_by_flops(*flops)
+
+    def share(lengths: Sequence[int]) -> float:
+        shares = packs_of_step(lengths, most, replicas=replicas, work=work)
+        loads = [sum(work(lengths[number]) for pack in packs for number in pack.sequences) for packs in shares]
+        return max(loads) / sum(loads)
+
+    return fmean(map(share, steps))
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Steps in units. A micro-batch is known by its kind: the tokens of its units, rounded up. Micro-batches of a kind
+    count with their mean attention, as which time is linear.
+
+    `kinds` has the tokens and the pairs that are seen of every unit of a kind; `steps` has, for each replica, the kinds
+    of its micro-batches; `fullest` those of a replica with the longest sequence.
+    """
+
+    kinds: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
+    steps: tuple[tuple[tuple[int, ...], ...], ...]
+    fullest: tuple[int, ...]
+    longest: int
+    padding: float
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The first column of each kind in the tables of costs, then the number of columns."""
+        return [*accumulate((len(lengths) for lengths, _ in self.kinds), initial=0)]
+
+    def around_longest(self, count: int) -> tuple[int, ...]:
+        """The fullest step without what comes more than `count` micro-batches before or after the longest one."""
+        longest = max(range(len(self.fullest)), key=lambda place: sum(self.kinds[self.fullest[place]][0]))
+        return self.fullest[max(0, longest - count) : longest + count + 1]
+
+    def setup_of(self, setup: TrainingSetup) -> TrainingSetup:
+        """The set-up with these kinds of micro-batches."""
+        return _setup_of(self.kinds, self.longest, setup)
+
+    def schedule(self, setup: TrainingSetup, order: Sequence[int]) -> Schedule:
+        """The step of a replica, segments numbered by their columns."""
+        firsts = self.firsts
+        built = FAMILIES[setup.family](Shape.of(setup.placement, [len(self.kinds[kind][0]) for kind in order]))
+        starts = [firsts[kind] for kind in order]
+        ranks = (
+            tuple(Action(kind, stage, number, starts[number] + segment) for kind, stage, number, segment in actions)
+            for actions in map(built.order, range(setup.pipeline_parallel))
+        )
+        return Schedule(Shape(setup.placement, len(order), firsts[-1]), tuple(ranks))
+
+    def seconds(self, setup: TrainingSetup, rows: Sequence[tuple[Row, Row, Row]]) -> Callable[[Sequence[int]], float]:
+        """Gives about what a replica takes for a step of micro-batches of some kinds, up to a factor: its compute, and
+        a bubble of P - 1 units."""
+        of_column: list[float] = [sum(times) for times in zip(*chain(*rows), strict=True)]
+        of_kind: list[float] = [sum(of_column[first:end]) for first, end in pairwise(self.firsts)]
+        bubble = (setup.pipeline_parallel - 1) / setup.placement.num_chunks  # in units
+
+        def of_replica(order: Sequence[int]) -> float:
+            units = sum(len(self.kinds[kind][0]) for kind in order)
+            return sum(of_kind[kind] for kind in order) * (1 + bubble / units)
+
+        return of_replica
+
+
+@lru_cache(maxsize=1024)
+def _setup_of(kinds: Sequence[Any], longest: int, setup: TrainingSetup) -> TrainingSetup:
+    heads = setup.tensor_parallel * setup.context_parallel
+    way = None if setup.context_parallel == 1 else "a2a" if setup.model.num_heads % heads == 0 else "all_gather"
+    parts = tuple(
+        replace(
+            setup,
+            sequence_length=sum(lengths),
+            segments=lengths,
+            seen=seen,
+            longest=longest,
+            num_microbatches=1,
+            cp_comm_type=way,
+        )
+        for lengths, seen in kinds
+    )
+    columns = tuple(chain(*(lengths for lengths, _ in kinds)))
+    return replace(parts[0], sequence_length=sum(columns), segments=columns, seen=(), parts=parts)
+
+
+@lru_cache(maxsize=256)
+def _packed(
+    steps: tuple[tuple[int, ...], ...], most: int, multiple: int, replicas: int, flops: tuple[int, int], alike: bool
+) -> _Packed:
+    """The steps in units; the last of them is the fullest one."""
+    work, part = work_by_flops(*flops), lcm(multiple, max(1, most // _PARTS))
+    sums: dict[tuple[int, ...], list[float]] = {}
+    counts: Counter[tuple[int, ...]] = Counter()
+    by_kind, tokens, used = [], 0, 0
+    for lengths in steps:
+        shares = packs_of_step(lengths, most, multiple, replicas, work, alike)
+        of_step = []
+        for share in shares:
+            order = []
+            for pack in share:
+                kind = tuple(min(most, ceil(each / part) * part) for each in pack.lengths)
+                found = sums.setdefault(kind, [0.0] * len(kind))
+                sums[kind] = [a + b for a, b in zip(found, seen_by_units(pack, lengths), strict=True)]
+                counts[kind] += 1
+                order.append(kind)
+            of_step.append(order)
+            tokens += sum(sum(pack.lengths) for pack in share)
+        used += sum(lengths)
+        by_kind.append(of_step)
+    numbers = {kind: number for number, kind in enumerate(sums)}
+    kinds = tuple((kind, tuple(each / counts[kind] for each in seen)) for kind, seen in sums.items())
+    numbered = [tuple(tuple(numbers[kind] for kind in order) for order in of_step) for of_step in by_kind]
+    *drawn, last = numbered
+    fullest = max(last, key=lambda order: max(sum(kinds[kind][0]) for kind in order))
+    return _Packed(kinds, tuple(drawn), fullest, max(max(map(max, steps)), most), 1 - used / tokens)
+
+
+def seen_by_units(pack: Pack, lengths: Sequence[int]) -> list[float]:
+    """The pairs of a query and a key of one sequence that each unit of a pack computes."""
+    ends = [*accumulate(pack.lengths)]
+    seen, unit, now = [0.0] * len(ends), 0, 0
+    for number in pack.sequences:
+        start, end = now, now + lengths[number]
+        while now < end:
+            stop = min(end, ends[unit])
+            seen[unit] += pairs(now - start, stop - start, None)
+            now = stop
+            unit += now == ends[unit]
+    return seen
