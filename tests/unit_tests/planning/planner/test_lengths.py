@@ -51,7 +51,7 @@ def executed(schedule, costs):
     return execute_lowered(lower(schedule), costs).ranks
 
 
-def test_a_step_of_unequal_micro_batches_is_that_of_the_simulator():
+def test_unequal_micro_batches_run_as_the_family_orders_them():
     """One sequence of four units and three packs of one, two stages, by hand: costs by micro-batch and segment."""
     found = search(HISTOGRAM, global_batch_size=4)
     asked = candidate(found, 2048, (1, 1, 2, 1))
@@ -73,7 +73,7 @@ def test_units_see_all_pairs_of_their_sequences():
     assert sum(seen_by_units(Pack((0, 1), (64, 56)), lengths)) == pairs(0, 70, None) + pairs(0, 50, None)
 
 
-def test_memory_follows_the_longest_sequence_that_a_step_may_have():
+def test_memory_is_that_of_a_step_with_the_longest_sequence():
     rare, often, never = (
         search({100: 10**6, 5000: 10**6} | extra, global_batch_size=8) for extra in ({8192: 1}, {8192: 10**6}, {})
     )
@@ -82,7 +82,7 @@ def test_memory_follows_the_longest_sequence_that_a_step_may_have():
     assert memory[0] == pytest.approx(memory[1], rel=0.02) and memory[2] < 0.95 * memory[0]
 
 
-def test_the_best_units_fit_and_nothing_that_was_tried_is_better():
+def test_the_best_units_fit_and_no_other_that_fits_is_faster():
     found = search(HISTOGRAM, global_batch_size=64, memory_gib=4)
     best, *others = found.best(3)
     assert all(each.memory_gib <= 4 and each.seconds >= best.seconds for each in others)
