@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
-from ..schedule import FAMILIES, Placement, ScheduleChoice, Shape, read_csv
+from ..schedule import FAMILIES, ScheduleChoice, Shape, read_csv
 from .device import is_on_cpu
 from .flags import AUTO
 from .megatron_run import MegatronRun
@@ -266,8 +266,7 @@ def _check_sizes(shape: Shape, run: MegatronRun, num_segments: int, placement: s
             "--step-batch-size-schedule changes the number of micro-batches, which --pipeline-schedule-file fixes; "
             "drop one"
         )
-    stages = Placement(run.pipeline_parallel_size, run.num_chunks, placement)
-    asked = Shape(stages, run.num_microbatches, num_segments)
+    asked = run.shape(placement, num_segments)
     if shape != asked:
         raise ValueError(f"--pipeline-schedule-file is for {shape}, but the other flags are for {asked}")
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..partition import segment_multiple
+from ..schedule import Placement, Shape
 from .supported import BLOCKS
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ class MegatronRun:
     def has_sizes(self) -> bool:
         """Whether the sizes of the model are known."""
         return bool(self.layers_per_stage)
+
+    def shape(self, style: str, num_segments: int) -> Shape:
+        """A step whose model chunks are placed in this style, as in `Placement`."""
+        placement = Placement(self.pipeline_parallel_size, self.num_chunks, style)
+        return Shape(placement, self.num_microbatches, num_segments)
 
 
 def run_of_arguments(args: Namespace) -> MegatronRun:

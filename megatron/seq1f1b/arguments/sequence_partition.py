@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths, terapipe
-from ..schedule import Placement, ScheduleChoice, Shape, auto, simulate
+from ..schedule import ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
 from .predictions import Predictions
 
@@ -86,9 +86,8 @@ class SequencePartition:
         run, planned = self.run, self.planned
         if planned is None or num_segments == 1 or run.num_microbatches > _FEW_MICROBATCHES or not run.has_sizes:
             return {}
-        placement = Placement(run.pipeline_parallel_size, run.num_chunks, planned.placement)
-        shape = Shape(placement, run.num_microbatches, num_segments)
-        trials = _ACTIONS_TO_PLAN // (3 * shape.num_units * placement.num_stages)
+        shape = run.shape(planned.placement, num_segments)
+        trials = _ACTIONS_TO_PLAN // (3 * shape.num_units * shape.num_stages)
         if trials < _LEAST_TRIALS:
             return {}
 

@@ -10,10 +10,9 @@ from .costs.training_setup import ALL_BUT_ATTENTION
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:
     """The sizes that decide what a segment costs."""
-    is_gated = _given(settings, "swiglu")
     latent = experts = None
     expert_layers: tuple[int, ...] = ()
-    if _given(settings, "multi_latent_attention"):
+    if settings.get("multi_latent_attention"):
         latent = LatentAttention(
             query_rank=settings["q_lora_rank"] or 0,
             kv_rank=settings["kv_lora_rank"],
@@ -21,7 +20,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
             rotary_head_dim=settings["qk_pos_emb_head_dim"],
             value_head_dim=settings["v_head_dim"],
         )
-    if _given(settings, "num_experts"):
+    if settings.get("num_experts"):
         experts = Experts(
             total=settings["num_experts"],
             active=settings["moe_router_topk"],
@@ -36,8 +35,8 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         num_heads=settings["num_attention_heads"],
         head_dim=settings["kv_channels"],
         vocab_size=settings["padded_vocab_size"],
-        num_kv_heads=settings["num_query_groups"] if _given(settings, "group_query_attention") else None,
-        is_gated=is_gated,
+        num_kv_heads=settings["num_query_groups"] if settings.get("group_query_attention") else None,
+        is_gated=bool(settings.get("swiglu")),
         latent=latent,
         experts=experts,
         expert_layers=expert_layers,
@@ -94,7 +93,3 @@ def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_experts(frequency: int | list[int], layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
-
-
-def _given(settings: Mapping[str, Any], name: str) -> bool:
-    return bool(settings.get(name))

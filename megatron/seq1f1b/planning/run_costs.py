@@ -16,13 +16,11 @@ from ..schedule import (
     MOVE_KINDS,
     Costs,
     Kind,
-    Placement,
     Schedule,
     ScheduleChoice,
     Shape,
     build,
     moved,
-    peak_memory,
     simulate,
 )
 from .costs.flops import authors_flops
@@ -31,7 +29,7 @@ from .costs.machine import Device, Machine, read_machine
 from .costs.model_shape import ModelShape
 from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, setup_costs
 from .costs.stage_times import step_costs
-from .costs.step_memory import activation_tables, moved_bytes, rank_memory
+from .costs.step_memory import moved_bytes, rank_memory
 from .costs.traced_costs import FitError, read_traced_costs
 from .costs.training_setup import RECOMPUTES, TrainingSetup
 from .model_sizes import model_shape, recompute_of
@@ -191,10 +189,6 @@ class RunCosts:
         """
         setup = self._training_setup(schedule, lengths)
         costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, self.machine)
-        scale = self._scale
-        table = tuple(tuple(scale * size for size in row) for row in activation_tables(setup)[0])
-        costs = replace(costs, activation=table, kept=table)
-
         ranks = range(setup.pipeline_parallel)
 
         def simulated(num_microbatches: int) -> list[float]:
@@ -202,11 +196,9 @@ class RunCosts:
             timeline = simulate(actions.without_moves(), costs)
             with_moves = moved(actions, share)
             memory = [rank_memory(setup, with_moves.ranks[rank], rank) for rank in ranks]
-            held = max(peak_memory(actions, costs))
-            if with_moves.has_moves:
-                held = scale * max(each.activations + each.keys_values + each.states + each.logits for each in memory)
-            total = scale * max(each.total for each in memory)
-            return [timeline.makespan, fmean(map(timeline.busy, ranks)), held, total]
+            held = max(each.activations + each.keys_values + each.states + each.logits for each in memory)
+            total = max(each.total for each in memory)
+            return [timeline.makespan, fmean(map(timeline.busy, ranks)), self._scale * held, self._scale * total]
 
         is_given = schedule.given is not None
         found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
@@ -271,7 +263,7 @@ class RunCosts:
             expert_parallel=settings.get("expert_model_parallel_size") or 1,
             data_parallel=settings.get("data_parallel_size") or 1,
             family=_costed_as(schedule),
-            placement=Placement(run.pipeline_parallel_size, run.num_chunks, schedule.placement),
+            placement=run.shape(schedule.placement, len(lengths)).placement,
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
             sequence_parallel=bool(settings.get("sequence_parallel")),

@@ -1,7 +1,7 @@
 """The block at the start: what runs, and what is predicted of it beside Megatron's own schedule."""
 
 from ..arguments import PipelineConfig
-from ..schedule import Clock, Placement, Shape, num_gathers
+from ..schedule import Clock, num_gathers
 from .costs.machine import in_words
 from .run_costs import RunCosts
 
@@ -84,9 +84,8 @@ def _gathers(config: PipelineConfig) -> str:
     run, schedule = config.run, config.schedule
     if schedule is None or schedule.is_planned:
         return ""
-    placement = Placement(run.pipeline_parallel_size, run.num_chunks, schedule.placement)
-    plan = schedule.plan(Shape(placement, run.num_microbatches, config.num_segments), config.lengths, None)
-    order = plan.timed_order(0)[0] if isinstance(plan, Clock) else plan.ranks[0]
+    plan = schedule.plan(run.shape(schedule.placement, config.num_segments), config.lengths, None)
+    order = plan.order(0) if isinstance(plan, Clock) else plan.ranks[0]
     return f"; {num_gathers(order)} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
 
 

@@ -22,7 +22,6 @@ from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs, bo
 
 GPT_2_7B = ModelShape(32, 2560, 10240, 32, 80, 32768)
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
-GPT_7B_LARGE_VOCABULARY = ModelShape(32, 4096, 16384, 32, 128, 50304)
 TIME = bottleneck_time(analytic_costs(GPT_7B, [32], A100))
 TABLE = list(csv.DictReader((Path(__file__).parent.parent / "data" / "seq1f1b_cwp_splits.csv").open()))
 
@@ -99,8 +98,3 @@ def test_uniform_comp_shortens_towards_the_end(pieces, segments, multiple_of):
     assert all(part > 0 and part % multiple_of == 0 for part in lengths)
     # The first segment takes the rest of all roundings, the others shrink as their prefix grows.
     assert all(later <= earlier + multiple_of for earlier, later in zip(lengths, lengths[1:], strict=False))
-
-
-def test_uniform_comp_golden_values_of_the_authors_documentation():
-    assert uniform_comp(16384, 4, *authors_flops(GPT_7B_LARGE_VOCABULARY)) == (4922, 4238, 3780, 3444)
-    assert uniform_comp(32768, 4, *authors_flops(GPT_7B_LARGE_VOCABULARY), multiple_of=8) == (11040, 8416, 7080, 6232)
