@@ -1,7 +1,9 @@
 """Losses of a few steps of a small GPT: on the pipeline ranks that torchrun started.
 
 Over gloo they share one GPU; over NCCL, which refuses that, each has its own. With `--segments 0` it is Megatron's own
-run on one rank, with its own attention and schedule; otherwise every one of `--variants` runs in turn.
+run on one rank, with its own attention and schedule; otherwise every one of `--variants` runs in turn. With
+`--unequal 1` a step has one long and some short sequences: Megatron's own run takes each alone, ours puts them into
+units.
 """
 
 import os
@@ -20,8 +22,8 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from functional_tests.equality.layout import named
-from megatron.seq1f1b.partition import even
-from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation, communication
+from megatron.seq1f1b.partition import even, packs_of_step
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation, communication
 from megatron.seq1f1b.schedule import ScheduleChoice
 
 LAYERS, HEADS, VOCABULARY, MICROBATCHES, STEPS = 8, 4, 256, 4, 3
@@ -34,7 +36,11 @@ VARIANTS = {
     "chunks": ("1f1b", 2, False, 0.0),
     "zb-h1-chunks": ("zb-h1", 2, False, 0.0),
     "offload": ("1f1b", 1, False, 1.0),
+    "units": ("1f1b", 1, False, 0.0),
+    "packs": ("1f1b", 1, False, 0.0),  # units as long as the longest sequence
 }
+# Parts of the longest sequence.
+UNEQUAL = (1, 3, 5, 7, 7, 30, 50, 60)
 
 
 def build(args, length: int, dtype: torch.dtype, chunks: int, recomputes: bool) -> list[GPTModel]:
@@ -49,6 +55,7 @@ def build(args, length: int, dtype: torch.dtype, chunks: int, recomputes: bool) 
         pipeline_model_parallel_size=dist.get_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         deallocate_pipeline_outputs=True,
+        calculate_per_token_loss=bool(args.unequal),
         **recompute if recomputes else {},
     )
     return [_chunk(config, chunk, chunks, length, dtype).to(args.device) for chunk in range(chunks)]
@@ -86,13 +93,17 @@ def forward_step(data_iterator, model):
     return output, loss
 
 
-def batches(length: int, step: int, device: str) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for microbatch in range(MICROBATCHES):
-        generator = torch.Generator().manual_seed(MICROBATCHES * step + microbatch)
+def batches(length: int, step: int, args) -> list:
+    """A micro-batch for each sequence, or one with a list of all for units."""
+    found, device = [], args.device
+    lengths = [max(1, length // part) for part in UNEQUAL] if args.unequal else [length] * MICROBATCHES
+    for number, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(len(lengths) * step + number)
         tokens = torch.randint(VOCABULARY, (1, length + 1), generator=generator).to(device)
         positions = torch.arange(length, device=device)[None]
         found.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": positions})
+    if args.unequal and args.segments:
+        return [[{name: rows[0] for name, rows in batch.items()} for batch in found]]
     return found
 
 
@@ -116,7 +127,7 @@ def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> tuple[list
         start = time.perf_counter()
         for chunk in chunks:
             chunk.zero_grad()
-        micro_batches = [batches(length, step, args.device) for _ in chunks]
+        micro_batches = [batches(length, step, args) for _ in chunks]
         iterators = [iter(each) for each in micro_batches]
         # The first step makes communicators and kernels.
         with no_synchronisation(args) if step else nullcontext():
@@ -124,14 +135,14 @@ def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> tuple[list
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(chunks) > 1 else iterators[0],
                 model=chunks if len(chunks) > 1 else chunks[0],
-                num_microbatches=MICROBATCHES,
+                num_microbatches=len(micro_batches[0]),
                 seq_length=length,
                 micro_batch_size=1,
                 forward_only=False,
             )
         with torch.no_grad():
             for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-                parameter.sub_(parameter.grad, alpha=0.05)
+                parameter.sub_(parameter.grad, alpha=0.05 / (length if args.unequal else 1))
         if reports:
             total, count = torch.stack([report["loss"].double() for report in reports]).sum(0).tolist()
             found.append(total / count)
@@ -141,14 +152,14 @@ def losses_of(schedule, chunks: list[GPTModel], length: int, args) -> tuple[list
 
 
 def main() -> None:
-    args = parse(segments=0, variants="1f1b", backend="gloo", hidden=128, ctas=communication.MAX_CTAS)
+    args = parse(segments=0, unequal=0, variants="1f1b", backend="gloo", hidden=128, ctas=communication.MAX_CTAS)
     communication.MAX_CTAS = args.ctas
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if args.backend == "nccl" else 0)
     report = Report(args.output)
     for variant in args.variants.split(","):
         start_megatron(args.device, args.backend, VARIANTS[variant][1])
-        losses = losses_of_all_dtypes(args, *VARIANTS[variant])
+        losses = losses_of_all_dtypes(args, variant)
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             report.figure(variant=variant, ctas=args.ctas, **losses)
         parallel_state.destroy_model_parallel()
@@ -156,21 +167,34 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def losses_of_all_dtypes(
-    args, schedule: str, chunks: int, recomputes: bool, share: float
-) -> dict[str, list[float] | float]:
+def segmentation_of(args, unit: int) -> Segmentation:
+    def cut(length: int) -> tuple[int, ...]:
+        return even(length, args.segments, 1)
+
+    def pack(lengths: list[int], replicas: int, alike: bool) -> list:
+        return packs_of_step(lengths, unit, replicas=replicas, alike=alike)
+
+    return Repacking(cut, Packing(None), pack) if args.unequal else Segmentation(args.segments, cut)
+
+
+def losses_of_all_dtypes(args, variant: str) -> dict[str, list[float] | float]:
+    schedule, chunks, recomputes, share = VARIANTS[variant]
     length = 64 if args.tiny else 4096
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = build(args, length, dtype, chunks, recomputes)
         run = forward_backward_no_pipelining
         if args.segments:
-            cut, timeout = (lambda length: even(length, args.segments, 1)), patience(args.device)
-            run = PipelineExecutor(ScheduleChoice(schedule), Segmentation(args.segments, cut), timeout=timeout)
+            segmentation = segmentation_of(args, length if variant == "packs" else length // args.segments)
+            run = PipelineExecutor(ScheduleChoice(schedule), segmentation, timeout=patience(args.device))
             run.offload(share)
         name = str(dtype).removeprefix("torch.")
         losses[name], seconds = losses_of(run, model, length, args)
         losses[f"{name}_seconds"] = statistics.median(seconds[1:])  # the first makes communicators and kernels
+        if args.segments:
+            peak = torch.tensor([float(run.recorder.reading().peak_memory)], device=args.device)
+            dist.all_reduce(peak, dist.ReduceOp.MAX)
+            losses[f"{name}_peak"] = peak.item()
     return losses
 
 

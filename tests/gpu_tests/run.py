@@ -139,6 +139,21 @@ def pipeline_ranks(suite: Suite) -> dict:
     return same_losses(own, suite.script("ranks", *variants, ranks=4), "4 pipeline ranks on one GPU")
 
 
+def units(suite: Suite) -> dict:
+    """One long sequence and seven short ones: losses of each alone, in less memory than packs take."""
+    unequal = ("--unequal", "1")
+    own = suite.script("ranks", "--segments", "0", *unequal)
+    ours = suite.script("ranks", "--segments", "8", *unequal, "--variants", "units,packs", ranks=2)
+    result = same_losses(own, ours, "2 pipeline ranks on one GPU")
+    peaks = {figure["variant"]: figure["bfloat16_peak"] for figure in ours["figures"]}
+    if len(peaks) == 2:
+        ratio = peaks["units"] / max(peaks["packs"], 1)
+        judged = None if suite.tiny else ratio < 1
+        name = "units of an eighth of the longest sequence: less memory than packs"
+        result["checks"].append({"name": name, "passed": judged, "found": f"{ratio:.2f} of it"})
+    return result
+
+
 ALL_VARIANTS = "1f1b,chunks,zb-h1-chunks,offload"
 
 
@@ -275,6 +290,7 @@ def script(name: str, *flags: str) -> Callable[[Suite], dict]:
 SECTIONS = (
     Section("attention by segments is as exact as that of the whole, with dropout too", 65, script("attention_errors")),
     Section("four pipeline ranks on one GPU (gloo: NCCL refuses to share it) train as one does", 70, pipeline_ranks),
+    Section("long and short sequences in units train as each alone does", 70, units),
     Section("pretrain_gpt.py trains on one GPU as with Megatron's own schedule", 50, training),
     Section(
         "Transformer Engine's layers train by segments as with Megatron's own schedule",
