@@ -32,16 +32,12 @@ def test_callers_see_what_megatrons_own_functions_show(contract_job, check):
     assert_passed(contract_job[0], check, ranks=contract_job[1])
 
 
-def test_a_failing_rank_ends_its_job_and_names_its_action(launch):
-    job = launch(2, ["--fail"], script=EXECUTOR, timeout=100)
+@pytest.mark.parametrize("flag, place", [("--fail", "1 failed at 1F1.0"), ("--stuck", "0 failed at 0F3.0")])
+def test_a_failing_rank_ends_its_job_and_names_its_action(launch, flag, place):
+    """Also where it has sent a message that nobody takes."""
+    job = launch(2, [flag], script=EXECUTOR, timeout=60)
     assert job.code == 1  # the rank's own: a job whose time is up is killed
-    assert "pipeline rank 1 failed at 1F1.0, among" in job.log
-
-
-def test_a_failing_rank_waits_for_no_message_nobody_takes(launch):
-    job = launch(2, ["--stuck"], script=EXECUTOR, timeout=60)
-    assert job.code == 1
-    assert "pipeline rank 0 failed at 0F3.0, among" in job.log
+    assert f"pipeline rank {place}, among" in job.log
 
 
 def test_the_peak_is_units_in_flight_and_their_keys_and_values(launch):

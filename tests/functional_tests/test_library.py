@@ -101,11 +101,6 @@ def test_a_partitioned_state_trains_a_program_alike(launch, tmp_path):
         assert len(weights) > 10 and all(map(torch.equal, weights, same_weights))
 
 
-def test_a_partitioned_state_needs_a_distributed_optimizer(launch, tmp_path):
-    job = launch(2, [tmp_path / "refused", "partition_state=True"], script=WORKER)
-    assert job.code == 1 and "ValueError: partition_state needs DistributedDataParallelConfig(" in job.log
-
-
 def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
     """Results of both ranks."""
     for rank, ((reports, gradients), (own_reports, own_gradients)) in enumerate(zip(ours, own, strict=True)):
@@ -117,7 +112,13 @@ def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
             assert (gradient - own_gradients[name]).abs().max() <= 1e-10 * own_gradients[name].abs().max(), name
 
 
-def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path):
-    job = launch(2, [tmp_path / "refused", "sequence_splits=40"], script=WORKER)
-    sentence = "ValueError: sequence_splits 40 leaves empty segments: seq_length 32 has only 32 pieces"
-    assert job.code == 1 and sentence in job.log
+@pytest.mark.parametrize(
+    "option, sentence",
+    [
+        ("partition_state=True", "partition_state needs DistributedDataParallelConfig("),
+        ("sequence_splits=40", "sequence_splits 40 leaves empty segments: seq_length 32 has only 32 pieces"),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path, option, sentence):
+    job = launch(2, [tmp_path / "refused", option], script=WORKER)
+    assert job.code == 1 and f"ValueError: {sentence}" in job.log

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -54,16 +55,11 @@ class Head(LanguageModule):
 
 
 @pytest.fixture
-def groups(monkeypatch):
+def groups(alone):
     """Model-parallel groups of one rank."""
-    from megatron.core import parallel_state
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def batch():
