@@ -7,6 +7,9 @@ for a whole tensor. Segments part the tokens, which the weight gradient sums ove
 import pytest
 import torch
 
+from megatron.seq1f1b import validate
+from unit_tests.arguments.parsed import parsed
+
 TOKENS, SEQUENCES, WIDTH = 256, 2, 128
 LARGEST = 448.0  # of e4m3
 
@@ -45,10 +48,13 @@ def tensors():
     return x * growing, torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator), grad * growing
 
 
-@pytest.mark.parametrize("block, lengths", [(32, (128, 112, 16)), (128, (64, 128, 64))])
-def test_whole_blocks_in_segments_give_the_same_gradients(block, lengths):
-    """In rows of two sequences these lengths are multiples of 32 and of 128, as `--fp8-recipe` mxfp8 and blockwise
-    need."""
+@pytest.mark.parametrize("recipe, block", [("mxfp8", 32), ("blockwise", 128)])
+@pytest.mark.parametrize("segments", ["2", "3"])
+def test_whole_blocks_in_segments_give_the_same_gradients(segments, recipe, block):
+    """Where the flags cut."""
+    sizes = {"seq_length": TOKENS, "micro_batch_size": SEQUENCES, "fp8": "hybrid", "fp8_recipe": recipe}
+    lengths = validate(parsed("--sequence-splits", segments, **sizes)).lengths
+    assert len(lengths) == int(segments)
     whole, parts = by_segments([TOKENS], *tensors(), block), by_segments(lengths, *tensors(), block)
     for got, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
