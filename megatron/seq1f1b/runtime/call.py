@@ -50,12 +50,7 @@ class Call:
             self.config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
         if self.p2p_communicator is not None and pg_collection is None:
             raise ValueError("a p2p_communicator needs its pg_collection")
-        if type(self.p2p_communicator) not in (type(None), P2PCommunicator) or self.adjust_tensor_shapes_fn is not None:
-            raise ValueError(
-                "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, "
-                "which our schedules lay out themselves; run this model without --pipeline-schedule and "
-                "--sequence-splits"
-            )
+        _check_messages(self.config, self.p2p_communicator, self.adjust_tensor_shapes_fn)
         self.groups = pg_collection or _build_default_pg_collection()
         self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
         _check_waits(self.config, self.pipeline)
@@ -63,6 +58,24 @@ class Call:
     @property
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
+
+
+def _check_messages(config: Any, p2p_communicator: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
+    if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
+        raise ValueError(
+            "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, which "
+            "our schedules lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
+        )
+    if config.variable_seq_lengths:
+        raise ValueError(
+            "variable_seq_lengths negotiates the shape of every message, which our schedules fix in advance; run this "
+            "model with Megatron's own schedule"
+        )
+    if config.num_microbatches_with_partial_activation_checkpoints is not None:
+        raise ValueError(
+            "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
+            "schedules hold segments; unset it, or run this model with Megatron's own schedule"
+        )
 
 
 def _check_waits(config: Any, pipeline: dist.ProcessGroup) -> None:

@@ -117,7 +117,11 @@ def check_one_rank_without_the_others(world, alone) -> None:
             run(executor(), stage(alone), pg_collection=groups(alone, alone), forward_only=forward_only)
 
 
-def check_chunks_without_data_are_refused(world, alone) -> None:
+def check_messages_of_unknown_shape_are_refused(world, alone) -> None:
+    model = stage(world)
+    model.config.variable_seq_lengths = True
+    refusal = raises(ValueError, run, executor(), model, pg_collection=groups(world, alone))
+    assert "negotiates the shape" in refusal
     message = raises(ValueError, run, executor(), stage(world), pg_collection=groups(world, alone), data_iterator=[])
     assert "1 model chunks need a data iterator each, but 0" in message
 

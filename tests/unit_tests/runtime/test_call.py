@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core.timers import Timers
 
-from megatron.seq1f1b.runtime.call import _check_waits
+from megatron.seq1f1b.runtime.call import _check_messages, _check_waits
 
 
 def check(level: int = 1, ranks: int = 2) -> None:
@@ -38,3 +38,9 @@ def test_blocking_launches_are_refused_there_too(backend, monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING .* unset it"):
         check()
+
+
+def test_recomputation_by_micro_batch_is_refused():
+    config = SimpleNamespace(variable_seq_lengths=False, num_microbatches_with_partial_activation_checkpoints=1)
+    with pytest.raises(ValueError, match="whole micro-batches in flight.*unset it"):
+        _check_messages(config, None, None)
