@@ -24,18 +24,20 @@ def segments(microbatch):
     return [Segment(microbatch, index, start, end, 12) for index, (start, end) in enumerate(BOUNDS)]
 
 
-def forward(ledger, segment, losses, mask, loss_func=None):
+def observed(ledger, segment, losses, mask, loss_func):
+    """The output and the loss function of one segment."""
+    part = slice(segment.start, segment.end)
+    return ledger.observe(lambda *_: (losses[:, part], partial(loss_func, mask[:, part])), segment)(None, None)
+
+
+def forward(ledger, segment, losses, mask):
     """Call the loss function for one segment as Megatron's forward_step does; returns the loss of the backward."""
 
     def masked_sum(mask, output):
         total, count = (output * mask).sum(), mask.sum().int()
         return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
 
-    def forward_step_func(*_):
-        part = slice(segment.start, segment.end)
-        return losses[:, part], partial(loss_func or masked_sum, mask[:, part])
-
-    output, function = ledger.observe(forward_step_func, segment)(None, None)
+    output, function = observed(ledger, segment, losses, mask, masked_sum)
     loss, num_tokens, report = function(output)
     ledger.reports_of(segment).append(report)
     return loss / num_tokens.clamp(min=1)
@@ -95,9 +97,7 @@ def test_every_form_of_a_report_is_what_megatron_makes_of_it(form, per_token):
     mask = (torch.rand(2, 12) < 0.7).double()
     ledger = LossLedger(per_token)
     for segment in segments(0):
-        part = slice(segment.start, segment.end)
-        step = ledger.observe(lambda *_, part=part: (losses[:, part], partial(loss_func, mask[:, part])), segment)
-        output, function = step(None, None)
+        output, function = observed(ledger, segment, losses, mask, loss_func)
         ledger.reports_of(segment).append(reported(function, output))
     [ours] = ledger.reports()
     expected = torch.as_tensor(reported(partial(loss_func, mask), losses)["lm loss"], dtype=torch.float64).view(-1)
@@ -159,12 +159,8 @@ def checking_step(seen, losses, data_iterator, model):
 @pytest.mark.parametrize("k, expected", [(1, [1.0, 2.0]), (2, [3.0, 7.0])])
 def test_a_micro_batch_is_checked_once(machine, k, expected):
     seen = []
-    run(
-        executor(k=k),
-        Stage(),
-        num_microbatches=2,
-        step=partial(checking_step, seen, iter([1.0, 2.0, 3.0, 4.0])),
-    )
+    step = partial(checking_step, seen, iter([1.0, 2.0, 3.0, 4.0]))
+    run(executor(k=k), Stage(), num_microbatches=2, step=step)
     assert seen == [(kind, value) for value in expected for kind in ("isnan", "isinf")]
     assert "validate_result" not in vars(machine)
 
