@@ -104,11 +104,11 @@ def expected(query, key, value, grad, **options):
     return [output.detach(), *(x.grad for x in exact)]
 
 
-def inputs(length, heads, dtype=torch.float64, scale=1.0):
+def inputs(length, heads, dtype=torch.float64):
     """Query, key, value and the gradient of the output, for sequences, query heads, KV heads and both head sizes."""
     batch, h, g, size, value_size = heads
-    query = torch.randn(length, batch, h, size, dtype=dtype) * scale
-    key = torch.randn(length, batch, g, size, dtype=dtype) * scale
+    query = torch.randn(length, batch, h, size, dtype=dtype)
+    key = torch.randn(length, batch, g, size, dtype=dtype)
     value = torch.randn(length, batch, g, value_size, dtype=dtype)
     return query, key, value, torch.randn(length, batch, h * value_size, dtype=dtype)
 
