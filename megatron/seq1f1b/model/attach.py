@@ -7,6 +7,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
@@ -25,7 +26,8 @@ from .head_exchange import HeadExchange
 from .kernels import KernelChoice
 from .latents import keep_latents
 from .masks import KEEP_APART
-from .segment import SegmentContext
+from .packed_documents import pieces
+from .segment import Segment, SegmentContext
 
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
@@ -144,8 +146,7 @@ def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn
 def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The arguments of a model chunk without `packed_seq_params` if the running segment has documents.
 
-    Rotary positions then count from the start of the sequence instead of the document. That is equivalent, since rotary
-    attention depends on differences of positions only. Raises ValueError if the segment has no documents.
+    Rotary positions come from the documents of the segment, too. Raises ValueError if it has none.
     """
     segment = chunk.segment_context.segment
     if segment is None or kwargs.get("packed_seq_params") is None:
@@ -158,15 +159,51 @@ def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) ->
     return args, {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
 
 
+def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
+    """The positions of the `length` tokens of a segment, from the first to the end of each document.
+
+    They begin anew with each, since angles in fp32 round by more, the larger they are. Several sequences, which may
+    have other documents, share positions that count from their start, as attention depends on differences only.
+    """
+    documents = segment.documents
+    if documents is None or len(documents) > 1 or length != segment.length:
+        return [(segment.start, segment.start + length)]
+    found = pieces(documents[0], segment.start, segment.end)
+    return [(piece.start - piece.first_key, piece.end - piece.first_key) for piece in found]
+
+
+def _of_documents(
+    rotary: RotaryEmbedding,
+    forward: Callable[..., Any],
+    length: int,
+    packed_seq: bool = False,
+    cp_group: Any = None,
+) -> Any:
+    """What `forward` gives for the positions of the running segment."""
+    (first, end), *others = _positions(rotary.segment_context.segment, length)
+    if not others:
+        return forward(length, offset=first, packed_seq=packed_seq, cp_group=cp_group)
+    # These begin at 0, and share a table; nothing is parted among context-parallel ranks yet.
+    table = forward(max(stop for _, stop in others), packed_seq=True)
+    angles = forward(end - first, offset=first, packed_seq=True)
+    is_yarn = isinstance(rotary, YarnRotaryEmbedding)  # also returns a number
+    rows, of_others = (angles[0], table[0]) if is_yarn else (angles, table)
+    rows = torch.cat([rows, *(of_others[:stop] for _, stop in others)])
+    group = cp_group or rotary.cp_group
+    if group is not None and group.size() > 1 and not packed_seq:
+        rows = get_pos_emb_on_this_cp_rank(rows, 0, group)
+    return (rows, angles[1]) if is_yarn else rows
+
+
 def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Rotary positions from the start of the segment; Megatron's begin at 0.
+    """Rotary positions of the segment; Megatron's begin at 0.
 
     All model chunks share them, since each copy would take 4·d bytes a token, for d rotary dimensions.
     """
     segment = rotary.segment_context.segment
     if segment is None:
         return forward(*args, **kwargs)
-    at_segment = partial(forward, *args, **kwargs, offset=segment.start)
+    at_segment = partial(_of_documents, rotary, forward, *args, **kwargs)
     if isinstance(rotary, YarnRotaryEmbedding):  # also returns a number
         return at_segment()
     return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), at_segment)
@@ -175,13 +212,16 @@ def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: 
 def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
     """The cosines and sines that the fused rotary embedding of multi-latent attention reads.
 
-    They are those of a longer sequence without its first positions, so that one cache serves all segments.
+    They are rows of those of a longer sequence, so that one cache serves all segments.
     """
     segment = rotary.segment_context.segment
     if segment is None:
         return cached(seq_len, **kwargs)
     cos, sin = cached(segment.start + seq_len, **kwargs)
-    return cos[segment.start :], sin[segment.start :]
+    rows = [slice(first, end) for first, end in _positions(segment, seq_len)]
+    if len(rows) == 1:
+        return cos[rows[0]], sin[rows[0]]
+    return torch.cat([cos[each] for each in rows]), torch.cat([sin[each] for each in rows])
 
 
 # Other modules that depend on the running segment, and their patches.

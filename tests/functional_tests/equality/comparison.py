@@ -52,7 +52,7 @@ class References:
             sequence_parallel=layout.sequence_parallel,
             expert_tensor=layout.expert_tensor,
         )
-        cases = [replace(case, packed=case.packed and _form(model, case.packed)) for case in cases]
+        cases = [replace(case, packed=case.packed and _form(model, ranks, case.packed)) for case in cases]
         if model.transformer_engine:  # local layers cannot recompute as much
             model = replace(model, transformer_engine=None, recompute=None)
         model = replace(model, keeps_latents=False, keeps_attention=False, offloads=0.0)
@@ -73,9 +73,10 @@ class References:
         return found
 
 
-def _form(model: Model, form: str) -> str:
+def _form(model: Model, ranks: Layout, form: str) -> str:
     """In which form Megatron's own layers on a CPU are given documents that our segments get in another."""
-    if model.confuses_documents:
+    # Sequence parallelism takes no sequence of any length.
+    if model.confuses_documents or form == "units" and not ranks.sequence_parallel:
         return "apart"
     # Only in the packed format do predictions stay within documents.
     return "rolls" if form == "cu_seqlens" and dict(model.config).get("mtp_num_layers") else "mask"

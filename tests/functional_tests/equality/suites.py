@@ -218,10 +218,8 @@ SUITES = {
         (SUMMED, PIPELINE, UNITS),
         *(
             (replace(model, per_token_loss=True), PIPELINE, UNITS[:2])
-            for model in (SLIDING, mixture(), replace(EXACT, **LEARNED_RECOMPUTED))
+            for model in (SLIDING, mixture(), replace(EXACT, **LEARNED_RECOMPUTED), LATENT)
         ),
-        # Its angles, which Megatron computes in fp32, are those of other positions in a unit.
-        (replace(LATENT, **FP32), PIPELINE, UNITS[:2]),
         *((replace(hybrid(pattern), per_token_loss=True), PIPELINE, UNITS[:2]) for pattern in ("GE*-", "M*M-")),
         (replace(SUMMED, **KEPT), PIPELINE, UNITS[:2]),
         (replace(SUMMED, offloads=1.0), PIPELINE, UNITS[:2]),

@@ -115,6 +115,36 @@ def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
     assert torch.equal(rotary.get_cached_cos_sin(48, dtype=torch.float32)[0], whole[0])
 
 
+@pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
+def test_rotary_positions_begin_anew_with_each_document(monkeypatch, kind):
+    """A document that began in an earlier segment goes on from there; several sequences share their positions."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    rotary, context = kind(8, 1.0, use_cpu_initialization=True), SegmentContext()
+
+    def angles(length):
+        found = rotary(length)
+        return found[0] if kind is YarnRotaryEmbedding else found
+
+    def cosines(length):
+        return rotary.get_cached_cos_sin(length, dtype=torch.float32)[0]
+
+    of_tables = [angles, *([cosines] if kind is YarnRotaryEmbedding else [])]
+    whole = [table(30) for table in of_tables]
+    attach([torch.nn.ModuleList([rotary])], context)
+    documents = (0, 13, 16, 29)
+    for start, end, places in (
+        (0, 10, [*range(10)]),
+        (10, 20, [10, 11, 12, 0, 1, 2, 0, 1, 2, 3]),
+        (20, 30, [*range(4, 13), 0]),
+    ):
+        with context.running(Segment(0, 0, start, end, 30, (documents,)), keeps_for_backward=True):
+            for table, expected in zip(of_tables, whole, strict=True):
+                assert torch.equal(table(end - start), expected[places])
+        with context.running(Segment(0, 0, start, end, 30, (documents, (0, 5))), keeps_for_backward=True):
+            for table, expected in zip(of_tables, whole, strict=True):
+                assert torch.equal(table(end - start), expected[start:end])
+
+
 def test_chunks_share_rotary_positions_while_one_needs_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     chunks = [torch.nn.ModuleDict({"rotary": RotaryEmbedding(8, 1.0, use_cpu_initialization=True)}) for _ in range(2)]
