@@ -9,7 +9,8 @@ Tensors that a deferred weight gradient needs stay on the device from the input-
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cache, cached_property
+from sys import getrefcount
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,18 +28,47 @@ _PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the 
 
 
 class _Storage:
-    """A storage of the device, None while its bytes are on the host."""
+    """A storage of the device, None while its bytes are on the host.
+
+    `leaves`: saved tensors that the graph itself refers to, for their gradients: the inputs of recomputed modules, which
+    Megatron detaches. The backward reads their values through handles.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.here: UntypedStorage | None = tensor.untyped_storage()
         self.empty = tensor.new_empty(0)  # from which views are made, on the same device
+        self.leaves: list[Tensor] = []
+
+    def references(self) -> list[int]:
+        """The numbers of references to the leaves, without those that have got another storage since."""
+        return [getrefcount(leaf) for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
 
     def may_leave(self) -> bool:
-        """Whether only handles refer to it."""
-        return self.here.nbytes() >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == 1
+        """Whether only handles refer to it, and leaves to which only the graph refers."""
+        own = 1 + self.references().count(_references_to_free_leaf())
+        return self.here.nbytes() >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == own
+
+    def leave(self) -> UntypedStorage:
+        """From now on only the returned object keeps it on the device."""
+        here, self.here = self.here, None
+        for leaf in self.leaves:
+            if leaf.untyped_storage()._cdata == here._cdata:
+                leaf.data = leaf.new_empty(0)
+        self.leaves.clear()
+        return here
 
     def bytes(self) -> Tensor:
         return self.empty.new_empty(0, dtype=torch.uint8).set_(self.here)
+
+
+@cache
+def _references_to_free_leaf() -> int:
+    """As `_Storage.references` counts them; versions of PyTorch differ."""
+    leaf = torch.ones(1, requires_grad=True)
+    storage, _graph = _Storage(leaf), leaf.sin()
+    storage.leaves.append(leaf)
+    del leaf
+    return storage.references()[0]
 
 
 class _Handle(NamedTuple):
@@ -99,6 +129,8 @@ class HostMemory:
         kept = self._running.get(key)
         if kept is None:
             kept = self._running[key] = _Storage(tensor)
+        if tensor.is_leaf and tensor.requires_grad:
+            kept.leaves.append(tensor)
         return _Handle(kept, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     @cached_property
@@ -141,9 +173,7 @@ class HostMemory:
         rooms = buffer[: sum(places)].split(places)
         parts = [(each, room[:size]) for each, room, size in zip(going, rooms, sizes, strict=True)]
         departure = self._lanes[0].copy([(each.bytes(), part) for each, part in parts], after, span)
-        self._leaving = unit, [each.here for each in going]
-        for each in going:
-            each.here = None
+        self._leaving = unit, [each.leave() for each in going]
         self._away[unit] = _Away(buffer, parts, departure)
         self.num_bytes += sum(sizes)
         self.most_bytes = max(self.most_bytes, self.num_bytes)

@@ -115,3 +115,37 @@ def test_a_copy_that_fails_ends_the_wait(memory, monkeypatch):
     memory.clear()
     memory.assert_empty()
     del output
+
+
+class Detached(torch.autograd.Function):
+    """Saves its input as Megatron's recomputed modules do: detached, to require a gradient again."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.save_for_backward(x.detach().requires_grad_())
+        kept.extend(ctx.to_save)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp(), None
+
+
+def test_a_detached_input_moves_unless_it_is_held(memory):
+    """The graph refers to it, too: it would get a gradient."""
+    weight = torch.randn(SIZE, SIZE, requires_grad=True)
+    held = []
+    for kept, is_held in (([], False), (held, True)):
+        with memory.keeping("unit"):
+            output = Detached.apply(weight * 2, kept).sum()
+        if not is_held:
+            kept.clear()
+        memory.offload("unit", nullcontext())
+        assert (memory.num_bytes > 0) != is_held
+        memory.reload("unit", nullcontext())
+        memory.wait("unit")
+        output.backward()
+        memory.assert_empty()
+    assert held[0].shape == (SIZE, SIZE)
+    assert torch.allclose(weight.grad, 4 * (2 * weight).exp().detach())

@@ -184,11 +184,16 @@ def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     residual = whole / setup.token_shares
     products = whole * (2 if setup.token_shares > 1 else 1)
     again = most = 0.0
-    for block in blocks_of(setup.model, layer):
+    with_modules, without = (
+        [size for _, size in _kept_of_blocks(each, layer, rows, residual)]
+        for each in (replace(setup, recompute="none"), setup)
+    )
+    for block, *sizes in zip(blocks_of(setup.model, layer), with_modules, without, strict=True):
         kept = rows * block.kept / setup.tensor_parallel
         if setup.recomputes_layers:
             again += 2 * residual + kept
-        most = max(most, again + max(kept + products, block_working(setup, layer, block, start, end)))
+        of_modules = sizes[0] - sizes[1]
+        most = max(most, again + of_modules + max(kept + products, block_working(setup, layer, block, start, end)))
     return residual + most
 
 
