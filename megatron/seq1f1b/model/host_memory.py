@@ -30,8 +30,8 @@ _PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the 
 class _Storage:
     """A storage of the device, None while its bytes are on the host.
 
-    `leaves`: saved tensors that the graph itself refers to, for their gradients: the inputs of recomputed modules, which
-    Megatron detaches. The backward reads their values through handles.
+    `leaves`: saved tensors that the graph itself refers to, for their gradients: the inputs of recomputed modules,
+    which Megatron detaches. The backward reads their values through handles.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -155,7 +155,7 @@ def test_training_cuts_sequences_where_the_plan_does():
 
 
 def test_what_megatron_alone_moves_is_read_back():
-    question = small(memory_gib=1.8, host_gib=8, machine=linked(1e12).machine).of_megatron()
+    question = small(memory_gib=2.0, host_gib=8, machine=linked(1e12).machine).of_megatron()
     found = [each.candidate for each in Search(question).best(20) if each.candidate.setup.offloads]
     for candidate in found:
         launch = read_launch(words_of(candidate, by_megatron=True))
