@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths, terapipe
+from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths
 from ..schedule import ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
 from .predictions import Predictions
@@ -54,16 +54,7 @@ class SequencePartition:
             lengths = read_lengths(self.file)
             check_lengths(lengths, self.file, sequence_length, num_segments, run.segment_multiple)
             return lengths
-        if num_segments is None and self.strategy == "terapipe" and run.has_sizes:
-            return terapipe(
-                sequence_length,
-                costs.time(of_any_length=True),
-                num_stages=len(run.layers_per_stage),
-                multiple_of=run.segment_multiple,
-                num_microbatches=run.num_microbatches,
-            )
-        num_segments = 1 if num_segments is None else num_segments
-        strategy = STRATEGIES[self.strategy]
+        strategy, finds_number = STRATEGIES[self.strategy], num_segments is None and self.strategy == "terapipe"
         has_time = strategy.needs == "time" or strategy.needs == "measured time" and costs.is_measured
         return cut_sequence(
             self.strategy,
@@ -71,13 +62,13 @@ class SequencePartition:
                 sequence_length,
                 num_segments,
                 run.segment_multiple,
-                time=costs.time() if has_time and run.has_sizes else None,
+                time=costs.time(finds_number) if has_time and run.has_sizes else None,
                 flops=costs.flops,
                 full_speed_rows=costs.full_speed_rows,
                 num_stages=len(run.layers_per_stage),
                 num_microbatches=run.num_microbatches,
                 documents=documents,
-                **self._trials(num_segments),
+                **self._trials(num_segments or 1),
             ),
         )
 

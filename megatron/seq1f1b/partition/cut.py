@@ -15,7 +15,8 @@ from .terapipe import terapipe
 
 @dataclass(frozen=True)
 class Task:
-    """A sequence of `sequence_length` tokens to cut into `num_segments`, and what a strategy may use.
+    """A sequence of `sequence_length` tokens to cut into `num_segments`, and what a strategy may use. Without a number
+    `terapipe` finds it, and the others leave the sequence whole.
 
     `time` is that of a segment on the slowest of `num_stages` stages, and kernels are at full speed for segments of
     `full_speed_rows` tokens and more; `num_microbatches` sequences follow one another in a step. `flops` are per token
@@ -25,7 +26,7 @@ class Task:
     """
 
     sequence_length: int
-    num_segments: int
+    num_segments: int | None
     multiple_of: int = 1
     time: SegmentTime | None = None
     flops: tuple[int, int] | None = None
@@ -50,15 +51,19 @@ class Strategy:
         return self.needs in ("time", "measured time")
 
 
+def _even(task: Task) -> tuple[int, ...]:
+    return even(task.sequence_length, task.num_segments or 1, task.multiple_of)
+
+
 def _uniform_comp(task: Task) -> tuple[int, ...]:
     assert task.flops is not None
-    return uniform_comp(task.sequence_length, task.num_segments, *task.flops, task.multiple_of)
+    return uniform_comp(task.sequence_length, task.num_segments or 1, *task.flops, task.multiple_of)
 
 
 def _balanced(task: Task) -> tuple[int, ...]:
     time = task.time
     assert time is not None
-    cut = partial(balanced, task.sequence_length, task.num_segments, time, task.multiple_of)
+    cut = partial(balanced, task.sequence_length, task.num_segments or 1, time, task.multiple_of)
     if task.documents is not None:
         return cut(documents=task.documents)
     # Where the kernels are slower for short segments, the time jumps as a segment shrinks, and equal times may not
@@ -91,7 +96,7 @@ DEFAULT_STRATEGY = "balanced"
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
-        "even": Strategy(lambda task: even(task.sequence_length, task.num_segments, task.multiple_of), needs="nothing"),
+        "even": Strategy(_even, needs="nothing"),
         "uniform_comp": Strategy(_uniform_comp, needs="flops"),
         "balanced": _BALANCED,
         "terapipe": Strategy(_terapipe, needs="time"),
@@ -116,7 +121,7 @@ def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
-    if task.num_segments < 1:
+    if task.num_segments is not None and task.num_segments < 1:
         raise ValueError(f"--sequence-splits {task.num_segments} must be at least 1")
     needs = STRATEGIES[strategy].needs
     if (needs == "flops" and task.flops is None) or (STRATEGIES[strategy].needs_time and task.time is None):

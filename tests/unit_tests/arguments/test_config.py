@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 
 import megatron.seq1f1b
 from megatron.seq1f1b import arguments, validate
-from megatron.seq1f1b.arguments import parse_options, run_of_arguments, sequence_partition
+from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.install import Overlay
 from megatron.seq1f1b.partition import cut
 from megatron.seq1f1b.planning.run_costs import RunCosts
@@ -474,8 +474,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("flags", [(), ("--sequence-splits", "4")], ids=["number found", "number given"])
 def test_terapipes_programme_is_solved_once(calls, flags):
-    for module in (sequence_partition, cut):
-        solved = calls(module, "terapipe")
+    solved = calls(cut, "terapipe")
     args = parsed("--sequence-split-strategy", "terapipe", "--device", "cuda", *flags, pipeline_model_parallel_size=8)
     config = megatron.seq1f1b.validate(args)
     assert config.cut(16384) == config.lengths
