@@ -133,16 +133,25 @@ def test_the_planner_counts_a_partitioned_state(launch, tmp_path):
         assert most["weights"] + most["gradients"] < 0.45 * (whole.weights + whole.gradients)
 
 
-@pytest.mark.parametrize("share", few_of(("0", "1"), ("1",)))
-def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
-    """Four layers of llama3-70b, at a length at which activations outweigh weights: all but attention recomputed, the
-    loss in pieces, grouped keys and values."""
+MODULES = "layernorm mlp"
+# By name, what is recomputed, and the share on the host.
+COUNTED = {"here": (ALL_BUT_ATTENTION, 0), "there": (ALL_BUT_ATTENTION, 1), "modules there": (MODULES, 1)}
+
+
+@pytest.mark.parametrize("case", few_of(COUNTED, ("modules there",)))
+def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
+    """Four layers of llama3-70b, at a length at which activations outweigh weights: with recomputation, the loss in
+    pieces, grouped keys and values."""
     length, segments, tensor_parallel = 2**18, 16, 8
+    recompute, share = COUNTED[case]
+    again = f"{RECOMPUTED} --recompute-keeps-attention"
+    if recompute == MODULES:
+        again = f"--recompute-granularity selective --recompute-modules {MODULES}"
     flags = f"""--num-layers 4 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --swiglu
         --group-query-attention --num-query-groups 8 --normalization RMSNorm --disable-bias-linear
         --vocab-size 128256 --seq-length {length} --max-position-embeddings {length} --global-batch-size 1
         --tensor-model-parallel-size {tensor_parallel} --sequence-parallel {CHUNKS} --sequence-splits {segments}
-        --sequence-split-strategy even {RECOMPUTED} --recompute-keeps-attention --use-distributed-optimizer --bf16
+        --sequence-split-strategy even {again} --use-distributed-optimizer --bf16
         --no-create-attention-mask-in-dataloader --device cuda --offload-activations {share}"""
     stages = stages_of(launch, 16, *TWO_STAGES, *flags.split(), output=tmp_path)
     setup = TrainingSetup(
@@ -153,7 +162,7 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
         sequence_parallel=True,
         placement=Placement(2, 2),
         segments=(length // segments,) * segments,
-        recompute=ALL_BUT_ATTENTION,
+        recompute=recompute,
         distributed_optimizer=True,
     )
     schedule = build("1f1b", setup.shape)
@@ -161,7 +170,7 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, share):
         order = schedule.ranks[rank]
         planned = rank_memory(setup, with_moves(order, units_to_move(order, float(share))), rank)
         counted = fullest(rehearsed["moments"])["in all"]
-        assert planned.total - planned.reserved == pytest.approx(counted, rel=0.05), rank
+        assert planned.total - planned.reserved == pytest.approx(counted, rel=0.03), rank
 
 
 def test_recomputed_parts(launch, tmp_path):
