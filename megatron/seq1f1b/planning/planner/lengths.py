@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from heapq import merge
 from itertools import accumulate, chain, pairwise
 from math import ceil, lcm
+from operator import itemgetter
 from random import Random
 from statistics import fmean
 from typing import Any
@@ -111,16 +112,19 @@ class UnitSearch:
         self.histogram = counts
 
     def best(self, count: int = 5) -> list[UnitPlan]:
-        """The `count` configurations with the most tokens per second that fit, best first."""
+        """The `count` configurations with the most tokens per second that fit, best first.
+
+        They are chosen by the likely slowest replica of each step, and then predicted with all replicas.
+        """
         streams = (self._by_average(tokens) for tokens in self.unit_tokens())
-        found: list[UnitPlan] = []
-        for seconds, candidate in merge(*streams, key=lambda each: each[0]):
-            if len(found) >= count and seconds > found[-1].seconds:
+        found: list[tuple[float, Candidate]] = []
+        for average, candidate in merge(*streams, key=itemgetter(0)):
+            if len(found) >= count and average > found[-1][0]:
                 break
-            plan = self.predict(candidate)
+            plan = self.predict(candidate, replicas=1)
             if plan.memory_gib * GIB <= self.question.room.device:
-                found = sorted([*found, plan], key=lambda each: each.seconds)[:count]
-        return found
+                found = sorted([*found, (plan.seconds, candidate)], key=itemgetter(0))[:count]
+        return sorted((self.predict(candidate) for _, candidate in found), key=lambda plan: plan.seconds)
 
     def way_out(self) -> ValueError:
         """The error for a question without a plan."""
@@ -176,16 +180,20 @@ class UnitSearch:
         for plan in search.fastest_first(search.question.room, fits):
             yield plan.prediction.seconds, replace(plan.candidate, unit_tokens=unit_tokens)
 
-    def predict(self, candidate: Candidate) -> UnitPlan:
-        """The plan of a candidate for average units, whether it fits or not."""
+    def predict(self, candidate: Candidate, replicas: int | None = None) -> UnitPlan:
+        """The plan of a candidate for average units, whether it fits or not.
+
+        A step takes as long as its slowest replica, of all or of so many that are likely the slowest.
+        """
         packed, machine = self._packed(candidate), self.question.machine
         setup = packed.setup_of(candidate.setup)
 
         def predicted(order: tuple[int, ...]) -> Prediction:
             return predict(setup, machine, packed.schedule(setup, order))
 
-        seconds = packed.seconds(setup, stage_rows(setup, machine))  # a step takes as long as its slowest replica
-        steps = tuple(predicted(max(step, key=seconds)) for step in packed.steps)
+        likely = packed.seconds(setup, stage_rows(setup, machine))
+        slowest = (sorted(set(step), key=likely, reverse=True)[:replicas] for step in packed.steps)
+        steps = tuple(max(map(predicted, some), key=lambda each: each.seconds) for some in slowest)
         length, size = self.question.sequence_length, self.question.global_batch_size
         whole = replace(
             candidate.setup,
