@@ -97,6 +97,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         overlaps_data_parallel=launch.overlap_grad_reduce,
         keeps_logits=launch.keep_logits or not (launch.pipeline_schedule or launch.sequence_splits),
         hides_experts=launch.overlap_moe_expert_parallel_comm,
+        hides_tensor_exchange=launch.tp_comm_overlap,
     )
     if launch.recompute_method == "block" and setup.recomputes_layers:
         share = (launch.recompute_num_layers or 1) / max(setup.layers_per_stage)
@@ -209,7 +210,8 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
     for name in (
-        *("recompute-keeps-attention", "keep-logits", "partition-state", "overlap-moe-expert-parallel-comm"),
+        *("recompute-keeps-attention", "keep-logits", "partition-state"),
+        *("overlap-moe-expert-parallel-comm", "tp-comm-overlap"),
         *("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"),
     ):
         parser.add_argument(f"--{name}", action="store_true")
@@ -232,7 +234,7 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     if setup.partitions_state:
         words.append("--partition-state")
     if setup.sequence_parallel:
-        words.append("--sequence-parallel")
+        words.append(f"--sequence-parallel{' --tp-comm-overlap' * setup.hides_tensor_exchange}")
     if setup.context_parallel > 1:
         shares_heads = setup.model.num_heads % (setup.tensor_parallel * setup.context_parallel) == 0
         kind, *sizes = (setup.cp_comm_type or ("a2a" if shares_heads else "all_gather")).split()

@@ -54,7 +54,8 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
     forward_matmul, input_matmul, weight = _products(setup, machine, layer, rows)
     forward_attention, input_attention = _attention(setup, machine, layer, start, end)
     forward_other, input_other = _moving(setup, machine, blocks, rows)
-    forward_exchange, input_exchange = _tensor_exchange(setup, machine, blocks, rows, weight)
+    products = forward_matmul, input_matmul, weight
+    forward_exchange, input_exchange = _tensor_exchange(setup, machine, blocks, rows, products)
     attention = forward_attention, input_attention
     forward_exchanged, input_exchanged = context_exchange(setup, machine, layer, end - start, attention)
     routed = expert_time(setup, machine, rows, layer)
@@ -143,20 +144,22 @@ def _moving(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], row
 
 
 def _tensor_exchange(
-    setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float, weight: float
+    setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float, products: tuple[float, float, float]
 ) -> tuple[float, float]:
     """What tensor parallelism does not hide of its collectives, in the forward and in the input gradients.
 
-    They may run beside products of weight gradients, which take `weight`.
+    They may run beside products of weight gradients, the last of `products`; with --tp-comm-overlap beside all.
     """
     # A sum over the tensor-parallel ranks each way for each block, unless tokens travel to experts instead; with
     # sequence parallelism in its two halves, and the inputs are gathered once more for the weight gradients.
     count = sum(bool(block.products) for block in blocks)
     forward = back = count * all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
     back += forward / 2 if setup.sequence_parallel else 0.0
+    if setup.hides_tensor_exchange:
+        return max(0.0, forward - products[0]), max(0.0, back - products[1] - products[2])
     if not setup.splits_backward:
         # With sequence parallelism the gathering runs beside a product, and the reduction beside another.
-        back -= min(forward, _HIDING * weight)
+        back -= min(forward, _HIDING * products[2])
     return forward, back
 
 
@@ -179,7 +182,8 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
             weights = (product.on_rank(setup.tensor_parallel) for product in block.products)
             again += sum(matmul_time(machine.device, rows, out, into) for out, into in weights)
             again += moving_time(machine.device, BYTES * rows * block.moved / setup.tensor_parallel, 1)
-            again += all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
+            if not setup.hides_tensor_exchange:
+                again += all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
     return again
 
 

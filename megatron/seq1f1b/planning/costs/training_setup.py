@@ -35,6 +35,8 @@ class TrainingSetup:
     - `cp_comm_type`: how context-parallel ranks exchange whole sequences, as in context_exchange; None: fastest.
     - `hides_experts`: tokens travel to experts beside the compute of another micro-batch
       (--overlap-moe-expert-parallel-comm, in Megatron's own schedules).
+    - `hides_tensor_exchange`: tensor-parallel collectives run beside the matrix products of their layer
+      (--tp-comm-overlap, in Megatron's own schedules; needs `sequence_parallel`).
     - `seen`: how many pairs of a query and a key each segment computes at most, where documents are kept apart; empty:
       every token sees all before it.
     - `longest`: tokens of the longest micro-batch of a step, where micro-batches differ in length.
@@ -69,6 +71,7 @@ class TrainingSetup:
     keeps_logits: bool = False
     cp_comm_type: str | None = None
     hides_experts: bool = False
+    hides_tensor_exchange: bool = False
     recomputed_share: float = 1.0
     offloads: float = 0.0
     offloads_modules: bool = False

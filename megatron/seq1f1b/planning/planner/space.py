@@ -66,7 +66,8 @@ class Question:
 
     def of_megatron(self) -> "Question":
         """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
-        experts exchange tokens beside the compute of another micro-batch, and activations of modules move to the host.
+        tensor parallelism exchanges beside products, experts beside the compute of another micro-batch, and activations
+        of modules move to the host.
         """
         recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
         return replace(
@@ -146,6 +147,7 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
                 distributed_optimizer=True,
                 overlaps_data_parallel=data * context > 1,
                 keeps_logits=question.by_megatron,
+                hides_tensor_exchange=question.by_megatron and tensor > 1,
             )
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             experts = expert_sizes(question.model, tensor * context * data)

@@ -77,3 +77,16 @@ def test_experts_that_hide_their_exchange_take_less():
     shown, hidden = (layer_time(replace(setup, hides_experts=hides), MACHINE, 0, 4096, 5) for hides in (False, True))
     assert hidden.forward.all_to_all < shown.forward.all_to_all
     assert hidden.forward._replace(all_to_all=0) == shown.forward._replace(all_to_all=0)
+
+
+def test_tensor_parallelism_hides_behind_products_at_most():
+    setup = replace(SETUP, tensor_parallel=8, sequence_parallel=True, recompute="mlp")
+    slow = replace(MACHINE, node=replace(MACHINE.node, bandwidth=MACHINE.node.bandwidth / 100))
+    for machine, all_hidden in ((MACHINE, True), (slow, False)):
+        shown, hidden = (
+            layer_time(replace(setup, hides_tensor_exchange=hides), machine, 0, 4096) for hides in (False, True)
+        )
+        assert 0 <= hidden.forward.exchange < shown.forward.exchange
+        assert 0 <= hidden.input.exchange < shown.input.exchange
+        assert (hidden.forward.exchange == hidden.input.exchange == 0) == all_hidden
+        assert hidden.forward._replace(exchange=0) == shown.forward._replace(exchange=0)
