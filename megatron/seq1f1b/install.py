@@ -221,6 +221,10 @@ class Overlay:
             self.patches.enter_context(
                 patched(partitioned_state.patches() + partitioned_state.patches_of_training_loop())
             )
+        if config.num_segments > 1 and config.run.settings.get("tp_comm_overlap"):
+            name = "megatron.training.initialize._initialize_tp_communicators"
+            sized = wrapping(name, self._communicators_of_segments, "makes buffers for whole sequences")
+            self.patches.enter_context(patched((sized,)))
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
@@ -250,6 +254,15 @@ class Overlay:
     def last_step(self) -> Reading | None:
         """What our executor measured on this rank in the last training step."""
         return None if self.executor is None else self.executor.last_step()
+
+    def _communicators_of_segments(self, initialize: Callable[[], None]) -> None:
+        """Megatron's function, with buffers for the tokens of a segment: all have equally many."""
+        parsed = _megatron_args()
+        whole, parsed.seq_length = parsed.seq_length, self.pipeline_config().lengths[0]
+        try:
+            initialize()
+        finally:
+            parsed.seq_length = whole
 
     def parse_with_our_flags(
         self, parse_args: Callable, extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any

@@ -134,6 +134,11 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
         lengths = partition.cut(run.sequence_length)
         if len(lengths) > 1:
             _refuse(settings, {Use.SEGMENTS})
+        if settings.get("tp_comm_overlap") and len(set(lengths)) > 1:
+            raise ValueError(
+                f"--tp-comm-overlap has buffers for segments of one length, and {list(lengths)} differ; take "
+                "--sequence-split-strategy even and a --sequence-splits that divides, or drop it"
+            )
         if offloads or schedule.has_moves:
             _refuse(settings, {Use.OFFLOAD})
         if offloads == AUTO:
@@ -279,7 +284,8 @@ def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) 
         strategy, num_segments = "even", -(-run.sequence_length // flags.unit_tokens)
     elif strategy is None:
         # A program may bring a model whose segments have no known costs.
-        strategy = DEFAULT_STRATEGY if run.has_sizes and not flags.means_equal_lengths else "even"
+        wants_equal = flags.means_equal_lengths or run.settings.get("tp_comm_overlap")
+        strategy = DEFAULT_STRATEGY if run.has_sizes and not wants_equal else "even"
     return SequencePartition(run, costs, strategy, num_segments, flags.sequence_split_file)
 
 

@@ -174,11 +174,6 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
         Unsupported("--moe-enable-routing-replay", "replays the routes of whole micro-batches", "drop it"),
         Unsupported(
-            "--tp-comm-overlap",
-            "sizes its buffers for whole sequences, which the layers of a segment do not fill",
-            "drop it",
-        ),
-        Unsupported(
             "--mtp-use-repeated-layer",
             "runs one layer several times on the same segment, so that its keys would overwrite one another",
             "drop it",
@@ -295,6 +290,11 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--moe-shared-expert-overlap",
             "computes shared experts on a stream of their own, and nothing would wait for their weight gradients",
             "drop it",
+        ),
+        Unsupported(
+            "--tp-comm-overlap",
+            "exchanges beside the products of weight gradients, which are computed later",
+            "drop it, or use a schedule without W such as 1f1b",
         ),
     ),
     Use.V_CHUNKS: (

@@ -36,7 +36,7 @@ class TrainingSetup:
     - `hides_experts`: tokens travel to experts beside the compute of another micro-batch
       (--overlap-moe-expert-parallel-comm, in Megatron's own schedules).
     - `hides_tensor_exchange`: tensor-parallel collectives run beside the matrix products of their layer
-      (--tp-comm-overlap, in Megatron's own schedules; needs `sequence_parallel`).
+      (--tp-comm-overlap, for segments of one length; needs `sequence_parallel`).
     - `seen`: how many pairs of a query and a key each segment computes at most, where documents are kept apart; empty:
       every token sees all before it.
     - `longest`: tokens of the longest micro-batch of a step, where micro-batches differ in length.

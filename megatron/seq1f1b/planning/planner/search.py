@@ -285,7 +285,8 @@ class Search:
                 self._closer[first] = list(self._closer_bounds(first))
             closer: Iterable[tuple[float, Any]] = self._closer[first]
             if isinstance(first, _Scheduled):
-                closer = self._fitting(first, [each for each in closer if accept(each[1])], room)
+                allowed = [each for each in closer if accept(each[1])]
+                closer = [found for group in _by_exchange(allowed) for found in self._fitting(first, group, room)]
             elif isinstance(first, _TooLarge):
                 closer = ((bound, each) for each in _moved(first, room))
             for least, each in closer:
@@ -342,7 +343,8 @@ class Search:
 
     def _automatic(self, candidate: Candidate, room: Room) -> Plan | None:
         """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""
-        setup = replace(candidate.setup, family="auto")
+        # Its weight gradients wait.
+        setup = replace(candidate.setup, family="auto", hides_tensor_exchange=False)
         candidate = replace(candidate, setup=setup)
         if candidate not in self.plans:
             if setup.pipeline_parallel == 1 or setup.recompute != "none":
@@ -353,6 +355,11 @@ class Search:
             self.plans[candidate] = predict_candidate(candidate, self.question)
         found = self.plans[candidate]
         return found if _has_room(found, room) else None
+
+
+def _by_exchange(by_cut: Sequence[tuple[float, Any]]) -> list[list[tuple[float, Any]]]:
+    """Cuts with and without tensor-parallel collectives beside products; a bound does not tell which is faster."""
+    return [[each for each in by_cut if each[1].setup.hides_tensor_exchange == hides] for hides in (True, False)]
 
 
 def _moved(item: _TooLarge, room: Room) -> Iterator[Any]:

@@ -147,7 +147,7 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
                 distributed_optimizer=True,
                 overlaps_data_parallel=data * context > 1,
                 keeps_logits=question.by_megatron,
-                hides_tensor_exchange=question.by_megatron and tensor > 1,
+                hides_tensor_exchange=tensor > 1,
             )
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             experts = expert_sizes(question.model, tensor * context * data)
@@ -246,8 +246,11 @@ def cuts(setup: TrainingSetup, family: str, segments: int) -> Iterator[Candidate
         lengths = cut(setup, strategy, segments)
         if lengths is not None and lengths not in seen:
             seen.add(lengths)
+            each = replace(setup, family=family, segments=lengths)
             way = setup.cp_comm_type if segments == 1 else None
-            yield Candidate(replace(setup, family=family, segments=lengths, cp_comm_type=way), strategy)
+            # Its buffers have one length, and it gathers beside the products of weight gradients.
+            hides = setup.hides_tensor_exchange and len(set(lengths)) == 1 and not each.splits_backward
+            yield Candidate(replace(each, cp_comm_type=way, hides_tensor_exchange=hides), strategy)
 
 
 def cut(setup: TrainingSetup, strategy: str, segments: int) -> tuple[int, ...] | None:
