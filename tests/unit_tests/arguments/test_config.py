@@ -14,6 +14,7 @@ from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.install import Overlay
 from megatron.seq1f1b.partition import cut
+from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.schedule import (
     FAMILY_NAMES,
@@ -61,6 +62,32 @@ def test_flags_choose_a_schedule_and_segments(flags, schedule, num_segments, str
     config = pipeline_config(parsed(*flags, **{} if flags else {"qk_clip": True}))
     assert (config.schedule, config.num_segments, config.partition.strategy) == (schedule, num_segments, strategy)
     assert sum(config.cut(16384)) == 16384 and config.cut(16384)[0] >= config.cut(16384)[-1]
+
+
+def test_buffers_of_tensor_parallelism_have_the_length_of_a_segment():
+    flags = ("--device", "cuda", "--sequence-splits")
+    config = pipeline_config(parsed(*flags, "4", tp_comm_overlap=True))
+    assert config.lengths == (4096,) * 4
+    for given, what in (
+        (("3",), r"segments of one length, and \[54\d\d, .* differ; take --sequence-split-strategy even and a"),
+        (("4", "--sequence-split-strategy", "balanced"), "segments of one length"),
+        (("4", "--pipeline-schedule", "zb-h1"), "beside the products of weight gradients"),
+    ):
+        with pytest.raises(ValueError, match=f"--tp-comm-overlap .*{what}"):
+            pipeline_config(parsed(*flags, *given, tp_comm_overlap=True))
+
+    seen, args = [], argparse.Namespace(seq_length=16384)
+    name = "megatron.training.initialize._initialize_tp_communicators"
+    table = (
+        Patch(
+            "megatron.training.initialize._initialize_tp_communicators", lambda: seen.append(args.seq_length), "asks"
+        ),
+        Patch("megatron.training.get_args", lambda: args, "has none"),
+    )
+    with patched(table), ExitStack() as patches:
+        Overlay(schedules.get_forward_backward_func, patches).use(config)
+        importlib.import_module("megatron.training.initialize")._initialize_tp_communicators()
+    assert seen == [4096] and args.seq_length == 16384
 
 
 def test_chunks_lie_in_a_v_where_that_is_asked():
