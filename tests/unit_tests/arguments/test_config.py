@@ -79,9 +79,7 @@ def test_buffers_of_tensor_parallelism_have_the_length_of_a_segment():
     seen, args = [], argparse.Namespace(seq_length=16384)
     name = "megatron.training.initialize._initialize_tp_communicators"
     table = (
-        Patch(
-            "megatron.training.initialize._initialize_tp_communicators", lambda: seen.append(args.seq_length), "asks"
-        ),
+        Patch(name, lambda: seen.append(args.seq_length), "asks"),
         Patch("megatron.training.get_args", lambda: args, "has none"),
     )
     with patched(table), ExitStack() as patches:

@@ -48,7 +48,8 @@ class Average(Question):
     def setup(self, sizes: tuple[int, int, int, int], *arguments: Any, **choices: Any) -> TrainingSetup:
         setup = super().setup(sizes, *arguments, **choices)
         own = int(self.of_busiest(setup.data_parallel) / setup.micro_batch_size)
-        return replace(setup, num_microbatches=max(1, own), seen=(self.seen,))
+        hides = setup.hides_tensor_exchange and self.by_megatron  # units differ in length
+        return replace(setup, num_microbatches=max(1, own), seen=(self.seen,), hides_tensor_exchange=hides)
 
 
 @dataclass(frozen=True)
