@@ -272,6 +272,7 @@ class RunCosts:
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             partitions_state=bool(settings.get("partition_state")),
             keeps_logits=self.flags.keep_logits,
+            hides_tensor_exchange=bool(settings.get("tp_comm_overlap")),
         )
 
 

@@ -54,8 +54,9 @@ def test_the_launch_itself_is_predicted_as_it_is(printed):
 
 @pytest.mark.parametrize("more, is_partitioned", [("", True), ("--log-params-norm", False)])
 def test_a_partitioned_state_is_planned_unless_a_flag_forbids_it(capsys, more, is_partitioned):
-    words = "--num-layers 24 --hidden-size 1024 --num-attention-heads 8 --vocab-size 1024 --gpus 8 --seq-length 2048"
-    words += f" --global-batch-size 16 --device-memory 2.9 --host-memory 0 --best 1 {more}"
+    words = "--num-layers 24 --hidden-size 1024 --num-attention-heads 8 --group-query-attention --num-query-groups 1"
+    words += " --vocab-size 1024 --gpus 8 --seq-length 2048 --global-batch-size 16"
+    words += f" --device-memory 2.7 --host-memory 0 --best 1 {more}"
     assert commands.main(["plan", *words.split()]) == 0
     printed = capsys.readouterr().out
     assert ("--partition-state" in printed) == ("breadth-first, shares" in printed) == is_partitioned
