@@ -252,6 +252,10 @@ def _check_units(flags: argparse.Namespace, schedule: ScheduleChoice, run: Megat
     for name in others:
         if getattr(flags, name) is not None:
             raise ValueError(f"--unit-tokens determines where sequences are cut; drop --{name.replace('_', '-')}")
+    if run.settings.get("tp_comm_overlap"):
+        raise ValueError(
+            "--unit-tokens makes units of unequal length, and --tp-comm-overlap has buffers of one; drop one"
+        )
     if not schedule.is_named:
         raise ValueError(
             "--unit-tokens gives each step other numbers of segments, for which no order is planned in time; take a "

@@ -362,7 +362,6 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
     ),
     Use.UNITS: (
-        Unsupported("--tp-comm-overlap", "has buffers of one length, but units differ", "drop it"),
         Unsupported(
             "a run whose documents see one another",
             "has sequences of one length",

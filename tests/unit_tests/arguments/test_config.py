@@ -64,7 +64,7 @@ def test_flags_choose_a_schedule_and_segments(flags, schedule, num_segments, str
     assert sum(config.cut(16384)) == 16384 and config.cut(16384)[0] >= config.cut(16384)[-1]
 
 
-def test_buffers_of_tensor_parallelism_have_the_length_of_a_segment():
+def test_buffers_of_tp_comm_overlap_have_a_segments_length():
     flags = ("--device", "cuda", "--sequence-splits")
     config = pipeline_config(parsed(*flags, "4", tp_comm_overlap=True))
     assert config.lengths == (4096,) * 4
@@ -75,6 +75,12 @@ def test_buffers_of_tensor_parallelism_have_the_length_of_a_segment():
     ):
         with pytest.raises(ValueError, match=f"--tp-comm-overlap .*{what}"):
             pipeline_config(parsed(*flags, *given, tp_comm_overlap=True))
+
+    in_units = ("--device", "cuda", "--unit-tokens", "4096")
+    with pytest.raises(ValueError, match="--unit-tokens makes units of unequal length, and --tp-comm-overlap has"):
+        pipeline_config(
+            parsed(*in_units, tp_comm_overlap=True, reset_attention_mask=True, calculate_per_token_loss=True)
+        )
 
     seen, args = [], argparse.Namespace(seq_length=16384)
     name = "megatron.training.initialize._initialize_tp_communicators"
