@@ -79,7 +79,13 @@ def test_buffers_of_tp_comm_overlap_have_a_segments_length():
     in_units = ("--device", "cuda", "--unit-tokens", "4096")
     with pytest.raises(ValueError, match="--unit-tokens makes units of unequal length, and --tp-comm-overlap has"):
         pipeline_config(
-            parsed(*in_units, tp_comm_overlap=True, reset_attention_mask=True, calculate_per_token_loss=True)
+            parsed(
+                *in_units,
+                tp_comm_overlap=True,
+                micro_batch_size=1,
+                reset_attention_mask=True,
+                calculate_per_token_loss=True,
+            )
         )
 
     seen, args = [], argparse.Namespace(seq_length=16384)
