@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.step_memory import rank_memory
+from megatron.seq1f1b.planning.costs.step_memory import host_bytes, rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build, units_to_move, with_moves
 from support.checks import few_of
@@ -138,7 +138,7 @@ MODULES = "layernorm mlp"
 COUNTED = {"here": (ALL_BUT_ATTENTION, 0), "there": (ALL_BUT_ATTENTION, 1), "modules there": (MODULES, 1)}
 
 
-@pytest.mark.parametrize("case", few_of(COUNTED, ("modules there",)))
+@pytest.mark.parametrize("case", few_of(COUNTED, ("there", "modules there")))
 def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
     """Four layers of llama3-70b, at a length at which activations outweigh weights: with recomputation, the loss in
     pieces, grouped keys and values."""
@@ -170,7 +170,10 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
         order = schedule.ranks[rank]
         planned = rank_memory(setup, with_moves(order, units_to_move(order, float(share))), rank)
         counted = fullest(rehearsed["moments"])["in all"]
-        assert planned.total - planned.reserved == pytest.approx(counted, rel=0.03), rank
+        assert planned.total - planned.reserved == pytest.approx(counted, rel=0.05), rank
+        if recompute == ALL_BUT_ATTENTION:  # otherwise the stand-in for fused rotary positions is on the host, too
+            away = host_bytes(setup, with_moves(order, units_to_move(order, float(share))))
+            assert away == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
 
 
 def test_recomputed_parts(launch, tmp_path):

@@ -65,9 +65,10 @@ class Logits:
 
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
+        of = self.of  # `self` would keep the hidden states from moving to the host
 
         def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
-            return loss(labels, self.of(hidden))
+            return loss(labels, of(hidden))
 
         parts = labels.unflatten(1, (self.num_runs, -1)).split(self.length, dim=2)
         pieces = zip(self.hidden.split(self.length), parts, strict=True)
@@ -88,7 +89,8 @@ class Logits:
 
     def __mul__(self, factor: Any) -> "Logits":
         """The maximal update parametrization scales logits (arXiv 2203.03466)."""
-        return Logits(lambda hidden: self.of(hidden) * factor, self.hidden, self._layer)
+        of = self.of
+        return Logits(lambda hidden: of(hidden) * factor, self.hidden, self._layer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.of(self.hidden), name)
