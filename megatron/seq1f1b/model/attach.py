@@ -209,19 +209,21 @@ def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: 
     return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), at_segment)
 
 
-def _from_segment_start(rotary: torch.nn.Module, cached: Callable, seq_len: int, **kwargs) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that the fused rotary embedding of multi-latent attention reads.
-
-    They are rows of those of a longer sequence, so that one cache serves all segments.
-    """
+def _cosines_and_sines(
+    rotary: YarnRotaryEmbedding, cached: Callable, length: int, *, dtype: torch.dtype, packed_seq: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What the fused rotary embedding of multi-latent attention reads, for the positions of the running segment."""
     segment = rotary.segment_context.segment
     if segment is None:
-        return cached(seq_len, **kwargs)
-    cos, sin = cached(segment.start + seq_len, **kwargs)
-    rows = [slice(first, end) for first, end in _positions(segment, seq_len)]
-    if len(rows) == 1:
-        return cos[rows[0]], sin[rows[0]]
-    return torch.cat([cos[each] for each in rows]), torch.cat([sin[each] for each in rows])
+        return cached(length, dtype=dtype, packed_seq=packed_seq)
+
+    def of_angles(function: Callable[[Tensor], Tensor]) -> Tensor:
+        angles, scale = rotary(length, packed_seq=packed_seq)
+        return (function(angles) * scale).to(dtype)
+
+    key = rotary.path_in_chunk, length, dtype, packed_seq
+    cos, sin = (segment.shared((*key, each), partial(of_angles, each)) for each in (torch.cos, torch.sin))
+    return cos, sin
 
 
 # Other modules that depend on the running segment, and their patches.
@@ -233,8 +235,8 @@ _FOLLOWS = (
     wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
     wrapping(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
-        _from_segment_start,
-        "takes no offset, and begins at 0",
+        _cosines_and_sines,
+        "keeps one table, which begins at 0",
     ),
 )
 

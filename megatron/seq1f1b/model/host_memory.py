@@ -145,8 +145,8 @@ class HostMemory:
     def measured_rate(self, when_ready: Callable[[], object]) -> float:
         """Bytes/s of the link to the host, each way while both are in use; `when_ready` lets ranks start together."""
         here = torch.empty(2, _PROBE, dtype=torch.uint8, device=torch.cuda.current_device())
-        there = [self._buffer(_PROBE)[0] for _ in here]
-        pairs = (here[0], there[0][:_PROBE]), (there[1][:_PROBE], here[1])
+        there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=self._is_on_gpu)
+        pairs = (here[0], there[0]), (there[1], here[1])
 
         def seconds(rounds: int) -> float:
             start = perf_counter()
@@ -159,9 +159,7 @@ class HostMemory:
 
         seconds(1)  # touches all pages
         when_ready()
-        rate = _ROUNDS * _PROBE / seconds(_ROUNDS)
-        self._unused += [(buffer, None) for buffer in there]
-        return rate
+        return _ROUNDS * _PROBE / seconds(_ROUNDS)
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""

@@ -1,5 +1,6 @@
 """The changes of `attach` to the modules of a model, as far as no equality test reaches them."""
 
+import sys
 import weakref
 from types import SimpleNamespace
 
@@ -99,20 +100,39 @@ def test_the_hook_of_a_wrapper_is_carried_over():
     assert not layer.core_attention._forward_pre_hooks
 
 
-def test_cached_cosines_and_sines_start_where_the_segment_does(monkeypatch):
-    """The fused rotary embedding of multi-latent attention, a CUDA kernel, takes them from a cache."""
+def test_cosines_and_sines_are_those_of_the_segment(monkeypatch):
+    """The fused rotary embedding of multi-latent attention, a CUDA kernel, reads them; Megatron's cache is empty."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    rotary = YarnRotaryEmbedding(8, original_max_position_embeddings=16, use_cpu_initialization=True)
-    whole = rotary.get_cached_cos_sin(48, dtype=torch.float32)
+    YarnRotaryEmbedding.forward.cache_clear()
+    rotary = YarnRotaryEmbedding(8, 40.0, original_max_position_embeddings=16, use_cpu_initialization=True)
+    angles, scale = rotary.get_emb(48)
+    whole = [(function(angles) * scale).bfloat16() for function in (torch.cos, torch.sin)]
     context = SegmentContext()
     attach([torch.nn.ModuleList([rotary])], context)
     attach([torch.nn.ModuleList([rotary])], context)
     for start, end in ((0, 20), (20, 32), (32, 48)):
         with context.running(Segment(0, 0, start, end, 48), keeps_for_backward=True):
-            part = rotary.get_cached_cos_sin(end - start, dtype=torch.float32)
+            part = rotary.get_cached_cos_sin(end - start, dtype=torch.bfloat16)
         for got, expected in zip(part, whole, strict=True):
             assert torch.equal(got, expected[start:end]) and got.is_contiguous()
-    assert torch.equal(rotary.get_cached_cos_sin(48, dtype=torch.float32)[0], whole[0])
+    for got, expected in zip(rotary.get_cached_cos_sin(48, dtype=torch.bfloat16), whole, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_cosines_and_sines_are_parted_among_ranks(monkeypatch):
+    """Megatron's function for it copies to a GPU; in its place, every second token."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    module = sys.modules[YarnRotaryEmbedding.__module__]
+    monkeypatch.setattr(module, "get_pos_emb_on_this_cp_rank", lambda rows, _, group: rows[group.rank() :: 2])
+    options = {"original_max_position_embeddings": 16, "use_cpu_initialization": True}
+    whole = YarnRotaryEmbedding(8, 1.0, **options).get_emb(48)[0].cos()
+    context = SegmentContext()
+    for rank in range(2):
+        rotary = YarnRotaryEmbedding(8, 1.0, **options)
+        rotary.cp_group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        attach([torch.nn.ModuleList([rotary])], context)
+        with context.running(Segment(0, 0, 20, 32, 48), keeps_for_backward=True):
+            assert torch.equal(rotary.get_cached_cos_sin(12, dtype=torch.float32)[0], whole[20 + rank : 32 : 2])
 
 
 @pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
