@@ -71,8 +71,10 @@ SPIKE = 10
 # Flags that upstream leaves without a value, but divides by or looks up.
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
-# Upstream's flags that need another batch than those of GPTDataset and SFTDataset.
-UNSUPPORTED = dict.fromkeys(("fim_data", "hybrid_context_parallel"), "is not supported here")
+# Upstream's flags that need another batch than those of GPTDataset and SFTDataset, or another loss.
+UNSUPPORTED = dict.fromkeys(("fim_data", "hybrid_context_parallel"), "is not supported here") | {
+    "logits_load_dir": "needs another loss than that of this script"
+}
 
 # What a stage may need of a batch, and the entries that mark documents in Megatron's packed format.
 INPUTS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

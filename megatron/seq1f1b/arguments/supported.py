@@ -91,6 +91,12 @@ def _has_layers(symbol: str, settings: Mapping[str, Any]) -> bool:
     return symbol in (settings.get("hybrid_layer_pattern") or "")
 
 
+def _shards_weights(settings: Mapping[str, Any]) -> bool:
+    tensor = settings.get("tensor_model_parallel_size") or 1
+    parts = {"": tensor, "expert_": settings.get("expert_tensor_parallel_size") or tensor}
+    return any((settings.get(f"{of}tensor_parallel_num_weight_shards") or 1) > size for of, size in parts.items())
+
+
 def _recomputes(module: str, settings: Mapping[str, Any]) -> bool:
     modules = settings.get("recompute_modules") or ()
     return settings.get("recompute_granularity") == "selective" and module in modules
@@ -113,6 +119,7 @@ _NOT_YET = "is not cut into segments yet"
 _CROWD = "makes the experts of a token depend on the tokens beside it, which a segment changes"
 _STEPS_ITSELF = "holds weights of its own that the shares do not follow yet"
 _READS_WEIGHTS = "reads weights when none are gathered"
+_ONE_SEGMENT = "keeps what every module did last, which is one segment"
 _NO_LOGITS = "needs the largest logit of each head, which takes another product of all queries and keys"
 
 
@@ -133,6 +140,18 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported("--delay-wgrad-compute", _ORDER, _OWN_SCHEDULE),
         Unsupported("--fine-grained-activation-offloading", _ORDER, "use --offload-activations"),
         Unsupported("--moe-paged-stash", _ORDER, _OWN_SCHEDULE),
+        Unsupported(
+            "--cpu-offloading-num-layers",
+            "keeps one forward until its backward, and the next would take its place",
+            "use --offload-activations",
+            lambda settings: settings.get("cpu_offloading") or settings.get("cpu_offloading_num_layers"),
+        ),
+        Unsupported(
+            "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above a group's size",
+            _UNTESTED,
+            _OWN_SCHEDULE,
+            _shards_weights,
+        ),
         Unsupported(
             "variable_seq_lengths of a program's configuration",
             "negotiates the shape of every message, which our schedules fix in advance",
@@ -166,6 +185,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             _heads_are_no_multiple,
         ),
         Unsupported("--moe-expert-capacity-factor", _CROWD, "drop it"),
+        Unsupported("--moe-expert-rank-capacity-factor", _CROWD, "drop it"),
         Unsupported(
             "--moe-router-load-balancing-type sinkhorn, quantile_balancing",
             _CROWD,
@@ -216,6 +236,9 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "drop --allow-ambiguous-pad-tokens",
             lambda settings: settings.get("reset_attention_mask") and settings.get("allow_ambiguous_pad_tokens"),
         ),
+        Unsupported("--logits-save-dir", "takes every forward for a micro-batch", _WHOLE),
+        Unsupported("--save-activations-interval", _ONE_SEGMENT, "drop it"),
+        Unsupported("--save-dgrads-interval", _ONE_SEGMENT, "drop it"),
         Unsupported("--qk-clip", _NO_LOGITS, "drop it"),
         Unsupported("--log-max-attention-logit", _NO_LOGITS, "drop it"),
         Unsupported(
@@ -231,6 +254,11 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             lambda settings: (
                 bool(settings.get("fp8")) and (_is_context_parallel(settings) or bool(settings.get("num_experts")))
             ),
+        ),
+        Unsupported(
+            "--te-precision-config-file",
+            "may scale by the largest value of whole tensors, but a segment has only a part",
+            "use --fp8-recipe mxfp8 or blockwise",
         ),
         Unsupported(
             "fp8_dot_product_attention or fp8_multi_head_attention",
@@ -292,6 +320,11 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "drop it",
         ),
         Unsupported(
+            "--overlap-dispatch-backward-with-experts-wgrad",
+            "computes weight gradients in the backward of inputs",
+            "drop it, or use a schedule without W such as 1f1b",
+        ),
+        Unsupported(
             "--tp-comm-overlap",
             "exchanges beside the products of weight gradients, which are computed later",
             "drop it, or use a schedule without W such as 1f1b",
@@ -312,12 +345,6 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         ),
     ),
     Use.OFFLOAD: (
-        Unsupported(
-            "--cpu-offloading-num-layers",
-            "moves the same activations, by layer",
-            "drop it",
-            lambda settings: settings.get("cpu_offloading") or settings.get("cpu_offloading_num_layers"),
-        ),
         Unsupported(
             "--overlap-grad-reduce without --no-gradient-accumulation-fusion",
             "needs marks of parameters, which autograd does not give back where activations move",
@@ -350,6 +377,15 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         Unsupported("--fp8-param-gather", "keeps weights in 8 bits, which are not divided into shares yet", "drop it"),
         Unsupported("--fp4-param-gather", "keeps weights in 4 bits, which are not divided into shares yet", "drop it"),
         Unsupported("--use-nccl-ub", "registers buffers, which then cannot be freed", "drop it"),
+        Unsupported("--optimizer-cuda-graph", "replays one step in memory that the next has freed", "drop it"),
+        Unsupported(
+            "--ddp-param-name-patterns-for-fp32-local-accumulation",
+            "sums gradients in memory of its own, which is not divided into shares yet",
+            "drop it",
+        ),
+        Unsupported("--save-wgrads-interval", "reads gradients when none are whole", "drop it"),
+        Unsupported("--save-params-interval", _READS_WEIGHTS, "drop it"),
+        Unsupported("--moe-routing-trace-dump-weights", _READS_WEIGHTS, "drop it"),
         Unsupported("--log-params-norm", _READS_WEIGHTS, "drop it"),
         Unsupported("--check-weight-hash-across-dp-replicas-interval", _READS_WEIGHTS, "drop it"),
         Unsupported(
@@ -380,10 +416,10 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "take --sequence-splits instead of --unit-tokens",
         ),
         Unsupported(
-            "--micro-batch-size above 1",
+            "--micro-batch-size or --eval-micro-batch-size above 1",
             "puts several sequences side by side, where units put them one after the other",
-            "give --micro-batch-size 1",
-            lambda settings: (settings.get("micro_batch_size") or 1) > 1,
+            "give 1",
+            lambda settings: any((settings.get(f"{of}micro_batch_size") or 1) > 1 for of in ("", "eval_")),
         ),
         Unsupported(
             "--moe-token-dispatcher-type allgather with expert parallelism",

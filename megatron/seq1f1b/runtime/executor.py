@@ -204,7 +204,7 @@ class PipelineExecutor:
                     call.chunks, num_tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
                 )
                 add_up_tied_embeddings(call.chunks)
-        reports = losses.reports()
+        reports = self._segmentation.reports(losses.reports(), call)
         return self._on_last_rank(reports, shape.placement, call) if self._reports_on_last_rank else reports
 
     def _on_last_rank(self, reports: list[Any], placement: Placement, call: Call) -> list[Any]:

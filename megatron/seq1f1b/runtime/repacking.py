@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..model import Segment
 from ..ranks import warn_on_rank_0
@@ -74,6 +75,16 @@ class Repacking(Segmentation):
         call.num_microbatches, call.micro_batch_size = len(packs), 1
         segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]
         return Step(call, placement, call.pipeline.rank(), segments, batches)
+
+    def reports(self, of_microbatches: list[Any], call: Call) -> list[Any]:
+        """Of an evaluation one report, with the sums over all replicas: for --sft Megatron averages the means of
+        micro-batches, which depend on what shares a unit."""
+        if not (call.forward_only and of_microbatches and all(map(_are_sums, of_microbatches))):
+            return of_microbatches
+        sums = tree_map(lambda *values: torch.stack(values).sum(dim=0), *of_microbatches)
+        for value in sums.values():
+            dist.all_reduce(value, group=call.groups.dp_cp)
+        return [sums]
 
     def _sequences(self, batch: Any, shape: tuple[int, int]) -> list[_Sequence]:
         """The sequences of a batch up to their last token with a loss; those without a loss are left out."""
@@ -146,6 +157,13 @@ class _Entries:
         if self._are_pinned:  # the host would wait for a GPU that copies from other memory
             return {name: leaf.pin_memory() for name, leaf in batch.items()}
         return batch
+
+
+def _are_sums(report: Any) -> bool:
+    """Whether each value of a report is a sum of losses and its number of tokens."""
+    return isinstance(report, dict) and all(
+        isinstance(value, Tensor) and value.numel() == 2 for value in report.values()
+    )
 
 
 def _length(sequence: _Sequence) -> int:

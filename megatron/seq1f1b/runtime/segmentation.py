@@ -82,6 +82,10 @@ class Segmentation:
             for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
         ]
 
+    def reports(self, of_microbatches: list[Any], call: Call) -> list[Any]:
+        """What the step returns, from the reports of its micro-batches."""
+        return of_microbatches
+
     def description(self, sequence_length: int) -> str:
         """In words, equal on ranks that cut alike."""
         if self.packing is None:

@@ -22,6 +22,9 @@ SETTINGS = {
         "cp_comm_type": ["a2a"],
     },
     "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
+    "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above a group's size": {
+        "expert_tensor_parallel_num_weight_shards": 2
+    },
     "--moe-router-load-balancing-type sinkhorn, quantile_balancing": {"moe_router_load_balancing_type": ["sinkhorn"]},
     "--pipeline-model-parallel-layout with multi-token prediction before the loss": {
         "mtp_num_layers": 1,
@@ -95,7 +98,7 @@ SETTINGS = {
     "--ckpt-format other than torch_dist": {"ckpt_format": "zarr"},
     "a run whose documents see one another": {"reset_attention_mask": False},
     "a run without --calculate-per-token-loss": {"calculate_per_token_loss": False},
-    "--micro-batch-size above 1": {"micro_batch_size": 2},
+    "--micro-batch-size or --eval-micro-batch-size above 1": {"eval_micro_batch_size": 2},
     "--moe-token-dispatcher-type allgather with expert parallelism": {
         "moe_token_dispatcher_type": "allgather",
         "expert_model_parallel_size": 2,

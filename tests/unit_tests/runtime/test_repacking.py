@@ -16,19 +16,26 @@ def pack(lengths, replicas, alike):
     return packs_of_step(lengths, 4, 2, replicas, alike=alike)
 
 
-def cut(*batches, size=1, length=12):
+def call_of(*batches, size=1, length=12, forward_only=False):
     alone = dist.group.WORLD
-    call = SimpleNamespace(
+    return SimpleNamespace(
         config=SimpleNamespace(),
         iterators=[iter(batches)],
         num_microbatches=len(batches),
         micro_batch_size=size,
         seq_length=length,
-        forward_only=False,
-        groups=SimpleNamespace(tp=alone, dp=alone),
+        forward_only=forward_only,
+        groups=SimpleNamespace(tp=alone, dp=alone, dp_cp=alone),
         pipeline=alone,
     )
-    return Repacking(lambda length: (4, 4, 4), Packing(9), pack).cut_step(call, Placement(1), None)
+
+
+def in_units():
+    return Repacking(lambda length: (4, 4, 4), Packing(9), pack)
+
+
+def cut(*batches, **sizes):
+    return in_units().cut_step(call_of(*batches, **sizes), Placement(1), None)
 
 
 def read(found):
@@ -72,6 +79,17 @@ def test_documents_of_a_batch(alone):
         assert all(segment.sequence_length == row[-1].end for segment in row)
     [whole] = [row for row in found.segments if len(row) == 3]
     assert [(one.end, two.start) for one, two in pairwise(whole)] == [(4, 4), (8, 8)]
+
+
+def test_an_evaluation_counts_tokens(alone):
+    """Not micro-batches, one of which may have none."""
+    reports = [{"lm loss": torch.tensor(each)} for each in ([6.0, 2.0], [0.0, 0.0], [3.0, 1.0])]
+    [found] = in_units().reports(reports, call_of(forward_only=True))
+    assert found["lm loss"].tolist() == [9.0, 3.0]
+    assert in_units().reports(reports, call_of()) is reports
+    outputs = [torch.ones(1, 4)]
+    assert in_units().reports(outputs, call_of(forward_only=True)) is outputs
+    assert in_units().reports([], call_of(forward_only=True)) == []
 
 
 def test_an_entry_that_no_sequence_has_a_part_of(alone):
