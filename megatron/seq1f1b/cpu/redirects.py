@@ -97,11 +97,12 @@ REDIRECTS = (
         "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
         "of experts and segment (GPU suite)",
     ),
-    wrapping(
+    Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
         upstream.queue_of_forks,
         "the first save would start a Python that imports Megatron again; hides that Python, which imports the "
         "training script, too (a test saves with it)",
+        wraps=True,
     ),
     wrapping(
         "megatron.training.training.build_pretraining_data_loader",

@@ -63,7 +63,8 @@ def initialize_without_cuda(initialize_megatron, *args, **kwargs):
 
 
 def queue_of_forks(get_write_results_queue):
-    return get_write_results_queue("fork")
+    # As its default: other patches look that up, and start the process by themselves.
+    return functools.partial(get_write_results_queue, mp_mode="fork")
 
 
 def newest_architecture():

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 
 from functional_tests.equality.cases import Case, Layout
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
-from functional_tests.equality.models import VOCABULARY, Model
+from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import BATCH, logged, run
 from megatron.seq1f1b.model import host_memory, latents
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
@@ -30,8 +30,6 @@ from megatron.seq1f1b.planning.costs.stage_costs import AnalyticTime
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Kind, ScheduleChoice
 
-# Logits of one or a few tokens on a rank, where a step has several micro-batches; where it has one, all are kept.
-_PIECE = BATCH * VOCABULARY
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -145,7 +143,7 @@ def compare(
     for (name, case), expected in zip(cases.items(), expectations, strict=True):
         expected_reports, expected_grads, expected_logs, expected_evaluation = expected
         cut = segmentation(case)
-        piece = None if case.m == 1 else _PIECE
+        piece = piece_of(case, layout)
         schedule = ScheduleChoice(case.family, layout.style)
         executor = PipelineExecutor(schedule, cut, piece=piece)
         step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
@@ -196,6 +194,11 @@ def compare(
             if not isclose(logs[name], value, rel_tol=2e-6)
         ]
         yield name, Verdict(len(grads), max(errors.values(), default=0.0), wrong)
+
+
+def piece_of(case: Case, layout: Layout) -> int | None:
+    """A tenth of the logits of a micro-batch on a rank: 5 tokens or less. A step of one micro-batch keeps them all."""
+    return None if case.m == 1 else BATCH * SEQUENCE * VOCABULARY // (10 * layout.context * layout.tensor)
 
 
 def segmentation(case: Case) -> Segmentation:

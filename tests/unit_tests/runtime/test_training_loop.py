@@ -3,8 +3,12 @@
 from argparse import Namespace
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron.seq1f1b.cpu.redirects import REDIRECTS
+from megatron.seq1f1b.patches import patched
+from megatron.seq1f1b.runtime import training_loop
 from megatron.seq1f1b.runtime.training_loop import TrainingLoop
 
 
@@ -52,3 +56,26 @@ def test_a_failed_save_names_the_last_one_and_the_space(tmp_path):
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
     with pytest.raises(RuntimeError, match="cannot load /saved; what it printed last is the reason"):
         loop(load="/saved").load(failing(SystemExit()))
+
+
+@pytest.mark.parametrize("redirects, how", [((), "spawn"), (REDIRECTS, "fork")], ids=["GPU", "CPU"])
+def test_what_starts_the_process_that_writes_checkpoints(monkeypatch, redirects, how):
+    """On a CPU a new Python would import Megatron and the training script for the first save of every rank."""
+    found = []
+
+    class Manager:
+        def __init__(self, ctx):
+            found.append(ctx.get_start_method())
+
+        def start(self, initializer):
+            assert callable(initializer)
+
+        def Queue(self):
+            return "a queue"
+
+    monkeypatch.setattr(training_loop, "SyncManager", Manager)
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    name = "get_write_results_queue"
+    with patched([row for row in (*redirects, *loop().patches()) if row.target.endswith(name)]):
+        assert filesystem_async.get_write_results_queue() == "a queue"
+    assert found == [how]
