@@ -13,6 +13,7 @@ from ..report.text import aligned
 
 _HEAD = ("", "TP", "CP", "PP", "DP", "C", "unit", "schedule", "recompute", "step s", "tokens/s a GPU", "TFLOPS")
 _LAST = ("bubble", "padding", "GiB")
+_LONGEST = 10**8  # tokens; a plan for more would take hours
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
 _HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
 
@@ -29,10 +30,14 @@ def read_histogram(path: Path) -> Mapping[int, int]:
         raise ValueError(f"--lengths {path} cannot be read ({error.strerror}); give a CSV or an .idx file") from error
     if content.startswith(_INDEX):
         number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
-        sizes = memoryview(content)[_HEADER : _HEADER + 4 * number].cast("i")
-        return Counter(size for size in sizes if size)
+        sizes = content[_HEADER : _HEADER + 4 * number]
+        lengths = Counter(memoryview(sizes).cast("i")) if len(sizes) == 4 * number else Counter()
+        del lengths[0]
+        if not lengths or min(lengths) < 0:
+            raise ValueError(f"--lengths {path} is cut off, damaged or without tokens; make the corpus again")
+        return lengths
     found: Counter[int] = Counter()
-    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+    for number, line in enumerate(content.decode("utf-8-sig", errors="replace").splitlines(), start=1):
         words = line.replace(",", " ").split()
         if not words or words[0].startswith("#") or (number == 1 and words[0].isalpha()):
             continue
@@ -41,6 +46,8 @@ def read_histogram(path: Path) -> Mapping[int, int]:
                 f"--lengths {path}, line {number}: {line.strip()!r} is not 'tokens,sequences', two whole numbers from "
                 "1 on; correct the line"
             )
+        if int(words[0]) > _LONGEST:
+            raise ValueError(f"--lengths {path}, line {number}: no sequence has {words[0]} tokens; correct the line")
         found[int(words[0])] += int(words[1]) if len(words) == 2 else 1
     if not found:
         raise ValueError(f"--lengths {path} has no lengths; give a line 'tokens,sequences' for each")

@@ -122,13 +122,18 @@ def test_lengths_of_a_corpus_and_mistakes_in_a_file(tmp_path):
     header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 3, 4)
     index.write_bytes(header + struct.pack("<3i3q4q", 5, 9, 5, 0, 10, 28, 0, 1, 2, 3))
     assert read_histogram(index) == {5: 2, 9: 1}
+    for damaged in (header, index.read_bytes()[: len(header) + 6], header + struct.pack("<3i", 5, -9, 5)):
+        index.write_bytes(damaged)
+        with pytest.raises(ValueError, match="corpus.idx is cut off, damaged or without tokens; make the corpus again"):
+            read_histogram(index)
     text = tmp_path / "lengths.txt"
-    text.write_text("7\n7 2\n")
+    text.write_text("\ufeff7\n7 2\n", encoding="utf-8")  # as spreadsheets write it
     assert read_histogram(text) == {7: 3}
     for mistake, sentence in (
         ("tokens,sequences\n5,-1", "line 2: '5,-1' is not"),
         ("tokens", "has no lengths"),
         ("1,2,3", "line 1: '1,2,3' is not"),
+        ("7,2\n99999999999,1", "line 2: no sequence has 99999999999 tokens"),
     ):
         text.write_text(mistake)
         with pytest.raises(ValueError, match=sentence):
