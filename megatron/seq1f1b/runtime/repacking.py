@@ -77,13 +77,14 @@ class Repacking(Segmentation):
         return Step(call, placement, call.pipeline.rank(), segments, batches)
 
     def reports(self, of_microbatches: list[Any], call: Call) -> list[Any]:
-        """Of an evaluation one report, with the sums over all replicas: for --sft Megatron averages the means of
-        micro-batches, which depend on what shares a unit."""
+        """Of an evaluation one report, with this replica's share of the sums over all: for --sft Megatron averages the
+        means of micro-batches, which depend on what shares a unit."""
         if not (call.forward_only and of_microbatches and all(map(_are_sums, of_microbatches))):
             return of_microbatches
-        sums = tree_map(lambda *values: torch.stack(values).sum(dim=0), *of_microbatches)
+        group = call.groups.dp_cp
+        sums = tree_map(lambda *values: torch.stack(values).sum(dim=0) / group.size(), *of_microbatches)
         for value in sums.values():
-            dist.all_reduce(value, group=call.groups.dp_cp)
+            dist.all_reduce(value, group=group)
         return [sums]
 
     def _sequences(self, batch: Any, shape: tuple[int, int]) -> list[_Sequence]:
