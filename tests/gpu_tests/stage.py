@@ -55,7 +55,8 @@ class Stage:
         ).to(self.device)
         # What training keeps besides weights and their gradients: fp32 weights and Adam's two moments.
         self.optimizer = [torch.empty(3, *x.shape, device=self.device) for x in self.model.parameters()]
-        self.context, self.host_memory = SegmentContext(), HostMemory()
+        self.host_memory = HostMemory()
+        self.context = SegmentContext(self.host_memory.keep)
         attach([self.model], self.context)
 
     def run(self, length: int, k: int, actions: list[Action]) -> None:

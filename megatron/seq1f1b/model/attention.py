@@ -101,6 +101,8 @@ class SegmentAttention(torch.nn.Module):
             call.release()
         elif isinstance(call.cache, WindowCache) and not torch.is_grad_enabled():
             call.cache.trim(keeps_earlier=self.context.keeps_for_backward)
+        if call.cache is not None and segment.is_last and self.context.keeps_for_backward:
+            call.cache.rest(self.context.keep)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:

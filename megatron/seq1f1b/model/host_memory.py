@@ -1,8 +1,9 @@
 """Activations in the memory of the host: tensors that a forward leaves for its backward move there, and back in time.
 
 Within the forward of a unit every tensor that autograd saves becomes a handle (`saved_tensors_hooks`), and so do the
-results of attention that recomputation keeps. `offload` moves the storages that only handles refer to, each once;
-moving parameters, caches, rotary tables or masks would free nothing. The schedule decides when (schedule/moves.py).
+results of attention that recomputation keeps, and in that of a last segment the keys and values of all segments.
+`offload` moves the storages that only handles refer to, each once; moving parameters, rotary tables or masks would free
+nothing. The schedule decides when (schedule/moves.py).
 
 Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """

@@ -4,9 +4,13 @@ Later segments attend to earlier ones. So in the backward, which visits the segm
 the gradients of the keys and values before it (Seq1F1B, arXiv 2406.03488, section 3.2).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .host_memory import taken
 from .kernels import Gradients
 
 
@@ -19,23 +23,29 @@ class Rows:
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
-        self._rows: Tensor | None = None
+        self._rows: Any = None  # a tensor, or while it rests what stands for it
         # Views by their end; each costs the host as much as a small kernel.
         self._first: dict[int, Tensor] = {}
         self._start = sequence_length  # of the segment that went backward last
         self._sum: Tensor | None = None
 
     def write(self, start: int, end: int, rows: Tensor) -> None:
-        if self._rows is None:
-            self._rows = rows.new_empty((self._length, *rows.shape[1:]))
+        self._rows = rows.new_empty((self._length, *rows.shape[1:])) if self._rows is None else taken(self._rows)
         self._rows[start:end].copy_(rows)
 
     def read(self, end: int) -> Tensor:
         """The rows up to `end`, outside of the graph: autograd would report the writes of later segments."""
         assert self._rows is not None, "segments went forward out of order"
         if end not in self._first:
+            self._rows = taken(self._rows)
             self._first[end] = self._rows[:end]
         return self._first[end]
+
+    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+        """Until they are used again, what `keep` returns stands for the rows; see `KVCache.rest`."""
+        rows, self._rows = self._rows, keep(self._rows)
+        if self._rows is not rows:
+            self._first.clear()
 
     def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
         """Leave gradients for earlier segments, and take those that later segments left for this one.
@@ -75,6 +85,12 @@ class KVCache:
         keys, values = self.rows
         return keys.read(end), values.read(end)
 
+    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+        """The last segment has gone forward, and its backward is the next to use the cache: `keep`, as in HostMemory,
+        may move it with that segment's unit."""
+        for rows in self.rows:
+            rows.rest(keep)
+
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Exchange gradients as in `Rows`; the keys and values of the segment are not needed any more.
 
@@ -100,7 +116,7 @@ class WindowCache(KVCache):
         super().__init__(sequence_length)
         self._window = window
         # By the last token of a segment, in order: its rows, or the last of them if it was trimmed.
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, tuple[Any, Any]] = {}
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         self._kept[end] = key.clone(), value.clone()  # both are often views of a larger tensor
@@ -111,6 +127,9 @@ class WindowCache(KVCache):
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         del self._kept[end]
         return super().exchange_gradients(start, end, grads)
+
+    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+        self._kept = {end: (keep(keys), keep(values)) for end, (keys, values) in self._kept.items()}
 
     def trim(self, keeps_earlier: bool) -> None:
         """Forget the rows of the latest segment that later ones do not see, and earlier segments unless
@@ -124,14 +143,11 @@ class WindowCache(KVCache):
 
     def _between(self, first: int, end: int) -> tuple[Tensor, Tensor]:
         """The rows of the tokens from `first` to `end`, without a copy if they are of one segment."""
-        keys, values = zip(
-            *(
-                [_last(x, stop - first) for x in rows]
-                for stop, rows in self._kept.items()
-                if stop == end or first < stop < end
-            ),
-            strict=True,
-        )
+        seen = [stop for stop in self._kept if stop == end or first < stop < end]
+        for stop in seen:
+            keys, values = self._kept[stop]
+            self._kept[stop] = taken(keys), taken(values)
+        keys, values = zip(*([_last(x, stop - first) for x in self._kept[stop]] for stop in seen), strict=True)
         return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys), torch.cat(values))
 
 

@@ -58,10 +58,12 @@ class SegmentContext:
     """The running segment, and the caches of layers for the micro-batches in flight.
 
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
-    backward. Between units there is no running segment, and modules treat their input as whole sequences.
+    backward. Between units there is no running segment, and modules treat their input as whole sequences. `keep` gives
+    what stands for a tensor that may move with the running unit, as in HostMemory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Callable[[Any], Any] = lambda tensor: tensor) -> None:
+        self.keep = keep
         self.segment: Segment | None = None
         self.keeps_for_backward = True
         self.splits_backwards = False  # then inputs and output gradients are kept for the weight gradients

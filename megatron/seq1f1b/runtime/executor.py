@@ -72,9 +72,9 @@ class PipelineExecutor:
         self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
-        self._context = SegmentContext()
-        self._weight_gradients = WeightGradientStore()
         self._host_memory = HostMemory()
+        self._context = SegmentContext(self._host_memory.keep)
+        self._weight_gradients = WeightGradientStore()
         self._communicators: dict[tuple[dist.ProcessGroup, Placement], Communicator] = {}
         self._agreed: set[str] = set()
         self._ran_before: set[tuple] = set()

@@ -95,10 +95,12 @@ def _kept(setup: TrainingSetup, stage: int, after: Kind) -> tuple[Kept, ...]:
         for layer, count in setup.stage_layers(stage).items():
             of_layer = _layer_kept(setup.alone, layer, *span)
             sizes = (sizes[0] + count * of_layer[0], sizes[1] + count * of_layer[1], sizes[2] + count * of_layer[2])
-        if after is Kind.OFFLOAD:  # caches of keys and values, and states, stay on the device
-            found.append(Kept(0.0, sizes[1] if len(setup.segments) > 1 else 0.0, sizes[2]))
-        else:
-            found.append(Kept(*sizes, logits))
+        found.append(Kept(*sizes, logits))
+    if after is Kind.OFFLOAD:
+        # The last segment takes the keys and values of all along.
+        of_all = sum(each.keys_values for each in found)
+        found = [Kept(0.0, each.keys_values, each.states) for each in found]
+        found[-1] = found[-1]._replace(keys_values=found[-1].keys_values - of_all)
     return tuple(found)
 
 
