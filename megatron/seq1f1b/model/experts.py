@@ -105,7 +105,10 @@ def _apply_balance(
     coefficient = router.get_aux_loss_coeff(balance.kind)
     if segment is None or segment.is_whole_sequence or coefficient <= 0:
         return of_whole_sequences(probs, scores, routing_map, *shape, **kwargs)
-    assert not kwargs.get("with_padding_mask"), "padding masks are not cut into segments"
+    if kwargs.get("with_padding_mask"):
+        raise ValueError(
+            "a balance loss of experts got a padding_mask, which is not cut into segments; drop --sequence-splits"
+        )
     context, group = router.segment_context, _group(router, balance)
     sequences = shape[1] if balance.by_sequence else 1
     tally = _noted(router, balance, routing_map, sequences)

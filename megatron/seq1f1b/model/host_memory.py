@@ -194,7 +194,10 @@ class HostMemory:
         self._arriving.pop(unit)()
 
     def clear(self) -> None:
-        """Forget everything, after a step that failed."""
+        """Forget everything but the buffers, after a step that failed."""
+        for arrival in self._arriving.values():  # or what is computed next might be written to
+            arrival()
+        self._unused += [(each.buffer, None) for each in self._away.values()]  # the copies there run in turn
         for units in (self._here, self._away, self._arriving):
             units.clear()
         self._leaving, self.num_bytes = (None, []), 0

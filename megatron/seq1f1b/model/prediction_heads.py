@@ -61,9 +61,15 @@ class PredictionHeads:
             ),
         )
 
-    def _shifted(self, tensor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def _shifted(self, tensor: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor | None]:
         """In place of `roll_tensor`: [b, n] without its first token, with one that follows, and the sum of the mask."""
-        name, shift = next(self._shifts)
+        name, shift = next(self._shifts, (None, 0))
+        if name is None:
+            raise ValueError(
+                "multi-token prediction got a padding_mask, which is not cut into segments; drop --sequence-splits"
+            )
+        if tensor is None:
+            return None, None
         ahead = self._now()
         following = ahead.entries[name][..., shift - 1 : shift].to(tensor.dtype)
         runs = tensor.chunk(len(following), dim=1)

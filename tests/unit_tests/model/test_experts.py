@@ -1,9 +1,12 @@
 """The balance loss of experts by segments against the product of both sums over the whole sequence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from megatron.seq1f1b.model.experts import _Product, _Tally
+from megatron.seq1f1b.model import Segment, SegmentContext
+from megatron.seq1f1b.model.experts import _BALANCES, _apply_balance, _Product, _Tally
 
 LENGTH, EXPERTS, FACTOR = 30, 7, 1 / 3
 BOUNDS = [(0, 11), (11, 19), (19, 30)]
@@ -35,3 +38,10 @@ def test_gradients_of_a_balance_loss_are_rounded_once(dtype):
         assert sums.grad.dtype == dtype
         torch.testing.assert_close(sums.grad, exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
     assert released == [True]
+
+
+def test_a_padding_mask_is_refused():
+    router = SimpleNamespace(segment_context=SegmentContext(), get_aux_loss_coeff=lambda kind: 0.1)
+    router.segment_context.segment = Segment(0, 0, 0, 4, 8)
+    with pytest.raises(ValueError, match="a balance loss of experts got a padding_mask, .*; drop --sequence-splits"):
+        _apply_balance(_BALANCES[0], router, *[None] * 4, with_padding_mask=True)
