@@ -51,9 +51,7 @@ class References:
             expert_tensor=layout.expert_tensor,
         )
         cases = [replace(case, packed=case.packed and _form(model, ranks, case.packed)) for case in cases]
-        if model.transformer_engine:  # local layers cannot recompute as much
-            model = replace(model, transformer_engine=None, recompute=None)
-        model = replace(model, keeps_latents=False, keeps_attention=False, offloads=0.0)
+        model = plain(model)
         chunks = None
         found = []
         for case in cases:
@@ -69,6 +67,13 @@ class References:
                 )
             found.append(self._found[key])
         return found
+
+
+def plain(model: Model) -> Model:
+    """The model, of local layers that keep all their activations: one reference for every way to save memory."""
+    config = tuple(entry for entry in model.config if not entry[0].startswith("recompute_"))
+    without = {"transformer_engine": None, "recompute": None}
+    return replace(model, config=config, **without, keeps_latents=False, keeps_attention=False, offloads=0.0)
 
 
 def _form(model: Model, ranks: Layout, form: str) -> str:
