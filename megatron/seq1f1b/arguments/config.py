@@ -120,7 +120,7 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     offloads = flags.offload_activations
     lengths: tuple[int, ...] = (run.sequence_length,)
     if schedule is None:
-        _refuse_without_schedule(flags)
+        _refuse_without_schedule(flags, settings)
         partition = _partition(flags, run, costs)
     else:
         # Before a cut: an unsupported layer may have no known costs.
@@ -201,7 +201,7 @@ def _refuse_as_segments(settings: Mapping[str, Any], flag: str) -> None:
         raise ValueError(f"{flag} attends as segments do, and {row.feature} {row.because}; drop one of the two")
 
 
-def _refuse_without_schedule(flags: argparse.Namespace) -> None:
+def _refuse_without_schedule(flags: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     """Raise ValueError for a flag that Megatron's own schedules do not follow."""
     placement, ours = flags.pipeline_placement, "--sequence-splits or --pipeline-schedule 1f1b"
     for is_given, flag, added in (
@@ -212,6 +212,11 @@ def _refuse_without_schedule(flags: argparse.Namespace) -> None:
     ):
         if is_given:
             raise ValueError(f"{flag} is not for Megatron's own schedules; add {added}")
+    if flags.pipeline_trace is not None and settings.get("overlap_moe_expert_parallel_comm"):
+        raise ValueError(
+            "--pipeline-trace times forwards and backwards, and --overlap-moe-expert-parallel-comm runs them at once; "
+            "drop one of the two"
+        )
 
 
 def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:

@@ -433,6 +433,13 @@ def test_attention_is_kept_where_layers_are_recomputed(flags, settings, sentence
     assert parse_options({"recompute_keeps_attention": True}).recompute_keeps_attention
 
 
+def test_forwards_that_run_with_backwards_are_not_traced(tmp_path):
+    overlapped = {"overlap_moe_expert_parallel_comm": True}
+    with pytest.raises(ValueError, match="^--pipeline-trace times .*--overlap-moe-expert-parallel-comm .*drop one"):
+        pipeline_config(parsed("--pipeline-trace", str(tmp_path), **overlapped))
+    assert pipeline_config(parsed(**overlapped)).schedule is None
+
+
 def test_activations_move_to_the_host_where_they_can():
     with pytest.raises(ValueError, match="^--offload-activations is not for Megatron's own .*; add --sequence-splits"):
         pipeline_config(parsed("--offload-activations", "0.5"))
