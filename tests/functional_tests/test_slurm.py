@@ -46,7 +46,7 @@ def ended_well(log: Path, saved: Path) -> bool:
 def test_ranks_of_two_nodes_meet_and_save_before_the_time_limit(slurm):
     job, log, saved = start(slurm, "two", "--time=29", "--signal=TERM@60")
     run_until_iteration(slurm, log, 2)
-    shorten(slurm, job)
+    shorten(slurm, job, 40)
     assert slurm.outcome(job, 120) == "COMPLETED 0:0", log.read_text()
     assert ended_well(log, saved), log.read_text()
     port = 10000 + int(job)
@@ -85,11 +85,12 @@ def test_a_requeued_job_resumes_and_keeps_its_log(slurm):
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-def shorten(slurm: Cluster, job: str) -> None:
-    """Set a time limit one to two minutes from now. Slurm sends its signal up to a minute early, so very soon."""
+def shorten(slurm: Cluster, job: str, seconds: int) -> None:
+    """Set a time limit of whole minutes, at least so many seconds from now. Slurm sends its signal up to a minute
+    early, so very soon."""
     # DD-HH:MM:SS, the left parts only if they are needed.
     parts = [int(part) for part in re.split("[-:]", slurm.ask("squeue", "-h", "-o", "%M", "-j", job))]
-    slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={parts[-2] + 2}")
+    slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={parts[-2] + -(-(parts[-1] + seconds) // 60)}")
 
 
 def test_away_from_the_repository_one_sentence_says_what_to_do(slurm, tmp_path):
@@ -108,7 +109,7 @@ def test_a_requeue_after_the_time_limit_resumes_training(slurm):
     long = ("--train-iters", "100000")
     job = slurm.submit(SBATCH, log, *long, options=["--nodes=2", "--time=29", "--signal=TERM@60"], **settings)
     slurm.wait_for("three iterations", lambda: len(training_losses(log)) >= 3, 600)
-    shorten(slurm, job)
+    shorten(slurm, job, 60)
     assert slurm.outcome(job, 300) == "COMPLETED 0:0", log.read_text()[-3000:]
     stopped = len(training_losses(log))
     assert "exiting program after receiving SIGTERM" in log.read_text()
