@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, singledispatch
 
-from .blocks import BYTES, Block, blocks_of
+from .blocks import BYTES, Attention, Block, blocks_of
 from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
 
 
@@ -39,6 +39,9 @@ def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: flo
     again = setup.recompute.split()
     for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
         inside = 0 if symbol == "-" and "mlp" in again else block.kept - (block.activated if "moe_act" in again else 0)
+        if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
+            # Attention keeps its output by heads, the projection behind it by tokens.
+            inside += BYTES * block.attention.heads * block.attention.value_dim
         yield symbol, (1 if "layernorm" in again else 2) * residual + rows * inside / setup.tensor_parallel
 
 
@@ -160,10 +163,16 @@ def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> f
 
 @singledispatch
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
-    """Logits, and what the loss makes of them, at their most."""
+    """Logits, and what the loss makes of them, at their most.
+
+    The backward of a piece makes a gradient of the projection to the vocabulary, beside the sum of those before it.
+    """
+    of_segment = logits(setup, length)
     if keeps_logits(setup):
-        return _LOGIT * logits(setup, length)
-    return (_LOGIT if is_forward else _LOGIT_BACKWARD) * min(PIECE, logits(setup, length))
+        return _LOGIT * of_segment
+    if is_forward:
+        return _LOGIT * min(PIECE, of_segment)
+    return _LOGIT_BACKWARD * min(PIECE, of_segment) + (1 + (of_segment > PIECE)) * BYTES * setup.embedding_parameters
 
 
 def whole_input(setup: TrainingSetup, length: int) -> float:
@@ -193,28 +202,47 @@ def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
         if setup.recomputes_layers:
             again += 2 * residual + kept
         of_modules = sizes[0] - sizes[1]
-        most = max(most, again + of_modules + max(kept + products, block_working(setup, layer, block, start, end)))
+        around = kept + products
+        if setup.recomputes_layers and block.products and not (block.attention or block.experts or block.scan):
+            # The inside of a feed-forward block goes as its gradients come: first the input of its last product.
+            last = BYTES * rows * block.products[-1].inputs / setup.tensor_parallel
+            around = max(products - last, whole + last)
+        most = max(most, again + of_modules + max(around, block_working(setup, layer, block, start, end)))
     return residual + most
 
 
 @singledispatch
 def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, end: int) -> float:
     """What the backward of one block of a layer holds for the segment [start, end)."""
-    rows = setup.rows(end - start)
-    kept = rows * block.kept / setup.tensor_parallel
+    kept = setup.rows(end - start) * block.kept / setup.tensor_parallel
     if block.attention is None:
         return kept
-    # The kernel returns gradients of all keys and values that it was given; where heads share them, it makes one for
-    # each head of the queries. It sums the gradients of queries in 32 bit (flash_api.cpp of FlashAttention 2).
-    window, attention = setup.model.window_of(layer), block.attention
-    given = end if window is None else min(end, end - start + window)
-    of_queries = 4 * rows * attention.heads * attention.score_dim / setup.tensor_parallel
-    of_keys_values = once = keys_values_of(setup, layer, given)
+    returned = BYTES * keys_values_of(setup, layer, _given(setup, layer, start, end))
+    return kept + returned + _of_kernel(setup, layer, block.attention, start, end)
+
+
+def _given(setup: TrainingSetup, layer: int, start: int, end: int) -> int:
+    """Tokens whose keys and values attention is given, and returns gradients of."""
+    window = setup.model.window_of(layer)
+    return end if window is None else min(end, end - start + window)
+
+
+def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: int, end: int) -> float:
+    """What the backward of attention frees when it ends: gradients of queries in 32 bit (flash_api.cpp of
+    FlashAttention 2), and, where heads share keys and values, gradients of these for each head of the queries."""
+    given = _given(setup, layer, start, end)
+    of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim / setup.tensor_parallel
     heads = attention.heads / (setup.tensor_parallel * setup.context_parallel)
     for_each = setup.micro_batch_size * given * heads * (attention.score_dim + attention.value_dim)
-    if for_each > once:
-        of_keys_values += for_each
-    return kept + BYTES * of_keys_values + of_queries
+    return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
+
+
+def layer_freed_by_attention(setup: TrainingSetup, layer: int) -> float:
+    """What the backward of attention frees, in the last segment, before the gradients that it leaves for the keys and
+    values of earlier segments arise; no more than these."""
+    attended = [block.attention for block in blocks_of(setup.model, layer) if block.attention is not None]
+    freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in attended)
+    return min(freed, layer_keys_values_gradients(setup, layer))
 
 
 def positions_bytes(setup: TrainingSetup, tokens: int) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import accumulate, chain
 from math import log2
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from .layer_bytes import (
     backward_working,
     keeps_logits,
     layer_activation,
+    layer_freed_by_attention,
     layer_kept_for_weights,
     layer_keys_values,
     layer_keys_values_gradients,
@@ -193,7 +194,7 @@ def _most_at_once(parameters: Mapping[int, float], actions: Sequence[Action]) ->
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
     """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
     stages = setup.placement.stages_of(rank)
-    units, gradients, (loss, working) = _peak(setup, list(_when_freed(actions)), stages)
+    units, gradients, waiting, (loss, working) = _peak(setup, list(_when_freed(actions)), rank)
     activations = keys_values = states = logits = 0.0
     for (stage, segment, last), count in Counter(units).items():
         of_unit = kept(setup, stage, last)[segment]
@@ -207,11 +208,12 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
         states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
     longest = max(setup.segments)
     lengths = {setup.segments[unit[1]] for unit in units} if setup.parts else set(setup.segments)
-    messages = 4 * whole_input(setup, longest) / setup.token_shares if setup.pipeline_parallel > 1 else 0.0
+    if setup.pipeline_parallel > 1:
+        waiting += 4 * whole_input(setup, longest) / setup.token_shares
 
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
     weights, of_weights, optimizer = static_memory(setup, rank, actions)
-    dynamic = activations + keys_values + gradients + states + logits + loss + working + messages
+    dynamic = activations + keys_values + gradients + states + logits + loss + working + waiting
     return Memory(
         weights=weights,
         gradients=of_weights,
@@ -221,7 +223,7 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
         states=states,
         logits=logits + loss,
         working=working,
-        messages=messages,
+        messages=waiting,
         reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * dynamic + _OF_LOGITS * largest_loss,
     )
 
@@ -229,17 +231,16 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
 Unit = tuple[int, int, Kind]  # stage, segment, and after which of its actions: F, I or OFFLOAD
 
 
-def _peak(
-    setup: TrainingSetup, actions: Sequence[Action], stages: Iterable[int]
-) -> tuple[tuple[Unit, ...], float, Running]:
-    """The units in flight while a rank holds most, the gradients that later segments left for keys and values, and what
-    the action holds that runs then."""
+def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> tuple[tuple[Unit, ...], float, float, Running]:
+    """The units in flight while a rank holds most, the gradients that later segments left for keys and values, the
+    messages that wait, and what the action holds that runs then."""
+    stages = setup.placement.stages_of(rank)
     kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
     held = {stage: [*map(sum, kept(setup, stage))] for stage in stages}
     for_weights = {stage: [*map(sum, kept(setup, stage, Kind.I))] for stage in stages if Kind.I in kinds}
-    arising = {stage: _keys_values_gradients(setup, stage, at=-1) for stage in stages}
-    leaving = {stage: _keys_values_gradients(setup, stage, at=0) for stage in stages}
+    gradients = {stage: _keys_values_gradients(setup, setup.alike[stage]) for stage in stages}
     running = {(kind, stage): _running(setup, setup.alike[stage], kind) for kind in kinds for stage in stages}
+    waiting = _messages_waiting(setup, actions, rank)
     now = left = most = left_then = 0.0
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
@@ -250,9 +251,9 @@ def _peak(
         if kind is Kind.F:
             now += held[stage][segment]
         elif kind is not Kind.W:
-            left += arising[stage][segment]
+            left += gradients[stage][0][segment]
         loss, working = running[kind, stage][segment]
-        total = now + left + loss + working
+        total = now + left + waiting[number] + loss + working
         if total > most:
             most, left_then, at = total, left, number
         if kind is Kind.I:
@@ -260,22 +261,60 @@ def _peak(
         elif kind is not Kind.F:
             now -= (held if kind is Kind.B else for_weights)[stage][segment]
         if kind in (Kind.B, Kind.I):
-            left -= leaving[stage][segment]
+            left += gradients[stage][1][segment]
     if at < 0:
-        return (), 0.0, Running(0.0, 0.0)
+        return (), 0.0, 0.0, Running(0.0, 0.0)
     kind, stage, _, segment = actions[at]
-    return _in_flight(actions[: at + 1]), left_then, running[kind, stage][segment]
+    return _in_flight(actions[: at + 1]), left_then, waiting[at], running[kind, stage][segment]
 
 
-def _keys_values_gradients(setup: TrainingSetup, stage: int, at: int) -> list[float]:
-    """By segment the gradients of keys and values of its micro-batch, which are there from the backward of the last
-    segment (`at` -1) to that of the first (0); 0 for the others."""
-    found: list[float] = []
+@lru_cache(maxsize=4096)
+def _keys_values_gradients(setup: TrainingSetup, stage: int) -> tuple[list[float], list[float]]:
+    """By segment the gradients of keys and values that arise in its backward, and those that come and go when it ends.
+
+    They arise in that of the last segment, the last of them in place of what attention's kernel held, and go with the
+    first.
+    """
+    arising: list[float] = []
+    later: list[float] = []
     for part in setup.parts or (setup,):
-        of_part = [0.0] * len(part.segments)
-        of_part[at] = _of_layers(part, stage, partial(layer_keys_values_gradients, part))
-        found += of_part
-    return found
+        in_all = _of_layers(part, stage, partial(layer_keys_values_gradients, part))
+        in_place = max((layer_freed_by_attention(part, layer) for layer in part.stage_layers(stage)), default=0.0)
+        none = [0.0] * (len(part.segments) - 1)
+        arising += [*none, in_all - in_place]
+        later += [*none, in_place]
+        later[-len(part.segments)] -= in_all
+    return arising, later
+
+
+def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sequence[float]:
+    """By action, the bytes of messages to another chunk that wait until the rank at the other end takes them.
+
+    All units of a group pass through a chunk before the next one, so the last rank keeps outputs, and the first one
+    gradients, until that is at work there. It comes to this rank one hop after another.
+    """
+    placement = setup.placement
+    hops = placement.num_ranks
+    changes = [0.0] * (len(actions) + 1)
+    for kinds, step in (((Kind.F,), 1), ((Kind.B, Kind.I), -1)):
+        stages = {stage for stage in placement.stages_of(rank) if 0 <= stage + step < placement.num_stages}
+        stages = {
+            stage
+            for stage in stages
+            if placement.chunk_of(stage + step) != placement.chunk_of(stage) and placement.rank_of(stage + step) != rank
+        }
+        if not stages:
+            continue
+        numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
+        places = {actions[number][1:]: place for place, number in enumerate(numbers) if actions[number].kind in kinds}
+        for (stage, microbatch, segment), place in places.items():
+            if stage in stages:
+                taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
+                if taken > place:
+                    size = whole_input(setup, setup.segments[segment]) / setup.token_shares
+                    changes[numbers[place] + 1] += size
+                    changes[numbers[taken] + 1] -= size
+    return [*accumulate(changes)]
 
 
 def _in_flight(actions: Sequence[Action]) -> tuple[Unit, ...]:
