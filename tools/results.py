@@ -163,7 +163,7 @@ def gains_section(pictures: Path | None) -> str:
         "The fastest step that the planner finds, and the fastest of Megatron's own schedules with "
         "[all that it is credited with](planning.md#what-megatron-alone-is-credited-with); either side may move "
         "activations to the host, at 50 GB/s each way on H100: at 30, 70B with 128k tokens on 64 GPUs and 50 GB/s or "
-        "more between nodes gains 9 to 14 % instead of 11 to 18. Where the gain is not above the error, or below "
+        "more between nodes gains 9 to 12 % instead of 11 to 17. Where the gain is not above the error, or below "
         "nothing, "
         "[take Megatron's own schedules](choosing.md#segments-or-megatrons-own-schedules). X is context parallelism, "
         "C model chunks, k segments. "

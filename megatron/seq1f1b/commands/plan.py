@@ -36,7 +36,7 @@ from .parsing import PICTURES, Parser, amount, amount_or_0, check_output, count,
 from .plan_text import explained, megatron_alone, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
-_SHARES = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_SHARES = (0.8, 0.6, 0.4, 0.2)
 # What keeps the sequences of a launch apart.
 _APART = ("--sft", "--dataloader-inter-document-masking", "--reset-attention-mask")
 # Parallel sizes have to divide --seq-length.
