@@ -134,6 +134,7 @@ def add_every_model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hybrid-layer-pattern")
     for name in ("group-query-attention", "multi-latent-attention"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--disable-bias-linear", action="store_false", dest="add_bias_linear")
 
 
 def _layer_frequency(text: str) -> int | list[int]:

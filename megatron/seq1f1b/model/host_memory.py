@@ -8,9 +8,10 @@ nothing. The schedule decides when (schedule/moves.py).
 Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
+from itertools import accumulate
 from sys import getrefcount
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from .host_copies import Lane, Wait, mapped_buffer, pinned_buffer
 
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
-_GRAIN = 1 << 20  # bytes; a unit may need a little more in another step, and reuses the same buffer
+# Bytes of the host are taken in blocks, since units of other stages and segments are of other sizes. To pin many small
+# ones would take long.
+_BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
 _PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the link; milliseconds on a GPU
 
 
@@ -89,10 +92,10 @@ class _Handle(NamedTuple):
 
 
 class _Away(NamedTuple):
-    """The storages of a unit on the host."""
+    """The storages of a unit on the host, each in pieces of blocks."""
 
-    buffer: Tensor
-    parts: list[tuple[_Storage, Tensor]]
+    blocks: list[Tensor]
+    parts: list[tuple[_Storage, list[Tensor]]]
     departure: Wait
 
 
@@ -107,7 +110,7 @@ class HostMemory:
         self._leaving: tuple[Hashable, list[UntypedStorage]] = None, []
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
-        # Buffers with the end of their last copy, for later units and steps.
+        # Blocks with the end of their last copy, for later units and steps; those that have waited longest come first.
         self._unused: list[tuple[Tensor, Wait | None]] = []
         self.num_bytes = self.most_bytes = 0
 
@@ -166,38 +169,39 @@ class HostMemory:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
         self._settle()
         going = [each for each in self._here.pop(unit).values() if each.may_leave()]
-        sizes = [each.here.nbytes() for each in going]
-        places = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        buffer, after = self._buffer(sum(places))
-        rooms = buffer[: sum(places)].split(places)
-        parts = [(each, room[:size]) for each, room, size in zip(going, rooms, sizes, strict=True)]
-        departure = self._lanes[0].copy([(each.bytes(), part) for each, part in parts], after, span)
-        self._leaving = unit, [each.leave() for each in going]
-        self._away[unit] = _Away(buffer, parts, departure)
-        self.num_bytes += sum(sizes)
+        starts = [*accumulate((-(-each.here.nbytes() // _ALIGNMENT) * _ALIGNMENT for each in going), initial=0)]
+        blocks, after = self._blocks(starts[-1])
+        parts = [(each, _pieces(blocks, start, each.here.nbytes())) for each, start in zip(going, starts, strict=False)]
+        departure = self._lanes[0].copy(_pairs(parts), after, span)
+        self._away[unit] = _Away(blocks, parts, departure)
+        leaving = [each.leave() for each in going]
+        self._leaving = unit, leaving
+        self.num_bytes += sum(each.nbytes() for each in leaving)
         self.most_bytes = max(self.most_bytes, self.num_bytes)
 
     def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start bringing the tensors of `unit` back."""
         if self._leaving[0] == unit:
             self._settle()
-        buffer, parts, departure = self._away.pop(unit)
-        for storage, part in parts:
-            storage.here = UntypedStorage(part.nbytes, device=storage.empty.device)
-        arrival = self._lanes[1].copy([(part, storage.bytes()) for storage, part in parts], departure, span)
-        self._arriving[unit] = arrival
-        self._unused.append((buffer, arrival))
-        self.num_bytes -= sum(part.nbytes for _, part in parts)
+        blocks, parts, departure = self._away.pop(unit)
+        for storage, pieces in parts:
+            size = sum(piece.nbytes for piece in pieces)
+            storage.here = UntypedStorage(size, device=storage.empty.device)
+            self.num_bytes -= size
+        back = [(there, here) for here, there in _pairs(parts)]
+        arrival = self._arriving[unit] = self._lanes[1].copy(back, departure, span)
+        self._unused += [(block, arrival) for block in blocks]
 
     def wait(self, unit: Hashable) -> None:
         """Wait until all of `unit` is back, before its backward."""
         self._arriving.pop(unit)()
 
     def clear(self) -> None:
-        """Forget everything but the buffers, after a step that failed."""
+        """Forget everything but the blocks, after a step that failed."""
         for arrival in self._arriving.values():  # or what is computed next might be written to
             arrival()
-        self._unused += [(each.buffer, None) for each in self._away.values()]  # the copies there run in turn
+        # The copies there run in turn.
+        self._unused += [(block, None) for each in self._away.values() for block in each.blocks]
         for units in (self._here, self._away, self._arriving):
             units.clear()
         self._leaving, self.num_bytes = (None, []), 0
@@ -213,21 +217,45 @@ class HostMemory:
             self._away[unit].departure()
             self._leaving = None, []
 
-    def _buffer(self, num_bytes: int) -> tuple[Tensor, Wait | None]:
-        """The smallest unused buffer that is large enough, or a new one."""
-        fits = [each for each in self._unused if each[0].nbytes >= num_bytes]
-        if fits:
-            best = min(fits, key=lambda each: each[0].nbytes)
-            self._unused = [each for each in self._unused if each is not best]
-            return best
-        size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
+    def _blocks(self, num_bytes: int) -> tuple[list[Tensor], Wait]:
+        """Unused blocks, and new ones if there are too few, with the end of the copies that they serve."""
+        make, size = (pinned_buffer, _PINNED_BLOCK) if self._is_on_gpu else (mapped_buffer, _BLOCK)
+        count = -(-num_bytes // size)
         try:
-            return (pinned_buffer if self._is_on_gpu else mapped_buffer)(size), None
+            while len(self._unused) < count:
+                self._unused.append((make(size), None))
         except (MemoryError, OSError, RuntimeError) as error:
             raise MemoryError(
-                f"the host has no room for {size / 2**30:.2f} GiB more of activations ({error}); lower "
-                "--offload-activations"
+                f"the host has no room for {(count - len(self._unused)) * size / 2**30:.2f} GiB more of activations "
+                f"({error}); lower --offload-activations"
             ) from error
+        chosen, self._unused = self._unused[:count], self._unused[count:]
+        ends = dict.fromkeys(end for _, end in chosen if end is not None)
+
+        def after() -> None:
+            for end in ends:
+                end()
+
+        return [block for block, _ in chosen], after
+
+
+def _pieces(blocks: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
+    """The bytes from `start` on of blocks that follow one another."""
+    found = []
+    while size:
+        number, offset = divmod(start, len(blocks[0]))
+        found.append(blocks[number][offset : offset + size])
+        start, size = start + len(found[-1]), size - len(found[-1])
+    return found
+
+
+def _pairs(parts: Sequence[tuple[_Storage, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """The pieces of storages, on the device and on the host."""
+    return [
+        pair
+        for storage, pieces in parts
+        for pair in zip(storage.bytes().split([piece.nbytes for piece in pieces]), pieces, strict=True)
+    ]
 
 
 def taken(kept: Any) -> Any:

@@ -41,6 +41,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         experts=experts,
         expert_layers=expert_layers,
         prediction_depth=settings.get("mtp_num_layers") or 0,
+        has_biases=bool(settings.get("add_bias_linear")),
         **_window(settings),
         **_hybrid(settings),
     )

@@ -66,7 +66,8 @@ class ModelShape:
     `expert_layers` numbers, from 0, the layers that hold `experts`. In `window_layers` a query sees at most `window`
     keys before its own. `prediction_depth` more layers, each with a projection to the vocabulary, predict tokens after
     the next. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
-    + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2.
+    + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2. `has_biases`: so do products; costs
+    leave biases out.
     """
 
     num_layers: int
@@ -86,6 +87,7 @@ class ModelShape:
     delta_net: DeltaNet | None = None
     mamba: Mamba | None = None
     prediction_depth: int = 0
+    has_biases: bool = False
 
     def __hash__(self) -> int:
         return self._hash

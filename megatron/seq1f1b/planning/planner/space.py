@@ -151,11 +151,22 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
             )
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             experts = expert_sizes(question.model, tensor * context * data)
-            for expert, recompute in product(experts, question.recomputes):
+            for expert, recompute in product(experts, recomputes(question)):
                 hides = question.by_megatron and expert > 1 and recompute != FULL
                 each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
                 for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
                     yield replace(each, recomputed_share=share)
+
+
+def recomputes(question: Question) -> list[str]:
+    """What may be computed again in this model: Megatron refuses `moe_act` without experts, and never ends a backward
+    with `mlp` where biases are added."""
+    model = question.model
+    left_out = {"mlp"} if model.has_biases else set()
+    if model.experts is None:
+        left_out.add("moe_act")
+    found = (" ".join(word for word in each.split() if word not in left_out) for each in question.recomputes)
+    return list(dict.fromkeys(each or "none" for each in found))
 
 
 def spread(question: Question, sizes: TrainingSetup) -> Iterator[TrainingSetup]:

@@ -13,7 +13,7 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import Search
-from megatron.seq1f1b.planning.planner.space import Candidate, candidates
+from megatron.seq1f1b.planning.planner.space import Candidate, candidates, recomputes
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.planning.simulator.step import predict
 from unit_tests.arguments.parsed import parsed
@@ -127,6 +127,16 @@ def test_whole_sequences_are_exchanged_as_the_launch_says():
 def test_every_preset_has_costs(name):
     setup = TrainingSetup(preset(name), 8192, 1, segments=(4096, 4096))
     assert predict(setup, read_machine("h100-80gb")).memory[0].total > parameters_of_model(setup.model)
+
+
+@pytest.mark.parametrize("name", ["7b", "llama3-8b", "deepseek-v3"])
+def test_only_what_a_model_has_is_computed_again(name):
+    """Megatron refuses moe_act without experts; with biases, mlp never ends its first backward."""
+    question = small(model=preset(name))
+    found = set(" ".join(recomputes(question) + recomputes(question.of_megatron())).split())
+    assert ("mlp" in found) == ("--disable-bias-linear" in PRESETS[name])
+    assert ("moe_act" in found) == ("--num-experts" in PRESETS[name])
+    assert {"none", "layernorm", "full"} <= found
 
 
 def test_training_cuts_sequences_where_the_plan_does():
