@@ -79,15 +79,15 @@ def headline_text() -> str:
 
 # What of arXiv 2106.02679 the table shows, and what it does not.
 CLAIMS = (
-    "- *A small fraction of memory* holds for the state: partitioned it takes 12 to 13 GiB, where the shortest "
-    "trainings of the other methods on InfiniBand take 23 to 45. It does not hold for a device as a whole: "
+    "- *A small fraction of memory* holds for the state of the soonest trainings: partitioned it takes 12 GiB on 65536 "
+    "GPUs, where the other methods take 23 to 45 on InfiniBand. It does not hold for a device as a whole: "
     "`breadth-first` keeps the activations of all micro-batches, which are recomputed here and still take more than "
-    "the state.",
+    "that.",
     "- *Half the time of 1F1B* does not hold. Partitioned, fewer and fuller pipeline ranks fit, so that on InfiniBand "
     "the shortest training is that of the partitioned state. It is a tenth shorter than with interleaved 1F1B, which "
     "shrinks the bubble as well.",
     "- *No fast InfiniBand* holds where replicas have many micro-batches: on 16384 GPUs the modular pipeline does with "
-    "9 GB/s a node, and with 18 where its state is partitioned, 1F1B needs 52. It does not hold for the shortest "
+    "10 GB/s a node, 1F1B needs 56. It does not hold for the shortest "
     "training: among 1024 replicas of 12 micro-batches there is little compute to hide two gathers and a reduction "
     "behind, and on the slow network the partition gains nothing.",
 )
