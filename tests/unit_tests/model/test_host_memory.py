@@ -48,22 +48,27 @@ def left(memory, unit, x):
         return (x.exp() * x.cos()).sum()
 
 
+def went_away_and_back(memory, xs):
+    """A unit for each x is away at once, before its backward."""
+    outputs = [left(memory, unit, x) for unit, x in enumerate(xs)]
+    for unit in range(len(xs)):
+        memory.offload(unit, nullcontext())
+    for unit in range(len(xs)):
+        memory.reload(unit, nullcontext())
+        memory.wait(unit)
+    sum(outputs).backward()
+    memory.assert_empty()
+
+
 def test_units_of_unequal_sizes_share_blocks(memory, monkeypatch):
     """The host has what all that is away at once takes, whatever took it before."""
     made, make = [], host_memory.mapped_buffer
     monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: made.append(size) or make(size))
     for rows in (5, 900, 300, 1100, 40):  # 512 bytes each, kept twice
         xs = [torch.randn(part * rows, 64, dtype=torch.float64, requires_grad=True) for part in (1, 3)]
-        outputs = [left(memory, unit, x) for unit, x in enumerate(xs)]
-        for unit in range(2):
-            memory.offload(unit, nullcontext())
-        for unit in range(2):
-            memory.reload(unit, nullcontext())
-            memory.wait(unit)
-        sum(outputs).backward()
+        went_away_and_back(memory, xs)
         for x in xs:
             assert torch.allclose(x.grad, (x.exp() * (x.cos() - x.sin())).detach())
-        memory.assert_empty()
     assert memory.most_bytes > 2 * host_memory._BLOCK
     assert sum(made) < memory.most_bytes + 2 * host_memory._BLOCK
 
@@ -73,14 +78,7 @@ def test_blocks_of_the_host_serve_again(memory, monkeypatch):
     monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: made.append(size) or make(size))
     x = torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
     for _ in range(3):
-        outputs = [left(memory, unit, x) for unit in range(2)]
-        for unit in range(2):
-            memory.offload(unit, nullcontext())
-        for unit in range(2):
-            memory.reload(unit, nullcontext())
-            memory.wait(unit)
-        sum(outputs).backward()
-        memory.assert_empty()
+        went_away_and_back(memory, [x, x])
     abandoned = left(memory, "unit", x)
     memory.offload("unit", nullcontext())
     memory.clear()  # a step that fails leaves its blocks to the next

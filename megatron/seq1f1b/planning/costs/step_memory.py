@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from math import log2
 from typing import NamedTuple
 
-from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
+from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Placement
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
@@ -296,25 +296,28 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
     placement = setup.placement
     hops = placement.num_ranks
     changes = [0.0] * (len(actions) + 1)
+    numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
     for kinds, step in (((Kind.F,), 1), ((Kind.B, Kind.I), -1)):
-        stages = {stage for stage in placement.stages_of(rank) if 0 <= stage + step < placement.num_stages}
-        stages = {
-            stage
-            for stage in stages
-            if placement.chunk_of(stage + step) != placement.chunk_of(stage) and placement.rank_of(stage + step) != rank
-        }
-        if not stages:
+        leaving = {stage for stage in placement.stages_of(rank) if _changes_chunk(placement, stage, stage + step)}
+        if not leaving:
             continue
-        numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
         places = {actions[number][1:]: place for place, number in enumerate(numbers) if actions[number].kind in kinds}
         for (stage, microbatch, segment), place in places.items():
-            if stage in stages:
-                taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
-                if taken > place:
-                    size = whole_input(setup, setup.segments[segment]) / setup.token_shares
-                    changes[numbers[place] + 1] += size
-                    changes[numbers[taken] + 1] -= size
+            taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
+            if stage in leaving and taken > place:
+                size = whole_input(setup, setup.segments[segment]) / setup.token_shares
+                changes[numbers[place] + 1] += size
+                changes[numbers[taken] + 1] -= size
     return [*accumulate(changes)]
+
+
+def _changes_chunk(placement: Placement, stage: int, other: int) -> bool:
+    """Whether messages from one stage to the other go to another chunk, on another rank."""
+    return (
+        0 <= other < placement.num_stages
+        and placement.chunk_of(other) != placement.chunk_of(stage)
+        and placement.rank_of(other) != placement.rank_of(stage)
+    )
 
 
 def _in_flight(actions: Sequence[Action]) -> tuple[Unit, ...]:
