@@ -1,7 +1,10 @@
 """The rank of this process, what only one rank reports, and how the ranks of a job end together."""
 
+import ctypes
 import logging
 import os
+import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -11,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 _POLL, _PATIENCE = 0.5, 20.0  # seconds
+_PR_SET_PDEATHSIG = 1
 
 
 def rank() -> int:
@@ -28,6 +32,12 @@ def warn_on_rank_0(log: logging.Logger, message: str) -> None:
     """Log a sentence once in a job, as a warning, which Python shows even before logging is set up."""
     if is_rank_0():
         log.warning(message)
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when the one that forked it ends, on Linux; elsewhere it may outlive a kill -9."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_agreement(plan: str) -> None:

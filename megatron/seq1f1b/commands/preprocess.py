@@ -17,25 +17,24 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import batched
-from multiprocessing.connection import wait
+from itertools import batched, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from ..ranks import end_with_parent
 from ..schedule import UNUSABLE, reason, written_whole
 from .parsing import Parser, count
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-BATCH = 64  # documents: worth a message to a worker, and bounded in memory
+BATCH = 64  # documents: worth a message to a worker
+AHEAD = 4  # batches of each worker that are read while those before are written; bounds memory
 EOD, PAD = "<|endoftext|>", "<|padding|>"
 SMALLEST_VOCABULARY = 256 + 2  # every byte, and the two special tokens
 
@@ -64,11 +63,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
     parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
-    return tokenizer_flags(of_tokenizer, args)
 
-
-def tokenizer_flags(words: Sequence[str], args: argparse.Namespace) -> argparse.Namespace:
-    """Megatron's flags for tokenizers, added to `args`."""
     # Megatron's imports warn of optional packages and of a missing GPU, which are not used here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -78,7 +73,7 @@ def tokenizer_flags(words: Sequence[str], args: argparse.Namespace) -> argparse.
     parser = Parser(None)
     ArgumentGroupFactory(TokenizerConfig).build_group(parser, "tokenizer")
     parser.set_defaults(tokenizer_type="HuggingFaceTokenizer", pad_vocab_size=False)
-    return parser.parse_args(words, args)
+    return parser.parse_args(of_tokenizer, args)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -96,12 +91,12 @@ def check(args: argparse.Namespace) -> None:
     outputs = [Path(args.output_prefix + suffix) for suffix in (".bin", ".idx")]
     if args.output_prefix.endswith("/"):
         raise ValueError(f"--output-prefix {args.output_prefix} is a folder; add a name, as in data/corpus")
-    if args.tokenizer_type == "HuggingFaceTokenizer" and not args.tokenizer_model:
+    kind = args.tokenizer_type
+    if kind == "HuggingFaceTokenizer" and not args.tokenizer_model:
         raise ValueError("name a tokenizer's folder with --tokenizer-model DIR; --train-tokenizer makes one")
     if args.train_tokenizer is not None:
-        if args.tokenizer_type != "HuggingFaceTokenizer":
-            way_out = f"drop --tokenizer-type {args.tokenizer_type}"
-            raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; {way_out}")
+        if kind != "HuggingFaceTokenizer":
+            raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {kind}")
         if args.train_tokenizer < SMALLEST_VOCABULARY:
             raise ValueError(f"--train-tokenizer {args.train_tokenizer} is too small; bytes make {SMALLEST_VOCABULARY}")
         outputs.append(Path(args.tokenizer_model, "tokenizer.json"))
@@ -182,11 +177,8 @@ class Encoder:
         from megatron.core.datasets.indexed_dataset import DType
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-        try:
-            self.tokenizer = build_tokenizer(args)
-            self._end = [self.tokenizer.eod] if args.append_eod else []
-        except Exception as error:  # whatever the libraries raise
-            raise ValueError(f"cannot load the {args.tokenizer_type}: {type(error).__name__}: {error}") from None
+        self.tokenizer = build_tokenizer(args)
+        self._end = [self.tokenizer.eod] if args.append_eod else []
         if any(token not in range(self.tokenizer.vocab_size) for token in self._end):
             raise ValueError(f"the {args.tokenizer_type} has no end token in its vocabulary; leave out --append-eod")
         self.dtype = DType.optimal_dtype(self.tokenizer.vocab_size)
@@ -222,15 +214,11 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     # Forks share what is imported and the tokenizer with this process, in memory and in time.
     pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork"), _start_worker, (encoder,))
-    pending: deque = deque()
-    batches = batched(source, BATCH)
+    next_ones: Iterable[list] = ()
     try:
-        while (batch := next(batches, ())) or pending:
-            if batch:
-                pending.append((batch, pool.submit(_work, batch)))
-            if not batch or len(pending) > num_workers + 1:
-                done, future = pending.popleft()
-                yield from ((document.place, ids) for document, ids in zip(done, future.result(), strict=True))
+        for batches in chain(batched(batched(source, BATCH), AHEAD * num_workers), [()]):
+            made, next_ones = next_ones, pool.map(_work, batches)
+            yield from chain.from_iterable(made)
     except BrokenProcessPool:
         raise ValueError("a worker died (out of memory?); try fewer --workers") from None
     finally:
@@ -240,20 +228,19 @@ def encoded(source: Iterable[Document], encoder: Encoder, num_workers: int) -> I
 def _start_worker(encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches all, and the parent acts on it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
+    end_with_parent()
     _work.encoder = encoder
 
 
-def _work(batch: Sequence[Document]) -> list[np.ndarray | str]:
-    return _work.encoder.encode(batch)
+def _work(batch: Sequence[Document]) -> list[tuple[str, np.ndarray | str]]:
+    return [*zip((document.place for document in batch), _work.encoder.encode(batch), strict=True)]
 
 
 def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder) -> None:
     """Tokenize all documents into a pair."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix, num_documents, num_tokens, num_skipped = args.output_prefix, 0, 0, 0
+    prefix, num_skipped = args.output_prefix, 0
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with (
         tqdm(total=sum(p.stat().st_size for p in files), unit="B", unit_scale=True, desc=Path(prefix).name) as bar,
@@ -264,16 +251,15 @@ def write_pair(args: argparse.Namespace, files: Sequence[Path], encoder: Encoder
         for place, ids in encoded(documents(files, bar.update), encoder, args.workers):
             if not isinstance(ids, str):
                 builder.add_document(ids, [len(ids)])
-                num_documents += 1
-                num_tokens += len(ids)
             elif args.on_error == "stop":
                 raise stop_at(place, ids)
             else:
                 num_skipped += 1
                 tqdm.write(f"skipped {place}: {ids}", file=sys.stderr)
-        if not num_documents:
+        lengths = builder.sequence_lengths
+        if not lengths:
             raise ValueError(f"none of the {num_skipped} document(s) can be used")
         builder.finalize(str(index))
         Path(f"{prefix}.idx").unlink(missing_ok=True)  # beside another run's .bin it would be wrong
-    print(f"{num_documents:,} documents, {num_tokens:,} tokens; {num_skipped:,} skipped.")
+    print(f"{len(lengths):,} documents, {sum(lengths):,} tokens; {num_skipped:,} skipped.")
     print(f"Train on it with --data-path {prefix}", flush=True)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -12,6 +11,7 @@ from typing import IO
 
 from tqdm import tqdm
 
+from ..ranks import end_with_parent
 from .report import StageReport
 
 _LONGEST = 4000  # characters of what a stage has printed
@@ -62,8 +62,7 @@ def _failure(rank: int, exit_code: int, log: IO[str]) -> int | str:
 
 def _run(run_stage: Callable[[], StageReport], args: Namespace, rank: int, end: Connection, log: IO[str]) -> None:
     """Run one stage in its process: send its report to `end`, print to `log`, and end with the program."""
-    program = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (wait([program.sentinel]), os._exit(1)), daemon=True).start()
+    end_with_parent()
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ["RANK"] = str(rank)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import logging
 import multiprocessing
 import shutil
-import signal
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -19,14 +16,12 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from ..patches import Patch, wrapping
-from ..ranks import warn_on_rank_0
+from ..ranks import end_with_parent, warn_on_rank_0
 from . import corpora
 from .iteration_log import print_rank_last
 from .recorder import Reading
 
 _log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class TrainingLoop:
@@ -115,14 +110,9 @@ def _queue_that_ends_with_its_rank(upstream: Callable, mp_mode: str | None = Non
     if filesystem_async._results_queue is None:
         mode = mp_mode or inspect.signature(upstream).parameters["mp_mode"].default
         manager = SyncManager(ctx=multiprocessing.get_context(mode))
-        manager.start(_end_with_parent)
+        manager.start(end_with_parent)
         filesystem_async._results_queue = manager.Queue()
     return filesystem_async._results_queue
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _last_complete(folder: Path) -> str:

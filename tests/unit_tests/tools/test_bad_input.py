@@ -80,7 +80,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("words, sentence", BAD, ids=lambda value: value[:60])
-def test_one_sentence(words, sentence, folder, capsys):
+def test_one_sentence(words, sentence, folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where tracebacks are written
     tool, *flags = words.replace("{text}", TEXT).replace("{}", str(folder)).replace("{small}", SMALL).split()
     before = {*folder.rglob("*")}
     try:
