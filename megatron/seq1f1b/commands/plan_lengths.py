@@ -5,14 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..planning.costs.flops import model_flops
-from ..planning.costs.training_setup import TrainingSetup
 from ..planning.planner.gain import Gain
 from ..planning.planner.lengths import UnitPlan, UnitSearch
-from ..planning.planner.search import Plan
-from ..report.text import aligned
+from .plan_text import PARALLEL, parallel_sizes, ranking, schedule_name
 
-_HEAD = ("", "TP", "CP", "PP", "DP", "C", "unit", "schedule", "recompute", "step s", "tokens/s a GPU", "TFLOPS")
-_LAST = ("bubble", "padding", "GiB")
+_HEAD = (*PARALLEL, "unit", "schedule", "recompute", "step s", "tokens/s a GPU", "TFLOPS", "bubble", "padding", "GiB")
 _LONGEST = 10**8  # tokens; a plan for more would take hours
 _INDEX = b"MMIDIDX\x00\x00"  # how an index of Megatron starts
 _HEADER = len(_INDEX) + 8 + 1 + 16  # and its version, type, and numbers of sequences and documents
@@ -66,62 +63,32 @@ def title(search: UnitSearch) -> str:
     )
 
 
-def table(
-    plans: Sequence[UnitPlan], megatron: tuple[Plan, float] | None, given: UnitPlan | None, search: UnitSearch
-) -> str:
-    """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
-    rows = [[str(number), *_row(each, search)] for number, each in enumerate(plans, start=1)]
-    if megatron is not None:
-        rows.append(["Megatron", *_row_of_packs(*megatron, search)])
-    if given is not None:
-        rows.append(["as given", *_row(given, search)])
-    return "\n" + "\n".join(aligned([[*_HEAD, *_LAST], *rows])) + "\n"
+def table(plans: Sequence[UnitPlan], megatron: UnitPlan | None, given: UnitPlan | None, search: UnitSearch) -> str:
+    return "\n" + "\n".join(ranking(_HEAD, plans, megatron, given, lambda plan: _row(plan, search))) + "\n"
 
 
 def _row(plan: UnitPlan, search: UnitSearch) -> list[str]:
-    setup = plan.candidate.setup
+    setup, asked, units = plan.fullest.setup, search.question, plan.candidate.unit_tokens
+    steps, lengths = len(search.steps), Counter(length for step in search.steps for length in step)
+    flops = sum(model_flops(asked.model, length, count) for length, count in lengths.items()) / steps
+    seconds = search.tokens / plan.tokens_per_second
     return [
-        *_sizes(plan.fullest.setup),
-        str(plan.candidate.unit_tokens),
-        setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-",
+        *parallel_sizes(setup),
+        f"{setup.sequence_length} packs" if units is None else str(units),
+        schedule_name(setup),
         setup.recompute,
-        *_speed(plan.seconds, search),
+        f"{seconds:.3f}",
+        f"{plan.tokens_per_second / asked.num_devices:.0f}",
+        f"{flops / seconds / asked.num_devices / 1e12:.0f}",
         f"{100 * plan.bubble:.1f} %",
         f"{100 * plan.padding:.1f} %",
         f"{plan.memory_gib:.1f}",
     ]
 
 
-def _row_of_packs(plan: Plan, tokens_per_second: float, search: UnitSearch) -> list[str]:
-    setup = plan.prediction.setup
-    held = setup.global_batch_size * setup.sequence_length
-    return [
-        *_sizes(setup),
-        f"{setup.sequence_length} packs",
-        setup.family if setup.pipeline_parallel > 1 else "-",
-        setup.recompute,
-        *_speed(search.tokens / tokens_per_second, search),
-        f"{100 * plan.prediction.bubble:.1f} %",
-        f"{100 * (1 - tokens_per_second * plan.prediction.seconds / held):.1f} %",
-        f"{plan.memory_gib:.1f}",
-    ]
-
-
-def _sizes(setup: TrainingSetup) -> list[str]:
-    sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
-    return [*map(str, sizes), str(setup.placement.num_chunks)]
-
-
-def _speed(seconds: float, search: UnitSearch) -> list[str]:
-    asked, flops = search.question, Counter(length for step in search.steps for length in step)
-    total = sum(model_flops(asked.model, length, count) for length, count in flops.items()) / len(search.steps)
-    devices = asked.num_devices
-    return [f"{seconds:.3f}", f"{search.tokens / seconds / devices:.0f}", f"{total / seconds / devices / 1e12:.0f}"]
-
-
-def megatron_alone(best: UnitPlan, megatron: tuple[Plan, float] | None, error: float) -> str:
+def megatron_alone(best: UnitPlan, megatron: UnitPlan | None, error: float) -> str:
     """How units compare with Megatron's own schedules on packs as long as the longest sequence."""
     if megatron is None:
         return "Megatron's own schedules do not hold packs as long as the longest sequence."
-    found = Gain(best.seconds, best.tokens / megatron[1], error)
+    found = Gain(best.seconds, best.tokens / megatron.tokens_per_second, error)
     return f"Units gain {found} over Megatron's own schedules on packs as long as the longest sequence."

@@ -1,11 +1,12 @@
 """Plans as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.layer_times import layer_time, repeated_time
 from ..planning.costs.machine import GIB
+from ..planning.costs.training_setup import TrainingSetup
 from ..planning.planner.gain import Gain
 from ..planning.planner.search import Plan
 from ..planning.planner.space import Question
@@ -14,7 +15,10 @@ from ..planning.simulator.step import Prediction
 from ..report.text import aligned
 from ..schedule import FAMILIES, num_gathers
 
-_COLUMNS = ("TP", "CP", "PP", "DP", "C", "k", "cut", "schedule", "m", "mb", "recompute", "offload")
+# The columns of `parallel_sizes`.
+PARALLEL = ("TP", "CP", "PP", "DP", "C")
+_HEAD = (*PARALLEL, "k", "cut", "schedule", "m", "mb", "recompute", "offload")
+_HEAD += ("step s", "tokens/s", "TFLOPS", "bubble", "GiB", "host GiB")
 
 
 def title(question: Question) -> str:
@@ -51,13 +55,7 @@ def tflops(plan: Plan) -> float:
 
 
 def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, question: Question) -> str:
-    """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
-    head = ["", *_COLUMNS, "step s", "tokens/s", "TFLOPS", "bubble", "GiB", "host GiB"]
-    rows = [[str(number), *_row(each)] for number, each in enumerate(plans, start=1)]
-    rows += [] if megatron is None else [["Megatron", *_row(megatron)]]
-    if given is not None:
-        rows.append(["as given", *_row(given)])
-    lines = aligned([head, *rows])
+    lines = ranking(_HEAD, plans, megatron, given, _row)
     if given is not None and given.memory_gib > question.memory_limit:
         fullest = max(given.prediction.memory, key=lambda rank: rank.total)
         lines.append(f"As given it does not fit: the fullest rank takes {by_use(fullest)}.")
@@ -67,16 +65,33 @@ def overview(plans: Sequence[Plan], megatron: Plan | None, given: Plan | None, q
     return "\n" + "\n".join(lines) + "\n"
 
 
+def ranking[P](
+    head: Sequence[str], plans: Sequence[P], megatron: P | None, given: P | None, row: Callable[[P], list[str]]
+) -> list[str]:
+    """One line per configuration; last are the best of Megatron's own schedules and the launch's own, where given."""
+    named = [*((str(number), each) for number, each in enumerate(plans, start=1))]
+    named += [(name, each) for name, each in (("Megatron", megatron), ("as given", given)) if each is not None]
+    return aligned([["", *head], *([name, *row(each)] for name, each in named)])
+
+
+def parallel_sizes(setup: TrainingSetup) -> list[str]:
+    """Tensor, context, pipeline and data parallelism, and model chunks on a rank."""
+    sizes = setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel
+    return [*map(str, sizes), str(setup.placement.num_chunks)]
+
+
+def schedule_name(setup: TrainingSetup) -> str:
+    return setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-"
+
+
 def _row(plan: Plan) -> list[str]:
     prediction, setup = plan.prediction, plan.prediction.setup
-    parallel = (setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel)
     segments = len(setup.segments)
     return [
-        *map(str, parallel),
-        str(setup.placement.num_chunks),
+        *parallel_sizes(setup),
         str(segments),
         plan.candidate.strategy if segments > 1 else "-",
-        setup.family + ", shares" * setup.partitions_state if setup.pipeline_parallel > 1 else "-",
+        schedule_name(setup),
         str(setup.num_microbatches),
         str(setup.micro_batch_size),
         setup.recompute,

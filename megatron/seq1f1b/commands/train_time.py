@@ -20,6 +20,7 @@ from .launch_flags import decided_flags
 from .model_flags import PRESETS, gpt_of, model_of, preset_words, read_model, training_flags
 from .parsing import Parser, amount, count, count_up_to, with_values
 from .plan import add_machine, show
+from .plan_text import PARALLEL, parallel_sizes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,25 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(number, len(counts))
     if not found:
         raise way_out(question)
-    print("\n".join(aligned([_HEAD, *map(_row, found)] if args.gpu_hour is None else _priced(found, args.gpu_hour))))
+    head = _HEAD if args.gpu_hour is None else [*_HEAD, "cost"]
+    print("\n".join(aligned([head, *(_row(each, args.gpu_hour) for each in found)])))
     best = min(found, key=lambda each: each.days)
     flags = with_values(words) + training_flags(args.seq_length) + decided_flags(best.candidate)
     print(f"\nSoonest: {best.days:.3g} days on {best.devices} GPUs, with\n  ", " \\\n  ".join(flags), sep="")
     return 0
 
 
-_HEAD = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", "TP", "CP", "PP", "DP", "C", "k", "EP"]
-_HEAD += ["schedule", "recompute", "GiB"]
+_HEAD = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", *PARALLEL, "k", "EP", "schedule", "recompute", "GiB"]
 
 
-def _row(training: Training) -> list[str]:
+def _row(training: Training, price: float | None) -> list[str]:
+    """The cells of `_HEAD`, and the cost where an hour of a GPU has a price."""
     setup, days = training.candidate.setup, training.days
-    sizes = (setup.tensor_parallel, setup.context_parallel, setup.pipeline_parallel, setup.data_parallel)
     row = [str(training.devices), f"{days:.3g}" if days < 1000 else f"{days:.0f}", f"{training.device_hours:.4g}"]
-    row += [str(setup.global_batch_size), f"{training.steps:.0f}", f"{training.step_seconds:.3f}", *map(str, sizes)]
-    row += map(str, (setup.placement.num_chunks, len(setup.segments), setup.expert_parallel, setup.family))
-    return [*row, setup.recompute, f"{training.memory_gib:.0f}"]
-
-
-def _priced(found: Sequence[Training], price: float) -> list[list[str]]:
-    return [[*_HEAD, "cost"], *([*_row(each), f"{price * each.device_hours:,.0f}"] for each in found)]
+    row += [str(setup.global_batch_size), f"{training.steps:.0f}", f"{training.step_seconds:.3f}"]
+    row += [*parallel_sizes(setup), str(len(setup.segments)), str(setup.expert_parallel), setup.family]
+    row += [setup.recompute, f"{training.memory_gib:.0f}"]
+    return row if price is None else [*row, f"{price * training.device_hours:,.0f}"]

@@ -25,7 +25,7 @@ from ..costs.stage_times import Row, stage_rows
 from ..costs.step_memory import rank_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator.step import Prediction, predict
-from .search import Plan, Search, fullest_ranks
+from .search import Search, fullest_ranks
 from .space import Candidate, Question, powers_of_two
 
 _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
@@ -57,7 +57,7 @@ class UnitPlan:
     """A configuration and the steps that are predicted of it; `fullest` is the one with the longest sequence.
 
     The setup of `candidate` is that of its flags. `tokens` are those of a step on average, without padding, which is
-    the `padding` share of all.
+    the `padding` share of all. A candidate of Megatron's own schedules has packs in place of units.
     """
 
     candidate: Candidate
@@ -70,6 +70,10 @@ class UnitPlan:
     def seconds(self) -> float:
         """Of a step on average."""
         return fmean(step.seconds for step in self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
     @property
     def bubble(self) -> float:
@@ -152,18 +156,21 @@ class UnitSearch:
         alike = replace(self.question, sequence_length=unit_tokens, segments=(1,))
         return Average(**vars(alike), of_busiest=of_busiest, seen=pairs_in_all / units)
 
-    def of_megatron(self) -> tuple[Plan, float] | None:
-        """The best of Megatron's own schedules on packs as long as the longest sequence, and its tokens per second;
-        None if nothing fits. Packs are made of all data at once, and all take the same time. The batch is as many as a
-        step needs, or the few more that replicas can share evenly."""
+    def of_megatron(self) -> UnitPlan | None:
+        """The best of Megatron's own schedules on packs as long as the longest sequence; None if nothing fits. Packs
+        are made of all data at once, and all take the same time. The batch is as many as a step needs, or the few more
+        that replicas can share evenly."""
         length, found = self.question.sequence_length, []
         packs = len(packs_of_step([*chain(*self.steps)], length)[0]) / len(self.steps)
         seen = self.average(length).seen * self.tokens / (length * packs)
         for batch in sorted({ceil(packs / ranks) * ranks for ranks in powers_of_two(int(packs))}):
             alike = replace(self.question, global_batch_size=batch, micro_batches=(1, 2))
             search = Search(Average(**vars(alike), of_busiest=batch.__truediv__, seen=seen).of_megatron())
-            found += [(each, self.tokens * batch / packs / each.prediction.seconds) for each in search.best(1)]
-        return max(found, key=lambda each: each[1], default=None)
+            for best in search.best(1):
+                tokens, setup = self.tokens * batch / packs, best.candidate.setup
+                padding = 1 - tokens / (setup.global_batch_size * length)
+                found.append(UnitPlan(best.candidate, (best.prediction,), best.prediction, tokens, padding))
+        return max(found, key=lambda plan: plan.tokens_per_second, default=None)
 
     def _by_average(self, unit_tokens: int) -> Iterator[tuple[float, Candidate]]:
         """Configurations that hold the longest sequence, with the seconds of a step of average units, ascending."""

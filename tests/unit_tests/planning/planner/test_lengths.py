@@ -101,7 +101,8 @@ def test_where_nothing_fits_the_longest_sequence_is_named():
 def test_packs_of_megatron_hold_the_tokens_of_a_step():
     """Sequences of 100 tokens fill packs of 8,192 but for 92; a batch may be larger than a step, and is then faster."""
     found = search({100: 1}, global_batch_size=162)
-    plan, tokens_per_second = found.of_megatron()
-    setup = plan.prediction.setup
+    plan = found.of_megatron()
+    setup = plan.fullest.setup
     assert setup.seen == (pytest.approx(81 * pairs(0, 100, None)),)
-    assert tokens_per_second == pytest.approx(8100 * setup.global_batch_size / plan.prediction.seconds, rel=0.01)
+    assert plan.tokens_per_second == pytest.approx(8100 * setup.global_batch_size / plan.seconds, rel=0.01)
+    assert plan.padding == pytest.approx(92 / 8192)
