@@ -119,14 +119,13 @@ def pipeline_config(flags: argparse.Namespace, run: MegatronRun, costs: Predicti
     schedule, settings = _schedule(flags, run.settings), run.settings
     offloads = flags.offload_activations
     lengths: tuple[int, ...] = (run.sequence_length,)
+    partition = _partition(flags, run, costs)
     if schedule is None:
         _refuse_without_schedule(flags, settings)
-        partition = _partition(flags, run, costs)
     else:
         # Before a cut: an unsupported layer may have no known costs.
         _refuse(settings, _uses(flags, schedule, settings))
         _check(flags, schedule, run)
-        partition = _partition(flags, run, costs)
         if flags.sequence_splits == AUTO and partition.file is None:
             partition = replace(partition, num_segments=_best_number(schedule, partition))
         if schedule.is_planned and schedule.placement == "v":

@@ -103,7 +103,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--offload-activations",
-        type=_value(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO),
+        type=share_or_auto,
         default=0.0,
         metavar="FRACTION",
         help="Let this fraction of the activations that a rank would hold wait in the memory of its host, from 0 to 1, "
@@ -188,6 +188,9 @@ def _value(
         raise argparse.ArgumentTypeError(f"{text!r} is {problem}")
 
     return value_of
+
+
+share_or_auto = _value(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
 
 
 def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:

@@ -152,18 +152,6 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             _OWN_SCHEDULE,
             _shards_weights,
         ),
-        Unsupported(
-            "variable_seq_lengths of a program's configuration",
-            "negotiates the shape of every message, which our schedules fix in advance",
-            "drop it",
-            lambda settings: settings.get("variable_seq_lengths"),
-        ),
-        Unsupported(
-            "num_microbatches_with_partial_activation_checkpoints of a program's configuration",
-            "counts whole micro-batches in flight, but our schedules hold segments",
-            "drop it",
-            lambda settings: settings.get("num_microbatches_with_partial_activation_checkpoints") is not None,
-        ),
         Unsupported("--hybrid-context-parallel", _ORDER, _OWN_SCHEDULE),
         Unsupported("--use-megatron-fsdp", _UNTESTED, _OWN_SCHEDULE),
         Unsupported("--use-torch-fsdp2", _UNTESTED, _OWN_SCHEDULE),

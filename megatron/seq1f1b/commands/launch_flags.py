@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
-from ..arguments import AUTO
+from ..arguments.flags import AUTO, share_or_auto
 from ..arguments.megatron_run import layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup, even_layers
@@ -128,19 +128,13 @@ def _recompute(launch: argparse.Namespace) -> str:
     return modules
 
 
-def _share(text: str) -> float | str:
-    return text if text == AUTO else float(text)
-
-
 def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Question) -> TrainingSetup:
-    """The setup with the offload of the launch. Raises ValueError for what is no share."""
+    """The setup with the offload of the launch."""
     if launch.fine_grained_activation_offloading:
         return replace(setup, offloads=launch.activation_offload_fraction, offloads_modules=True)
     share = launch.offload_activations
-    if isinstance(share, str):
+    if share == AUTO:
         return fitted(setup, question.room) or replace(setup, offloads=1.0)
-    if not 0 <= share <= 1:
-        raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
     return replace(setup, offloads=share)
 
 
@@ -202,7 +196,7 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute-modules", nargs="+")
     for name in ("recompute-method", "pipeline-model-parallel-layout"):
         parser.add_argument(f"--{name}")
-    parser.add_argument("--offload-activations", type=_share, default=0.0)
+    parser.add_argument("--offload-activations", type=share_or_auto, default=0.0)
     parser.add_argument("--fine-grained-activation-offloading", action="store_true")
     parser.add_argument("--offload-modules", nargs="+")
     parser.add_argument("--activation-offload-fraction", type=float, default=1.0)

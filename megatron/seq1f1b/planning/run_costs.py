@@ -171,22 +171,19 @@ class RunCosts:
         memory = _USABLE * device_memory(self.flags)
 
         def fits(sixteenths: int) -> bool:
-            return self._forecast(schedule, lengths, sixteenths / 16).total_bytes <= memory
+            return self.forecast(schedule, lengths, sixteenths / 16).total_bytes <= memory
 
         return min(bisect_left(range(17), True, key=fits), 16) / 16
 
-    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> Forecast:
-        """A step with segments of `lengths` tokens."""
-        share = self.flags.offload_activations
-        return self._forecast(schedule, lengths, 0.0 if share == AUTO else share)
-
-    def _forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> Forecast:
+    def forecast(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float | None = None) -> Forecast:
         """Predict a step with segments of `lengths` tokens. `auto` counts as 1f1b; it is never slower. Copies to the
-        memory of the host, of a `share` of the activations, take no time.
+        memory of the host, of a `share` of the activations, take no time; by default it is that of the flags.
 
         The times are those of the kernels and the host of the machine, unless they are measured. Raises ValueError if
         the times of segments are not known.
         """
+        if share is None:
+            share = 0.0 if self.flags.offload_activations == AUTO else self.flags.offload_activations
         setup = self._training_setup(schedule, lengths)
         costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, self.machine)
         ranks = range(setup.pipeline_parallel)

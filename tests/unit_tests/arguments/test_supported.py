@@ -48,10 +48,6 @@ SETTINGS = {
         "allow_ambiguous_pad_tokens": True,
         "reset_attention_mask": True,
     },
-    "variable_seq_lengths of a program's configuration": {"variable_seq_lengths": True},
-    "num_microbatches_with_partial_activation_checkpoints of a program's configuration": {
-        "num_microbatches_with_partial_activation_checkpoints": 1
-    },
     "--fp8-recipe delayed, tensorwise, custom": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
     "--fp8-format with --context-parallel-size above 1 or --num-experts": {
         "fp8": "hybrid",
