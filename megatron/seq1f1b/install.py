@@ -24,7 +24,7 @@ from .arguments import (
 from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
-from .patches import Patch, PatchTable, patched, rebound, wrapping
+from .patches import PatchTable, patched, rebound, wrapping
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
 from .planning.summary import copies_summary, summary
@@ -316,18 +316,12 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
     from . import without_te
     from .model.attach import LOCAL_ATTENTION
 
-    modules = ["core.pipeline_parallel.schedules", "core.pipeline_parallel"]
-    modules += [] if is_library else ["training.training"]
-    ours, reason = overlay.get_forward_backward_func, "returns our executor if a flag selects one of our schedules"
-    rows = [Patch(f"megatron.{module}.get_forward_backward_func", ours, reason) for module in modules]
-    rows += LOCAL_ATTENTION
-    rows.append(
-        wrapping(
-            "megatron.core.datasets.utils.compile_helpers",
-            _compile_unless_shipped,
-            "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
-        )
+    helpers = wrapping(
+        "megatron.core.datasets.utils.compile_helpers",
+        _compile_unless_shipped,
+        "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
     )
+    rows = [*LOCAL_ATTENTION, helpers]
     if not cpu.is_active():  # the CPU's patches include these
         rows += without_te.repairs()
     if not is_library:

@@ -14,7 +14,7 @@ from common import Report, parse, seconds, start_megatron, synchronise, transfor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, attach
+from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, attach, link_rate
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
@@ -260,7 +260,7 @@ def offload(report: Report, stage: Stage, args) -> None:
     length, microbatches, k = (64, 8, 4) if args.tiny else (16384, 16, 4)
     order = first_rank(microbatches, k)
     found = {}
-    report.figure(host_gb_per_s=stage.host_memory.measured_rate(lambda: None) / 1e9)
+    report.figure(host_gb_per_s=link_rate(torch.device(args.device), lambda: None) / 1e9)
     for share in (0.0, 0.5, 1.0):
         actions, left = with_moves(order, units_to_move(order, share)), []
         for _ in range(3):  # the first warms up, and pins the memory of the host

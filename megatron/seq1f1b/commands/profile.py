@@ -80,7 +80,7 @@ def measured_device(base: Device, clock: Clock) -> Device:
         flash_backward=attention(longest, backward=True),
         full_speed_rows=next((queries for queries in _FEW_QUERIES if queries > slowest), slowest),
         slow_attention=tuple((queries + 1, factor) for queries, factor in slow),
-        host_bandwidth=_LARGE / clock.copy_to_host(_LARGE),
+        host_bandwidth=clock.host_rate(),
     )
 
 

@@ -4,11 +4,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
+from ..model import link_rate
 from ..model.kernels import AttentionRule, KernelChoice, Saved
 
 _REPEATS, _SMALL_KERNELS = 5, 200
@@ -68,18 +68,9 @@ class Clock:
         target = torch.empty_like(source)
         return self._seconds(lambda: target.copy_(source))
 
-    def copy_to_host(self, num_bytes: int) -> float:
-        """And as many bytes back at once."""
-        out, back = self._bytes(num_bytes), self._bytes(num_bytes)
-        hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._is_on_gpu) for _ in range(2)]
-        lanes = [torch.cuda.stream(torch.cuda.Stream()) if self._is_on_gpu else nullcontext() for _ in range(2)]
-
-        def copy() -> None:
-            for lane, target, source in zip(lanes, (hosts[0], back), (out, hosts[1]), strict=True):
-                with lane:
-                    target.copy_(source, non_blocking=True)
-
-        return self._seconds(copy)
+    def host_rate(self) -> float:
+        """Bytes/s to the host, and as many back at once."""
+        return link_rate(self._device, self._meet)
 
     def all_reduce(self, num_bytes: int, in_node: bool) -> float:
         """Among the ranks of each node, or all ranks."""
@@ -111,13 +102,16 @@ class Clock:
         return statistics.median([self._once(work) for _ in range(_REPEATS + 1)][1:])  # the first warms up
 
     def _once(self, work: Callable[[], object]) -> float:
-        if self.num_ranks > 1:
-            dist.barrier()
+        self._meet()
         self._synchronise()
         start = time.perf_counter()
         work()
         self._synchronise()
         return time.perf_counter() - start
+
+    def _meet(self) -> None:
+        if self.num_ranks > 1:
+            dist.barrier()
 
     def _synchronise(self) -> None:
         if self._is_on_gpu:

@@ -3,6 +3,7 @@ gradients."""
 
 from ..local_hybrid import local_hybrid_spec
 from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
+from .host_copies import link_rate
 from .host_memory import HostMemory, MovableResults
 from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
 from .loss_pieces import PIECE, compute_loss_in_pieces
@@ -25,6 +26,7 @@ __all__ = [
     "attach",
     "compute_loss_in_pieces",
     "defer_weight_gradients",
+    "link_rate",
     "local_hybrid_spec",
     "refuse_attention_to_later_tokens",
     "use_segment_attention",

@@ -8,10 +8,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 
 import torch
 from torch import Tensor
+
+_PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the link; milliseconds on a GPU
 
 # Waits for the end of copies: the running stream on a GPU, the running thread on a CPU.
 Wait = Callable[[], object]
@@ -46,6 +49,27 @@ def _copy(pairs: Pairs, after: Wait | None, span: AbstractContextManager) -> Non
         while pairs:  # so that a thread that has copied keeps nothing alive
             source, target = pairs.pop()
             target.copy_(source, non_blocking=True)
+
+
+def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
+    """Bytes/s between a device and its host, each way while both are in use; `when_ready` lets ranks start together."""
+    is_on_gpu = device.type == "cuda"
+    lanes = Lane(is_on_gpu), Lane(is_on_gpu)
+    here = torch.empty(2, _PROBE, dtype=torch.uint8, device=device)
+    there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=is_on_gpu)
+    pairs = (here[0], there[0]), (there[1], here[1])
+
+    def seconds(rounds: int) -> float:
+        start = perf_counter()
+        for end in [lane.copy([pair] * rounds, None, nullcontext()) for lane, pair in zip(lanes, pairs, strict=True)]:
+            end()
+        if is_on_gpu:
+            torch.cuda.synchronize()
+        return perf_counter() - start
+
+    seconds(1)  # touches all pages
+    when_ready()
+    return _ROUNDS * _PROBE / seconds(_ROUNDS)
 
 
 def pinned_buffer(num_bytes: int) -> Tensor:

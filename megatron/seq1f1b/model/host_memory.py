@@ -8,12 +8,11 @@ nothing. The schedule decides when (schedule/moves.py).
 Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from itertools import accumulate
 from sys import getrefcount
-from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -28,7 +27,6 @@ _ALIGNMENT = 1 << 9  # bytes
 # Bytes of the host are taken in blocks, since units of other stages and segments are of other sizes. To pin many small
 # ones would take long.
 _BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
-_PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the link; milliseconds on a GPU
 
 
 class _Storage:
@@ -145,25 +143,6 @@ class HostMemory:
     def _lanes(self) -> tuple[Lane, Lane]:
         """Out, and back."""
         return Lane(self._is_on_gpu), Lane(self._is_on_gpu)
-
-    def measured_rate(self, when_ready: Callable[[], object]) -> float:
-        """Bytes/s of the link to the host, each way while both are in use; `when_ready` lets ranks start together."""
-        here = torch.empty(2, _PROBE, dtype=torch.uint8, device=torch.cuda.current_device())
-        there = torch.empty(2, _PROBE, dtype=torch.uint8, pin_memory=self._is_on_gpu)
-        pairs = (here[0], there[0]), (there[1], here[1])
-
-        def seconds(rounds: int) -> float:
-            start = perf_counter()
-            copied = zip(self._lanes, pairs, strict=True)
-            for end in [lane.copy([pair] * rounds, None, nullcontext()) for lane, pair in copied]:
-                end()
-            if self._is_on_gpu:
-                torch.cuda.synchronize()
-            return perf_counter() - start
-
-        seconds(1)  # touches all pages
-        when_ready()
-        return _ROUNDS * _PROBE / seconds(_ROUNDS)
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""

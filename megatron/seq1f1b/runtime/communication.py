@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..schedule import Action, Channel, Kind, Placement, channel_of
+from ..schedule import Action, Channel, Kind
 from .waits import Waits, report_if_late
 
 _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
@@ -28,18 +28,6 @@ _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
 # up to 32 over NVLink, an eighth of an H100.
 MAX_CTAS = 4
 _NCCL_UNDEFINED = -(2**31)
-
-
-def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
-    """The channels between the stages of this rank and neighbouring stages on other ranks, by kind of message and
-    stage."""
-    steps = {Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.SEND_F: 1, Kind.RECV_B: 1}
-    return {
-        (kind, stage): channel_of(Action(kind, stage), placement)
-        for stage in placement.stages_of(rank)
-        for kind, step in steps.items()
-        if 0 <= stage + step < placement.num_stages and placement.rank_of(stage + step) != rank
-    }
 
 
 class Communicator:

@@ -21,13 +21,14 @@ from ..model import (
     attach,
     compute_loss_in_pieces,
     defer_weight_gradients,
+    link_rate,
     refuse_attention_to_later_tokens,
 )
 from ..patches import patched
 from ..ranks import check_agreement
-from ..schedule import CostsOfLengths, Placement, ScheduleChoice
+from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
 from .call import Call
-from .communication import Communicator, channels_of
+from .communication import Communicator
 from .gradient_sync import add_up_tied_embeddings
 from .interpreter import Interpreter, Services, Step
 from .loss import LossLedger
@@ -94,7 +95,8 @@ class PipelineExecutor:
 
     def host_rate(self) -> float:
         """Bytes/s of the link to the host, each way while both are in use by all ranks; of the slowest of them."""
-        rate = torch.tensor(self._host_memory.measured_rate(dist.barrier), device=torch.cuda.current_device())
+        device = torch.device(torch.cuda.current_device())
+        rate = torch.tensor(link_rate(device, dist.barrier), device=device)
         dist.all_reduce(rate, dist.ReduceOp.MIN)
         return rate.item()
 

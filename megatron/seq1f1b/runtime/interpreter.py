@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..model import HostMemory, Segment, SegmentContext, WeightGradientStore
-from ..schedule import Action, Kind, Placement, Shape
+from ..schedule import Action, Kind, Placement, Shape, channels_of
 from .call import Call
-from .communication import Communicator, channels_of
+from .communication import Communicator
 from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger

@@ -21,7 +21,7 @@ from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator
 from .interpreter import Step
-from .segmentation import Packing, Segmentation, document_starts, reads_data, send_to_all_ranks
+from .segmentation import Packing, Segmentation, document_starts, reads_data, segments_of, send_to_all_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -180,14 +180,8 @@ def _trimmed(sequence: _Sequence) -> _Sequence:
 
 
 def _segments(number: int, pack: Any, lengths: Sequence[int]) -> list[Segment]:
-    own = [lengths[each] for each in pack.sequences]
-    length = sum(pack.lengths)
-    starts = tuple(start for start in accumulate(own, initial=0) if start < length)
-    ends = accumulate(pack.lengths)
-    return [
-        Segment(number, index, end - each, end, length, (starts,))
-        for index, (each, end) in enumerate(zip(pack.lengths, ends, strict=True))
-    ]
+    starts = accumulate((lengths[each] for each in pack.sequences), initial=0)
+    return segments_of(number, pack.lengths, (tuple(start for start in starts if start < sum(pack.lengths)),))
 
 
 def _of_all_replicas(call: Call, placement: Placement, lengths: list[int]) -> list[list[int]]:

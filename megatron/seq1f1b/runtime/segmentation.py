@@ -72,15 +72,11 @@ class Segmentation:
         documents: Sequence[Documents | None] = [None] * call.num_microbatches
         if self.packing is not None:
             documents = documents_of_step(call, placement, batches, self.packing.end_of_document)
-        segments = [self._segments(number, call.seq_length, packed) for number, packed in enumerate(documents)]
-        return Step(call, placement, call.pipeline.rank(), segments, batches)
-
-    def _segments(self, microbatch: int, sequence_length: int, documents: Documents | None) -> list[Segment]:
-        lengths = self.lengths(sequence_length, documents)
-        return [
-            Segment(microbatch, index, end - length, end, sequence_length, documents)
-            for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
+        segments = [
+            segments_of(number, self.lengths(call.seq_length, packed), packed)
+            for number, packed in enumerate(documents)
         ]
+        return Step(call, placement, call.pipeline.rank(), segments, batches)
 
     def reports(self, of_microbatches: list[Any], call: Call) -> list[Any]:
         """What the step returns, from the reports of its micro-batches."""
@@ -93,6 +89,14 @@ class Segmentation:
         if self.packing.cut is None:
             return f"segments of {list(self.lengths(sequence_length))} tokens within documents"
         return f"{self.num_segments} segments of {sequence_length} tokens that follow the documents"
+
+
+def segments_of(microbatch: int, lengths: Sequence[int], documents: Documents | None) -> list[Segment]:
+    """The segments of a micro-batch, whose sequences are cut into `lengths`."""
+    return [
+        Segment(microbatch, index, end - length, end, sum(lengths), documents)
+        for index, (length, end) in enumerate(zip(lengths, accumulate(lengths), strict=True))
+    ]
 
 
 def document_starts(batch: Any, shape: tuple[int, int], end_of_document: int | None) -> Tensor:

@@ -77,6 +77,17 @@ def channel_of(action: Action, placement: Placement) -> Channel:
     return Channel(_PAYLOAD[action.kind], source, destination)
 
 
+def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Channel]:
+    """The channels between the stages of this rank and neighbouring stages on other ranks, by kind of message and
+    stage."""
+    return {
+        (kind, stage): channel_of(Action(kind, stage), placement)
+        for stage in placement.stages_of(rank)
+        for kind, step in _STEP.items()
+        if 0 <= stage + step < placement.num_stages and placement.rank_of(stage + step) != rank
+    }
+
+
 def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
     """The whole schedule with messages, gathering and reduction added; moves stay beside their compute actions.
 

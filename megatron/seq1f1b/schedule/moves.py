@@ -5,8 +5,9 @@ its backward (RELOAD), so that both copies run beside compute. Its memory on the
 leaves, by which time the copy has usually ended, or at the latest when it starts back.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from .action import MOVE_KINDS, Action, Kind
 from .schedule import Schedule
@@ -31,7 +32,8 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
     backwards = {action[1:]: index for index, action in enumerate(order) if action.kind in _BACKWARD}
-    room = round((1 - share) * max(_held(order), default=0))
+    held = accumulate((action.kind is Kind.F) - (action.kind in _BACKWARD) for action in order)
+    room = round((1 - share) * max(held, default=0))
     moved: set[Unit] = set()
     here = 0
     later: list[tuple[int, Unit]] = []  # of those here that may move, the last backward first
@@ -47,13 +49,6 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
         elif action.kind in _BACKWARD and unit not in moved:
             here -= 1
     return frozenset(moved)
-
-
-def _held(order: Sequence[Action]) -> Iterator[int]:
-    held = 0
-    for action in order:
-        held += (action.kind is Kind.F) - (action.kind in _BACKWARD)
-        yield held
 
 
 def with_moves(order: Sequence[Action], units: Collection[Unit]) -> list[Action]:

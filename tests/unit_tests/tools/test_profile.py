@@ -46,8 +46,8 @@ class Predicted:
     def move(self, num_bytes):
         return moving_time(DEVICE, num_bytes, 1)
 
-    def copy_to_host(self, num_bytes):
-        return num_bytes / DEVICE.host_bandwidth
+    def host_rate(self):
+        return DEVICE.host_bandwidth
 
     def all_reduce(self, num_bytes, in_node):
         ranks, rate = (8, 300e9) if in_node else (16, 20e9)

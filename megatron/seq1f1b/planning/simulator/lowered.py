@@ -7,10 +7,11 @@ parameters of a chunk waits for them, the end of the step for all gradients. Cop
 run on two more, one after the other: a backward waits for its own, and a unit that sets out for the one before it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Channel, Costs, Kind, Schedule, Span, Timeline, channel_of
+from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Channel, Costs, Kind, Schedule, Span, Timeline, channels_of
 from ...schedule.cost_tables import Table
 
 _COMPUTE = frozenset(COMPUTE_KINDS)
@@ -63,8 +64,14 @@ class _Machine:
         self, lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None, copies: Table = ()
     ) -> None:
         self.schedule, self.costs, self.collectives, self.copies = lowered, costs, collectives, copies
-        self.queues: dict[Channel, _Queue] = {}
-        self.channels = self._channels()
+        queues: defaultdict[Channel, _Queue] = defaultdict(_Queue)
+        placement = lowered.shape.placement
+        # By kind of message and stage.
+        self.channels = {
+            key: queues[channel]
+            for rank in range(placement.num_ranks)
+            for key, channel in channels_of(placement, rank).items()
+        }
         self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
         self.runnable = list(range(len(lowered.ranks)))
 
@@ -83,21 +90,6 @@ class _Machine:
         # GATHER and REDUCE may start after compute that they were put before.
         in_order = (tuple(sorted(spans, key=lambda span: span.start)) for spans in self.spans)
         return Timeline(self.schedule.shape, tuple(in_order), "s")
-
-    def _channels(self) -> dict[tuple[Kind, int], _Queue]:
-        """By kind of message and stage, the queue that the message of a stage goes through."""
-        placement = self.schedule.shape.placement
-        found = {}
-        for stage in range(placement.num_stages):
-            for kind, there in (
-                (Kind.SEND_F, stage + 1),
-                (Kind.RECV_B, stage + 1),
-                (Kind.SEND_B, stage - 1),
-                (Kind.RECV_F, stage - 1),
-            ):
-                if 0 <= there < placement.num_stages and placement.rank_of(there) != placement.rank_of(stage):
-                    found[kind, stage] = self.queues.setdefault(channel_of(Action(kind, stage), placement), _Queue())
-        return found
 
     def _advance(self, rank: int) -> Iterator[_Queue]:
         """Runs a rank; yields the queue whenever it has to wait for the next message of one."""
