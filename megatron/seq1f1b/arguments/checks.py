@@ -41,8 +41,6 @@ def _check_traced_iterations(args: Namespace) -> None:
     iterations = args.pipeline_trace_iterations
     if args.pipeline_trace is None:
         return
-    if min(iterations) < 1:
-        raise ValueError(f"--pipeline-trace-iterations {min(iterations)}: iterations are counted from 1")
     # Where a run starts that goes on from a checkpoint is not known yet.
     interval = None if args.load else args.exit_interval
     for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", interval)):

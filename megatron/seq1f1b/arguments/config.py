@@ -239,11 +239,11 @@ def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun
         _refuse_as_segments(settings, "--recompute-keeps-attention")
     if offloads and schedule.has_moves:
         raise ValueError("--pipeline-schedule-file has OFFLOAD and RELOAD by itself; drop --offload-activations")
-    if offloads == AUTO and not run.has_sizes:
-        raise ValueError(
-            "--offload-activations auto needs the sizes of a transformer, which this model does not have; give a "
-            "fraction"
-        )
+    for flag, value in (("--offload-activations", offloads), ("--sequence-splits", flags.sequence_splits)):
+        if value == AUTO and not run.has_sizes:
+            raise ValueError(
+                f"{flag} auto needs the sizes of a transformer, which this model does not have; give a number"
+            )
     if flags.partition_state and not settings.get("partition_state"):  # a program's
         raise ValueError(
             "--partition-state is for chunks in Megatron's DistributedDataParallel; call install before it is made"
@@ -300,9 +300,5 @@ def _partition(flags: argparse.Namespace, run: MegatronRun, costs: Predictions) 
 def _best_number(schedule: ScheduleChoice, partition: SequencePartition) -> int:
     if schedule.given is not None:
         return schedule.given.shape.num_segments
-    if not partition.run.has_sizes:
-        raise ValueError(
-            "--sequence-splits auto needs the sizes of a transformer, which this model does not have; give a number"
-        )
     length = partition.run.sequence_length
     return partition.costs.best_num_segments(schedule, lambda number: partition.cut(length, number))

@@ -142,7 +142,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--pipeline-trace-iterations",
-        type=int,
+        type=value(int, lambda number: number >= 1, "no iteration, which are counted from 1"),
         nargs="+",
         default=[3],
         metavar="N",
@@ -161,7 +161,7 @@ def _add_rehearsal_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device-memory",
-        type=_value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB"),
+        type=value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB"),
         default=80.0,
         metavar="GIB",
         help="Memory of a GPU that --dry-run compares with. Default: 80.",
@@ -174,7 +174,7 @@ def _add_rehearsal_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _value(
+def value(
     kind: type, is_valid: Callable[[Any], bool], problem: str, accepted: str | None = None
 ) -> Callable[[str], Any]:
     """An argparse type: text that is a valid number of the `kind`, or the word `accepted`."""
@@ -183,14 +183,14 @@ def _value(
         if text == accepted:
             return text
         with suppress(ValueError):
-            if is_valid(value := kind(text)):
-                return value
+            if is_valid(number := kind(text)):
+                return number
         raise argparse.ArgumentTypeError(f"{text!r} is {problem}")
 
     return value_of
 
 
-share_or_auto = _value(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
+share_or_auto = value(float, lambda share: 0 <= share <= 1, "neither a fraction from 0 to 1 nor 'auto'", AUTO)
 
 
 def _add_removed_arguments(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> None:
@@ -234,7 +234,7 @@ def _add_split_arguments(group: argparse._ArgumentGroup) -> None:
         "--sequence-splits",
         *EQUAL_SPLITS,
         action=_Splits,
-        type=_value(int, lambda number: True, "neither a number of segments nor 'auto'", AUTO),
+        type=value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO),
         metavar="K",
         help="Number of segments that every sequence is cut into, or 'auto'. 4 is a good start: the bubble and the "
         "activation memory shrink with K until the segments become too short to keep the device busy. 'auto' takes the "

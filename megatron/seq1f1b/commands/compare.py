@@ -13,7 +13,7 @@ from statistics import mean, median
 from ..report import plot_timelines
 from ..report.text import aligned
 from ..schedule import Timeline, read_timeline
-from .parsing import PICTURES, Parser, check_output
+from .parsing import PICTURES, Parser, output_path
 
 COMPARED_ITERATIONS = 10
 LATEST = 10  # iterations to average over, since batches differ
@@ -50,9 +50,10 @@ class TrainingLog:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--output", type=Path, required=True, help="the picture of the timelines (.png, .svg, .pdf)")
+    parser.add_argument(
+        "--output", type=output_path(*PICTURES), required=True, help="the picture of the timelines (.png, .svg, .pdf)"
+    )
     args = parser.parse_args(argv)
-    check_output(args.output, *PICTURES)
     logs = [read_training_log(run / "log.txt") for run in args.runs]
     timelines = [latest_timeline(run / "trace") for run in args.runs]
     sizes = {timeline.shape.num_ranks for timeline in timelines}

@@ -23,7 +23,7 @@ from ..planning.planner.space import Question
 from ..report.text import aligned
 from ..schedule import written_whole
 from .model_flags import PRESETS, preset
-from .parsing import Parser, amount, check_output, count, count_up_to
+from .parsing import Parser, amount, count, count_up_to, output_path
 from .plan import add_machine
 from .plan_text import short_name
 
@@ -44,10 +44,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"
     parser.add_argument("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
-    parser.add_argument("--output", type=Path, required=True, help="cells as .csv; those there are kept; required")
+    parser.add_argument(
+        "--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required"
+    )
     parser.add_argument("--picture", action="store_true", help="contours beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
-    check_output(args.output, ".csv")
     machine = read_machine(args.machine)
     bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})

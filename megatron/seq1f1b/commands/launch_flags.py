@@ -3,7 +3,7 @@
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -17,7 +17,7 @@ from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement, Shape
 from .model_flags import add_every_model_flag
-from .parsing import Parser, check_size, count, with_values
+from .parsing import check_size, count, read_known, with_values
 
 # Predictions ignore them, and the output names them.
 _IN_16_BIT = ("--fp8-format", "--fp4-format")
@@ -28,35 +28,28 @@ _MOST_ACTIONS = 1_000_000
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a launch. Unknown flags are passed over; a flag that is not given is None."""
-    return _parser(add_every_model_flag, _add_decided).parse_known_args(words)[0]
+    return read_known(words, add_every_model_flag, _add_decided)[0]
 
 
 def undecided(words: Sequence[str]) -> list[str]:
     """The flags of a launch without those that a planner decides, each with its values."""
-    return with_values(_parser(_add_decided).parse_known_args(words)[1])
+    return with_values(read_known(words, _add_decided)[1])
 
 
 def unread(words: Sequence[str]) -> list[str]:
     """The flags of a launch that change nothing in a prediction, each with its values."""
-    return with_values(_parser(add_every_model_flag, _add_decided).parse_known_args(words)[1])
+    return with_values(read_known(words, add_every_model_flag, _add_decided)[1])
 
 
 def model_sizes_in(words: Sequence[str]) -> list[str]:
     """The names of the flags of a launch that give the sizes of the model."""
-    names = _parser(add_every_model_flag)._option_string_actions
-    return [name for word in words if (name := word.partition("=")[0]) in names]
+    others = read_known(words, add_every_model_flag)[1]
+    return [word.partition("=")[0] for word in words if word.startswith("--") and word not in others]
 
 
 def not_modelled(words: Sequence[str]) -> list[str]:
     """The names of the flags of a launch that change time or memory, but no prediction."""
     return [name for word in words if (name := word.partition("=")[0]) in _IN_16_BIT]
-
-
-def _parser(*added: Callable[[argparse.ArgumentParser], None]) -> Parser:
-    parser = Parser(None, allow_abbrev=False, add_help=False)
-    for add in added:
-        add(parser)
-    return parser
 
 
 def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:

@@ -8,7 +8,7 @@ from typing import Any
 from ..arguments.megatron_run import hybrid_stages
 from ..planning.costs.model_shape import ModelShape
 from ..planning.model_sizes import model_shape
-from .parsing import MOST_LAYERS, Parser, count, count_up_to
+from .parsing import MOST_LAYERS, count, count_up_to, read_known
 
 _MIXTURE = (
     "--swiglu --disable-bias-linear --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
@@ -79,15 +79,8 @@ def gpt_of(parameters: float) -> str:
 
 
 def preset(name: str) -> ModelShape:
-    """Raises ValueError for a name that is not among PRESETS."""
-    return model_of(read_model(preset_words(name)))
-
-
-def preset_words(name: str) -> list[str]:
-    """The flags of a preset. Raises ValueError for a name that is not among PRESETS."""
-    if name not in PRESETS:
-        raise ValueError(f"--model {name} is unknown; take {', '.join(PRESETS)}, or give --num-layers and its kin")
-    return PRESETS[name].split()
+    """The model of one of PRESETS."""
+    return model_of(read_model(PRESETS[name].split()))
 
 
 def training_flags(sequence_length: int) -> list[str]:
@@ -160,9 +153,7 @@ def _window(text: str) -> tuple[int, ...]:
 
 def read_model(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a model in a launch; others are passed over."""
-    parser = Parser(None, allow_abbrev=False, add_help=False)
-    add_every_model_flag(parser)
-    return parser.parse_known_args(words)[0]
+    return read_known(words, add_every_model_flag)[0]
 
 
 def model_of(launch: argparse.Namespace) -> ModelShape:

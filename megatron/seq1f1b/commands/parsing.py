@@ -8,6 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..arguments.flags import value
 from ..schedule import Shape
 
 # Endings of the pictures that matplotlib draws.
@@ -27,43 +28,24 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def count(text: str) -> int:
-    """The type of a flag that counts something: a whole number from 1 on."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from 1 on")
-    return number
+def read_known(
+    words: Sequence[str], *add_flags: Callable[[argparse.ArgumentParser], None]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Read the flags of a launch that some functions add to a parser; also returns the other words."""
+    parser = Parser(None, allow_abbrev=False, add_help=False)
+    for add in add_flags:
+        add(parser)
+    return parser.parse_known_args(words)
 
 
-def count_up_to(most: int) -> Callable[[str], int]:
-    """The type of a flag that counts something, at most `most`."""
-
-    def read(text: str) -> int:
-        number = count(text)
-        if number > most:
-            raise argparse.ArgumentTypeError(f"'{text}' is more than {most}")
-        return number
-
-    return read
+# The types of flags that count or measure something.
+count = value(int, lambda number: number >= 1, "not a whole number from 1 on")
+amount = value(float, lambda number: 0 < number < inf, "not a number above 0")
+amount_or_0 = value(float, lambda number: 0 <= number < inf, "not a number from 0 on")
 
 
-def amount(text: str) -> float:
-    """The type of a flag that measures something: a finite number above 0, such as 2e12."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
-    return number
-
-
-def amount_or_0(text: str) -> float:
-    """The same, or 0."""
-    return 0.0 if text == "0" else amount(text)
+def count_up_to(most: int) -> Callable[[str], Any]:
+    return value(int, lambda number: 1 <= number <= most, f"not a whole number from 1 to {most}")
 
 
 def with_values(words: Sequence[str]) -> list[str]:
@@ -77,19 +59,27 @@ def with_values(words: Sequence[str]) -> list[str]:
     return flags
 
 
-def check_output(path: Path, *endings: str) -> None:
-    """Raise ValueError for an --output that cannot be written, before any work is done."""
-    if not path.name.endswith(endings):
-        raise ValueError(f"--output {path}: expected a name that ends in {', '.join(endings)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: there is no folder {path.parent}")
-    is_new = not path.exists()
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written ({error.strerror}); give another name") from None
-    if is_new:
-        path.unlink()
+def output_path(*endings: str) -> Callable[[str], Path]:
+    """The type of an --output: a path with one of these endings that can be written, tried before any work is done."""
+
+    def path_of(text: str) -> Path:
+        path = Path(text)
+        if not path.name.endswith(endings):
+            raise argparse.ArgumentTypeError(f"{path}: expected a name that ends in {', '.join(endings)}")
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{path}: there is no folder {path.parent}")
+        is_new = not path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(
+                f"{path} cannot be written ({error.strerror}); give another name"
+            ) from None
+        if is_new:
+            path.unlink()
+        return path
+
+    return path_of
 
 
 def check_size(shape: Shape, most_actions: int) -> None:

@@ -31,8 +31,8 @@ from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
 from . import plan_lengths
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
-from .model_flags import PRESETS, model_of, preset, preset_words, training_flags
-from .parsing import PICTURES, Parser, amount, amount_or_0, check_output, count, count_up_to, with_values
+from .model_flags import PRESETS, model_of, preset, training_flags
+from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
 from .plan_text import explained, megatron_alone, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
@@ -48,7 +48,8 @@ _TRAINING = "--mock-data --tokenizer-type NullTokenizer --train-iters 20 --lr 6e
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Our own flags, and the words of the launch. Near-misses of our own flags end the program."""
     parser = Parser(__doc__, allow_abbrev=False, usage="%(prog)s --gpus N [--model NAME] [flags of a launch ...]")
-    parser.add_argument("--model", metavar="NAME", help=f"{', '.join(PRESETS)}; instead of --num-layers and its kin")
+    models = f"{', '.join(PRESETS)}; instead of --num-layers and its kin"
+    parser.add_argument("--model", choices=PRESETS, metavar="NAME", help=models)
     parser.add_argument("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
     parser.add_argument("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
     parser.add_argument(
@@ -77,7 +78,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5"
     )
     parser.add_argument("--explain", action="store_true", help="where the time goes, and what the second best lacks")
-    parser.add_argument("--output", type=Path, help="throughput against memory: .png, .svg or .pdf (needs matplotlib)")
+    picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
+    parser.add_argument("--output", type=output_path(*PICTURES), help=picture)
     parser.add_argument(
         "--rehearse",
         type=Path,
@@ -164,7 +166,7 @@ def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan | UnitPlan, by_megatron: bool) -> list[str]:
     """The flags of the preset, of the launch and of the plan; the last wins where a name repeats."""
-    preset = [] if args.model is None else with_values(preset_words(args.model)) + training_flags(args.seq_length)
+    preset = [] if args.model is None else with_values(PRESETS[args.model].split()) + training_flags(args.seq_length)
     flags = [*preset, *undecided(words), *decided_flags(best.candidate, by_megatron)]
     return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
 
@@ -179,8 +181,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, words = parse(argv)
     if args.rehearse is not None and not args.rehearse.is_file():
         raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
-    if args.output is not None:
-        check_output(args.output, *PICTURES)
     if args.lengths is not None:
         return answer_for_lengths(args, words)
     asked = question(args, words)

@@ -23,7 +23,7 @@ from ..report.splits import Cut, plot_splits
 from ..report.text import aligned
 from ..schedule import FAMILIES, Placement, Shape, build, simulate
 from .model_flags import add_model_flags, settings_of
-from .parsing import PICTURES, Parser, check_output, check_size, count
+from .parsing import PICTURES, Parser, check_size, count, output_path
 
 # Simulating this many takes ten seconds for each strategy.
 MOST_ACTIONS = 1_000_000
@@ -44,7 +44,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("a100", "cpu"), default="a100", help="whose throughput; default: a100")
     parser.add_argument("--sequence-split-profile", type=Path, metavar="JSON", help="measured costs")
     parser.add_argument("--sequence-split-file", type=Path, metavar="FILE", help="lengths of your own, to be compared")
-    parser.add_argument("--output", type=Path, help="a picture: .png, .svg or .pdf (needs matplotlib)")
+    picture = "a picture: .png, .svg or .pdf (needs matplotlib)"
+    parser.add_argument("--output", type=output_path(*PICTURES), help=picture)
     # Flags of training that costs depend on.
     parser.set_defaults(recompute_keeps_attention=False, keep_logits=False, offload_activations=0.0)
     return parser.parse_args(argv)
@@ -121,8 +122,6 @@ def table(cuts: list[Cut]) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     check_sizes(args)
-    if args.output is not None:
-        check_output(args.output, *PICTURES)
     costs = run_costs(args)
     if costs.is_measured:
         error = costs.measured[1]

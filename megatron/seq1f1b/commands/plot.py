@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..arguments.flags import value
 from ..planning.simulator.lowered import execute_lowered
 from ..report import plot_timelines, write_trace
 from ..schedule import (
@@ -36,7 +37,7 @@ from ..schedule import (
     write_csv,
     write_timeline,
 )
-from .parsing import PICTURES, Parser, amount, check_output, check_size, count
+from .parsing import PICTURES, Parser, amount, check_size, count, output_path
 
 # So many are drawn, or simulated, in half a minute; a figure of more shows nothing.
 MOST_ACTIONS = 200_000
@@ -77,9 +78,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     limit = "activation memory of a rank for auto; default: the peak of 1f1b"
     parser.add_argument("--memory-limit", type=amount, metavar="UNITS", help=limit)
     inches = "of a figure; default: 8, and 3.3 is one column of a paper"
-    parser.add_argument("--width", type=amount, default=8.0, metavar="INCHES", help=inches)
+    width = value(float, lambda width: 2 <= width <= 100, "not from 2 to 100")
+    parser.add_argument("--width", type=width, default=8.0, metavar="INCHES", help=inches)
     parser.add_argument("--no-labels", action="store_true", help="draw boxes without the numbers of micro-batches")
-    parser.add_argument("--output", type=Path, required=True, help="the file to write; its ending determines the form")
+    path = output_path(*PICTURES, ".trace.json", ".json", ".csv")
+    parser.add_argument("--output", type=path, required=True, help="the file to write; its ending determines the form")
     return parser.parse_args(argv)
 
 
@@ -125,11 +128,8 @@ def simulated(schedule: Schedule, costs: Costs, move: float) -> Timeline:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     output, name = args.output, args.output.name
-    check_output(output, *PICTURES, ".trace.json", ".json", ".csv")
     check_sources(args)
     family = args.pipeline_schedule or "1f1b"
-    if not 2 <= args.width <= 100:
-        raise ValueError(f"--width {args.width:g} is not from 2 to 100 inches")
     if args.memory_limit is not None and family != "auto":
         raise ValueError("--memory-limit is for --pipeline-schedule auto")
     if args.timeline:

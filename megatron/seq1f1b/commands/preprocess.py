@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from ..arguments.flags import value
 from ..ranks import end_with_parent
 from ..schedule import UNUSABLE, reason, written_whole
 from .parsing import Parser, count
@@ -61,7 +62,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--workers", type=count, default=cores, metavar="N", help="processes (default: one a core)")
     train = "first train a byte-level BPE of this size on the input and save it in the folder --tokenizer-model"
-    parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help=train)
+    size = value(int, lambda size: size >= SMALLEST_VOCABULARY, f"too small; bytes make {SMALLEST_VOCABULARY}")
+    parser.add_argument("--train-tokenizer", type=size, metavar="VOCAB_SIZE", help=train)
     args, of_tokenizer = parser.parse_known_args(argv)
 
     # Megatron's imports warn of optional packages and of a missing GPU, which are not used here.
@@ -97,8 +99,6 @@ def check(args: argparse.Namespace) -> None:
     if args.train_tokenizer is not None:
         if kind != "HuggingFaceTokenizer":
             raise ValueError(f"--train-tokenizer makes a HuggingFaceTokenizer; drop --tokenizer-type {kind}")
-        if args.train_tokenizer < SMALLEST_VOCABULARY:
-            raise ValueError(f"--train-tokenizer {args.train_tokenizer} is too small; bytes make {SMALLEST_VOCABULARY}")
         outputs.append(Path(args.tokenizer_model, "tokenizer.json"))
     existing = [path for path in outputs if path.exists()]
     if existing and not args.overwrite:

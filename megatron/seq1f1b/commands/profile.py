@@ -14,14 +14,13 @@ import logging
 import warnings
 from dataclasses import fields, replace
 from itertools import takewhile
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ..planning.costs.flops import pairs
 from ..planning.costs.machine import Device, Link, Machine, machine_names, read_machine
 from ..planning.costs.operations import flash_time, matmul_time
-from .parsing import Parser, check_output
+from .parsing import Parser, output_path
 
 if TYPE_CHECKING:
     from .profile_clock import Clock
@@ -38,9 +37,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__)
     names = ", ".join(machine_names())
     parser.add_argument("--machine", metavar="NAME", help=f"{names}, or a file; default: the nearest to this device")
-    parser.add_argument("--output", type=Path, default=Path("machine.toml"), help="a .toml; default: machine.toml")
+    parser.add_argument(
+        "--output", type=output_path(".toml"), default="machine.toml", help="a .toml; default: machine.toml"
+    )
     args = parser.parse_args(argv)
-    check_output(args.output, ".toml")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without
         from .profile_clock import Clock

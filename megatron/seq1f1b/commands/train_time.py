@@ -17,7 +17,7 @@ from ..planning.planner.time_to_train import LAWS, Training, soonest
 from ..planning.planner.way_out import way_out
 from ..report.text import aligned
 from .launch_flags import decided_flags
-from .model_flags import PRESETS, gpt_of, model_of, preset_words, read_model, training_flags
+from .model_flags import PRESETS, gpt_of, model_of, read_model, training_flags
 from .parsing import Parser, amount, count, count_up_to, with_values
 from .plan import add_machine, show
 from .plan_text import PARALLEL, parallel_sizes
@@ -26,7 +26,7 @@ from .plan_text import PARALLEL, parallel_sizes
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(__doc__)
     sizes = parser.add_mutually_exclusive_group(required=True)
-    sizes.add_argument("--model", metavar="NAME", help=", ".join(PRESETS))
+    sizes.add_argument("--model", choices=PRESETS, metavar="NAME", help=", ".join(PRESETS))
     of_size = "a GPT of about this size, 128 times as wide as deep"
     sizes.add_argument("--parameters", type=amount, metavar="P", help=of_size)
     parser.add_argument("--tokens", type=amount, required=True, metavar="D", help="to train on, such as 2e12; required")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--critical-batch-size", type=amount, metavar="TOKENS", help="your own, in place of the law's")
     parser.add_argument("--gpu-hour", type=amount, metavar="PRICE", help="of one GPU, for a column of costs")
     args = parser.parse_args(argv)
-    words = preset_words(args.model) if args.model else gpt_of(args.parameters).split()
+    words = (PRESETS[args.model] if args.model else gpt_of(args.parameters)).split()
     model, machine, law = model_of(read_model(words)), read_machine(args.machine), LAWS[args.critical_batch_law]
     parameters = parameters_of_model(model)
     largest = args.critical_batch_size or law.largest(parameters, args.tokens)

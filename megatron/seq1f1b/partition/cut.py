@@ -116,13 +116,8 @@ _WITHOUT_PROFILE = (
 def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     """Lengths in tokens of the segments of a sequence, first to last, multiples of `task.multiple_of`.
 
-    Raises ValueError for an unknown strategy, for fewer than one segment, for what the strategy needs and is not
-    given, and for a cut that would leave a segment empty.
+    Raises ValueError for what the strategy needs and is not given, and for a cut that would leave a segment empty.
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"--sequence-split-strategy {strategy} is unknown; choose one of {', '.join(STRATEGIES)}")
-    if task.num_segments is not None and task.num_segments < 1:
-        raise ValueError(f"--sequence-splits {task.num_segments} must be at least 1")
     needs = STRATEGIES[strategy].needs
     if (needs == "flops" and task.flops is None) or (STRATEGIES[strategy].needs_time and task.time is None):
         problem = _WITHOUT_PROFILE if needs == "measured time" else _WITHOUT_SIZES

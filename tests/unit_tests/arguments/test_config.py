@@ -215,7 +215,7 @@ def test_auto_is_the_best_of_all_numbers():
     "flags, sentence",
     [
         (["--sequence-splits", "20000"], "use at most 16384 segments"),
-        (["--sequence-splits", "0"], "at least 1"),
+        (["--sequence-splits", "0"], "'0' is neither a number of segments nor 'auto'"),
         (["--sequence-splits", "4", "--sequence-split-strategy", "profile"], "write a trace with --pipeline-trace"),
         (["--pipeline-placement", "v"], "is not for Megatron's own schedules; add --pipeline-schedule auto"),
         (

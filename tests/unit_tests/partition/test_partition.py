@@ -44,13 +44,6 @@ def test_a_sequence_that_is_no_multiple_is_refused(strategy):
         cut_sequence(strategy, Task(1001, 4, 8, time=TIME, flops=authors_flops(GPT_7B)))
 
 
-def test_unknown_strategy_and_no_segment_are_refused():
-    with pytest.raises(ValueError, match="choose one of even"):
-        cut_sequence("random", Task(1024, 4))
-    with pytest.raises(ValueError, match="at least 1"):
-        cut_sequence("even", Task(1024, 0))
-
-
 @pytest.mark.parametrize("text", ["[4096, 2048, 2048]", "4096 2048 2048", "4096,\n2048,  # the middle\n2048\n"])
 def test_lengths_from_a_file(tmp_path, text):
     path = tmp_path / "lengths"
