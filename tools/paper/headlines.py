@@ -10,7 +10,7 @@ from megatron.seq1f1b.schedule import Placement
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables
 from .flops import megatron_flops
-from .row import gpt, read
+from .row import fits, gpt, read
 
 
 def thirty_billion_at_64k() -> Iterator[str]:
@@ -28,7 +28,7 @@ def thirty_billion_at_64k() -> Iterator[str]:
             seq1f1b_tables.setup_of(model, 65536, 16, tensor, pipeline, method, chunks=chunks), machine
         )
         totals = [memory.total / GIB for memory in prediction.memory]
-        verdict = f"{prediction.tokens_per_second:.0f} tokens/s" if prediction.fits else "out of memory"
+        verdict = f"{prediction.tokens_per_second:.0f} tokens/s" if fits(prediction) else "out of memory"
         yield f"| {name} | {totals.index(max(totals))} | {max(totals):.1f} | {verdict} |"
 
 

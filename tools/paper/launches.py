@@ -12,7 +12,7 @@ from megatron.seq1f1b.planning.simulator.step import predict
 
 from . import megatron_tables, seq1f1b_tables, terapipe_tables, zero_bubble
 from .programs import PaperSetup
-from .row import Row, gpt, read, slug
+from .row import Row, fits, gpt, read, slug
 
 _TRAINING = (
     "--mock-data",
@@ -116,7 +116,7 @@ def predicted(launch: Launch) -> tuple[float, float, bool]:
     """Seconds of a step, GiB of the fullest device, and whether that fits."""
     assert launch.row.machine is not None
     prediction = predict(_setup(launch.row), launch.row.machine)
-    return prediction.seconds, max(each.total for each in prediction.memory) / 2**30, prediction.fits
+    return prediction.seconds, max(each.total for each in prediction.memory) / 2**30, fits(prediction)
 
 
 def _setup(row: Row) -> PaperSetup:

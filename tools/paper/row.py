@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from megatron.seq1f1b.planning.costs.machine import Machine
+from megatron.seq1f1b.planning.costs.machine import GIB, Machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.simulator.step import Prediction
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -16,6 +17,11 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 32768) -> ModelShape:
     """The sizes of the papers: a feed-forward block of four times the hidden size, heads that share it."""
     return ModelShape(layers, hidden, 4 * hidden, heads, hidden // heads, vocabulary)
+
+
+def fits(prediction: Prediction) -> bool:
+    """Whether it fits a device of its machine as a whole."""
+    return max(memory.total for memory in prediction.memory) <= prediction.machine.device.memory_gib * GIB
 
 
 @dataclass(frozen=True)

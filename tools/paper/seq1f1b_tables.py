@@ -13,7 +13,7 @@ from megatron.seq1f1b.planning.simulator.step import predict
 from megatron.seq1f1b.schedule import Placement, build
 
 from .programs import PaperSetup
-from .row import REFERENCE, Row, gpt, read
+from .row import REFERENCE, Row, fits, gpt, read
 
 # Kernels of Megatron's code of 2023 are fused by nvFuser, which PyTorch 2.2 no longer has.
 _PROGRAM = dict(overlaps_messages=False, concatenates_prefix=True, fuses_kernels=False, frees_late=True)
@@ -82,7 +82,7 @@ def throughput(folder: Path = REFERENCE) -> Iterator[Row]:
             f"{group}, {row['method']}",
             "tokens/s",
             None if published == "OOM" else float(published),
-            prediction.tokens_per_second if prediction.fits else None,
+            prediction.tokens_per_second if fits(prediction) else None,
             group=group,
             setup=setup,
             machine=machine,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
 
 from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, moved, partition_state
-from ..costs.machine import GIB, Machine
+from ..costs.machine import Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
 from ..costs.training_setup import TrainingSetup
@@ -35,11 +35,6 @@ class Prediction:
     def bubble(self) -> float:
         """Idle time over total time, from the first forward to the last backward of any rank."""
         return max(0.0, 1 - sum(self.busy) / (len(self.busy) * self.pipeline))
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits a device of the machine as a whole."""
-        return max(memory.total for memory in self.memory) <= self.machine.device.memory_gib * GIB
 
 
 def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = None) -> Prediction:
