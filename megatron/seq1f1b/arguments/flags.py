@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_rehearsal_arguments(group)
     for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, on which --help fails
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
-    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
+    parser.error = partial(refuse, parser)  # type: ignore[method-assign]
     return parser
 
 
@@ -301,7 +301,7 @@ def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     return parsed
 
 
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """In place of `ArgumentParser.error`, which prints the usage, several hundred lines, on every rank."""
     unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
     known = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []

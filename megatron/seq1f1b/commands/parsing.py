@@ -2,13 +2,12 @@
 
 import argparse
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from ..arguments.flags import value
+from ..arguments.flags import refuse, value
 from ..schedule import Shape
 
 # Endings of the pictures that matplotlib draws.
@@ -23,9 +22,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None, **options: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}; --help lists the flags.", file=sys.stderr)
-        raise SystemExit(2)
+    error = refuse
 
 
 def read_known(

@@ -84,10 +84,7 @@ def test_one_sentence(words, sentence, folder, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where tracebacks are written
     tool, *flags = words.replace("{text}", TEXT).replace("{}", str(folder)).replace("{small}", SMALL).split()
     before = {*folder.rglob("*")}
-    try:
-        code = run(tool, [*(PLAN if tool == "plan-split" else []), *flags])
-    except SystemExit as end:  # of the parser
-        code = end.code
+    code = run(tool, [*(PLAN if tool == "plan-split" else []), *flags])
     output = capsys.readouterr()
     assert code == 2
     assert output.err.startswith("error: ") and "Traceback" not in output.err and output.out == ""
