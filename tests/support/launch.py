@@ -85,17 +85,16 @@ def torchrun(
 
 
 class Launcher:
-    """Runs jobs in forks of one process that has imported Megatron, or torch alone, already (see zygote.py).
+    """Runs jobs in forks of one process that has imported Megatron already (see zygote.py).
 
     `packages` are folders of further packages for their ranks.
     """
 
-    def __init__(self, logs: Path, packages: Sequence[Path] = (), with_megatron: bool = True):
+    def __init__(self, logs: Path, packages: Sequence[Path] = ()):
         self._logs = logs
         self._jobs = 0
-        flags = [] if with_megatron else ["--without-megatron"]
         self._zygote = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py")), *flags],
+            [sys.executable, "-W", "ignore", str(Path(__file__).with_name("zygote.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -109,10 +109,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
 
-    if "--without-megatron" in sys.argv:
-        importlib.import_module("torch.distributed")
-    else:
-        import_megatron()
+    import_megatron()
     gc.collect()
     gc.freeze()  # so that the collections of the ranks leave the pages alone that they share
 

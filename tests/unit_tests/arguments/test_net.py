@@ -10,7 +10,6 @@ import pytest
 
 from megatron.seq1f1b.arguments import net
 from megatron.seq1f1b.arguments.net import Net, sentence_of
-from support.launch import Launcher
 
 
 @pytest.fixture(autouse=True)
@@ -104,50 +103,3 @@ def test_torchrun_is_given_the_error(tmp_path, monkeypatch):
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "RuntimeError: no data"
     assert message["extraInfo"]["py_callstack"].endswith("RuntimeError: no data\n")
-
-
-PROGRAM = """
-import os, sys, time
-from argparse import Namespace
-from megatron.seq1f1b.arguments.net import Net
-net = Net()
-sys.excepthook = net.caught
-net.connect()
-rank = int(os.environ["RANK"])
-if rank == 1:
-    os.dup2(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), 2)
-"""
-PROGRAMS = {
-    # Every rank makes the same mistake, one fails alone while another waits, one is interrupted.
-    "all": ("raise ValueError('no data')", "error: no data."),
-    "the last alone": (
-        "if rank == 1: raise ValueError('no data')\ntime.sleep(60)",
-        "error: no data (rank 1 on ",
-    ),
-    "the first alone": (
-        "if rank == 0: raise KeyError('x')\ntime.sleep(60)",
-        "error: KeyError: 'x'; the traceback is in",
-    ),
-    "interrupted": ("if rank == 1: raise KeyboardInterrupt\ntime.sleep(60)", "error: interrupted (rank 1 on "),
-    "other flags": (
-        "net.parsed(Namespace(distributed_timeout_minutes=1, rank=rank, folder=f'/node/{rank}', num_layers=rank + 1))\n"
-        "time.sleep(60)",
-        "error: the ranks disagree: --num-layers is 2 on rank 1, but 1 on rank 0; start all ranks with",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-    launcher = Launcher(tmp_path_factory.mktemp("logs"), with_megatron=False)
-    yield launcher
-    launcher.close()
-
-
-@pytest.mark.parametrize("body, sentence", PROGRAMS.values(), ids=PROGRAMS)
-def test_all_ranks_end_with_one_sentence_on_rank_0(launch, tmp_path, body, sentence):
-    (tmp_path / "program.py").write_text(PROGRAM + body)
-    job = launch(2, [tmp_path / "rank 1"], tmp_path / "program.py", watched=False)
-    assert job.log.startswith(sentence) and job.log.count("\n") == 1, job.log
-    assert (tmp_path / "rank 1").read_text() == ""
-    assert all(code > 0 for code in job.codes), job
