@@ -6,7 +6,7 @@ import pytest
 
 from check_cluster import Facts, hidden_gpus, verdict
 from support import launchers
-from support.launch import ENVIRONMENT
+from support.launch import ENVIRONMENT, ROOT
 
 
 def run(*flags, **variables):
@@ -50,10 +50,12 @@ def test_gpus_that_pytorch_does_not_see_are_trouble(driver, cuda, why):
     assert hidden_gpus(None, cuda, "2.13") is None
 
 
-def test_a_driver_that_is_too_old_is_no_ready_machine(tmp_path):
+def test_a_driver_that_is_too_old_is_no_ready_machine(launch, tmp_path):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 470.57.02\n")
     smi.chmod(0o755)
-    done = run("--folder", str(tmp_path), PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert done.returncode == 1 and done.stdout.endswith("verdict: not ready\n")
-    assert "trouble: rank 0" in done.stdout and "nvidia-smi lists GPUs (driver 470.57.02)" in done.stdout
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    script, flags = ROOT / "tools" / "check_cluster.py", ["--folder", tmp_path, "--megabytes", 1]
+    job = launch(2, flags, script, env={"PATH": path}, watched=False)
+    assert job.code == 1 and job.log.endswith("verdict: not ready\n")
+    assert "trouble: rank 0" in job.log and "nvidia-smi lists GPUs (driver 470.57.02)" in job.log

@@ -241,11 +241,11 @@ def training_on_eight(suite: Suite) -> dict:
 def trained_alike(suite: Suite, own: list[str], ours: dict[str, list[str]], ranks: int = 1) -> dict:
     """pretrain_gpt.py in bf16: losses of each of `ours` on `ranks` beside those of `own` on one, and norms of gradients
     in the first two steps, which differ where the first of a run is special."""
-    length = "64" if suite.tiny else "2048"
+    length, iterations = ("64", "3") if suite.tiny else ("2048", "10")
     flags = [
         *("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4"),
         *("--seq-length", length, "--max-position-embeddings", length, "--position-embedding-type", "rope"),
-        *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "10", "--lr", "1e-3"),
+        *("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", iterations, "--lr", "1e-3"),
         *("--attention-dropout", "0", "--hidden-dropout", "0", "--bf16", "--mock-data"),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--make-vocab-size-divisible-by", "64"),
         *("--disable-jit-fuser", "--num-workers", "0", "--log-interval", "1", "--eval-iters", "0"),
