@@ -21,7 +21,7 @@ from functional_tests.equality.cases import Case, Layout
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
 from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import BATCH, logged, run
-from megatron.seq1f1b.model import host_memory, latents
+from megatron.seq1f1b.model import host_memory, latents, loss_pieces
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.partition import balanced, packs_of_step
@@ -96,13 +96,14 @@ class Verdict:
 
 def patches_of(model: Model) -> list[Patch]:
     """What Megatron's recurrent layers compute in fp32 stays in fp64 where the model is in fp64: such rounding would
-    hide what an exact model is to show. Multi-latent attention keeps latents if the model requires it, whatever it
-    takes, and storages move however small they are."""
+    hide what an exact model is to show. However small they are, losses are computed in pieces, multi-latent attention
+    keeps latents if the model requires it, and storages move."""
 
     def unless_fp64(to_fp32):
         return lambda tensor: tensor if tensor.dtype == torch.float64 else to_fp32(tensor)
 
-    patches = [Patch("torch.Tensor.float", unless_fp64, "rounds", wraps=True)] * model.has_recurrent_layers
+    patches = [Patch(f"{loss_pieces.__name__}.WORTH", 1, "chooses by size")]
+    patches += [Patch("torch.Tensor.float", unless_fp64, "rounds", wraps=True)] * model.has_recurrent_layers
     patches += [Patch(f"{latents.__name__}.LARGEST_SHARE", inf, "chooses by size")] * model.keeps_latents
     return patches + [Patch(f"{host_memory.__name__}.SMALLEST", 1, "chooses by size")] * (model.offloads > 0)
 
@@ -202,8 +203,8 @@ def compare(
 
 
 def piece_of(case: Case, layout: Layout) -> int | None:
-    """A tenth of the logits of a micro-batch on a rank: 5 tokens or less. A step of one micro-batch keeps them all."""
-    return None if case.m == 1 else BATCH * SEQUENCE * VOCABULARY // (10 * layout.context * layout.tensor)
+    """A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all."""
+    return None if case.m == 1 else BATCH * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
 
 
 def segmentation(case: Case) -> Segmentation:
