@@ -1,6 +1,6 @@
 """Sliding windows and softmax sinks cut into segments against one softmax over the whole sequence."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -20,24 +20,31 @@ DOCUMENTS = {
 }
 
 
+def sinks():
+    return torch.nn.Parameter(torch.linspace(-1, 2, HEADS, dtype=torch.float64))
+
+
+@cache
+def whole(window, has_sink, documents):
+    """Query, key, value and the gradient of the output; and what one softmax makes of them, however they are cut."""
+    torch.manual_seed(1)
+    tensors, sink = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE)), sinks() if has_sink else None
+    references = expected(*tensors, window=window, sink=sink, documents=documents)
+    return tensors, [*references, sink.grad] if has_sink else references
+
+
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-@pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
+@pytest.mark.parametrize("has_sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("window", [None, 0, 7, 50])
 @pytest.mark.parametrize("lengths", CUTS, ids=str)
-def test_segments_equal_one_softmax(lengths, window, sink, documents, backend):
-    torch.manual_seed(len(lengths))
-    *tensors, grad = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE))
-    sinks = torch.nn.Parameter(torch.linspace(-1, 2, HEADS, dtype=torch.float64)) if sink else None
-
-    references = expected(*tensors, grad, window=window, sink=sinks, documents=documents)
-    if sink:
-        references.append(sinks.grad.clone())
-        sinks.grad = None
-    layer = attention(SIZE, window=window, sink=sinks, kernels=KernelChoice(backend))
+def test_segments_equal_one_softmax(lengths, window, has_sink, documents, backend):
+    (*tensors, grad), references = whole(window, has_sink, documents)
+    sink = sinks() if has_sink else None
+    layer = attention(SIZE, window=window, sink=sink, kernels=KernelChoice(backend))
     results = run(layer, tensors, grad, of_lengths(lengths, documents))
-    if sink:
-        results.append(sinks.grad)
+    if has_sink:
+        results.append(sink.grad)
 
     for result, reference in zip(results, references, strict=True):
         # A query that sees one key has no gradient, so errors are relative to the inputs, which are about 1.
@@ -80,8 +87,8 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
     for segment, _ in reversed(parts):
         outputs.pop().sum().backward()
         assert kept_tokens(layer.context) == segment.start
-        for cache in layer.context.kept():
-            assert [x._sum.untyped_storage().nbytes() for x in cache.rows] == [WINDOW * OF_TOKEN / 2] * 2
+        for kept in layer.context.kept():
+            assert [x._sum.untyped_storage().nbytes() for x in kept.rows] == [WINDOW * OF_TOKEN / 2] * 2
     layer.context.assert_empty()
 
 
