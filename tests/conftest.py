@@ -4,6 +4,7 @@
 unit_tests or functional_tests belongs to the tier of its folder unless it is marked `exhaustive`.
 """
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -15,6 +16,8 @@ import pytest
 from support.patience import slowness
 
 TIERS = ("unit", "functional", "exhaustive")
+# These take long, so that a worker that started one last would be the only one at work in the end.
+LONG = {"equality", "quickstart", "rehearsal", "seq1f1b_training", "slurm", "training_features", "transformer_engine"}
 # Megatron compiles an extension when a part of a layer is recomputed; other checkouts would compile it anew each time.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 
@@ -35,7 +38,12 @@ def tier_of(item: pytest.Item) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(tier_of(item))
-    items.sort(key=lambda item: TIERS.index(tier_of(item)))
+    items.sort(key=lambda item: (TIERS.index(tier_of(item)), item.path.stem.removeprefix("test_") not in LONG))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made stays, so collections of garbage need not look at it."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
