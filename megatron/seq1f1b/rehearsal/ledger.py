@@ -58,9 +58,9 @@ class Ledger(TorchDispatchMode):
     that its kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
     """
 
-    def __init__(self, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
+    def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
         super().__init__()
-        self._run = run or (lambda function, args, kwargs: function(*args, **kwargs))
+        self._run = run
         self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
         self._default = Category.ACTIVATIONS
         self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}

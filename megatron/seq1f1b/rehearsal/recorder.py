@@ -20,7 +20,7 @@ class StepRecorder(Ledger):
     """A ledger that takes the place of the tracer and of the recorder of a real step: the interpreter reports every
     action to it, and its moments take the place of time."""
 
-    def __init__(self, run: Callable[[Any, tuple, dict], Any] | None = None) -> None:
+    def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
         super().__init__(run)
         self.sent: list[Message] = []
         self.received: list[Message] = []  # in the order in which their receives are posted

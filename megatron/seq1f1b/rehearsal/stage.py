@@ -4,7 +4,6 @@ import gc
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,18 +27,16 @@ class _Ended(BaseException):
 class Stage:
     """One pipeline stage, which goes through Megatron's `pretrain` up to the end of its first step.
 
-    `watched(function, recorder)` makes a forward-backward function report its actions to the recorder. With
-    `is_fake=False` all tensors are real and the other ranks must run too, so that a real step can be counted.
+    `watched(function, recorder)` makes a forward-backward function report its actions to the recorder.
     """
 
-    def __init__(
-        self, args: Namespace, watched: Callable[[Callable, StepRecorder], Callable], is_fake: bool = True
-    ) -> None:
+    def __init__(self, args: Namespace, watched: Callable[[Callable, StepRecorder], Callable]) -> None:
         self._args = args
         self._watched = watched
-        self._is_fake = is_fake
-        run = ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
-        self.recorder = StepRecorder(run if is_fake else None)
+        self.recorder = StepRecorder(
+            ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
+        )
+        self._stand_ins = patches(args)
         self._num_parameters = self._num_layers = self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
@@ -52,7 +49,7 @@ class Stage:
             Patch("torch.UntypedStorage.resize_", self.recorder.counting_resize, counted, wraps=True),
             wrapping("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart"),
         )
-        with patched(table), patched(patches(self._args)) if self._is_fake else nullcontext():
+        with patched((*table, *self._stand_ins)):
             try:
                 pretrain()
             except _Ended:
@@ -72,16 +69,16 @@ class Stage:
             host_bytes=self._host_bytes,
         )
 
-    def _buffer(self, mapped_buffer: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
+    def _buffer(self, _: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
         self._host_bytes += num_bytes
         with self.recorder.paused():
-            return torch.empty(num_bytes, dtype=torch.uint8) if self._is_fake else mapped_buffer(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _set_up(self, set_up: Callable, *args: Any, **kwargs: Any) -> Any:
         self.recorder.begin("build", Category.TEMPORARY)
         with self.recorder:
             chunks, optimizer, scheduler = set_up(*args, **kwargs)
-        if self._is_fake and is_fused_on_gpu(self._args):
+        if is_fused_on_gpu(self._args):
             use_segment_attention(chunks)  # a GPU has fused attention for whole sequences, too
         gc.collect()
         self._label(chunks, optimizer)
@@ -126,17 +123,12 @@ class Stage:
             train_step(*step.args, **step.kwargs)
         raise _Ended
 
-    def _data(self, build: Callable, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def _data(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
         """The data iterators of the launch; their batches are not counted."""
-        if self._is_fake:
-            self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
-            return RerunDataIterator(self._uncounted(fake_batches(self._args))), None, None
-        train, valid, test = build(*args, **kwargs)
-        if train is not None:
-            train.iterable = self._uncounted(train.iterable)
-        return train, valid, test
+        self._args.do_train, self._args.do_valid, self._args.do_test = True, False, False
+        return RerunDataIterator(self.uncounted(fake_batches(self._args))), None, None
 
-    def _uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             with self.recorder.paused():
                 batch = next(batches)

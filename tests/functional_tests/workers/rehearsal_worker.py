@@ -16,13 +16,33 @@ import torch.distributed as dist  # noqa: E402
 from megatron.training import training  # noqa: E402
 
 from megatron.seq1f1b.executors import watched  # noqa: E402
+from megatron.seq1f1b.rehearsal.recorder import StepRecorder  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 
 
+class RealStage(Stage):
+    """Its tensors are real, and the other ranks run, too."""
+
+    def __init__(self, args, watched) -> None:
+        super().__init__(args, watched)
+        self.recorder, self._stand_ins = StepRecorder(lambda function, args, kwargs: function(*args, **kwargs)), ()
+
+    def _buffer(self, mapped_buffer, num_bytes):
+        self._host_bytes += num_bytes
+        with self.recorder.paused():
+            return mapped_buffer(num_bytes)
+
+    def _data(self, build, *args, **kwargs):
+        train, valid, test = build(*args, **kwargs)
+        if train is not None:
+            train.iterable = self.uncounted(train.iterable)
+        return train, valid, test
+
+
 def counted(pretrain, *args, **kwargs) -> None:
     """Megatron's `pretrain` up to the end of its first step; writes the rank's moments to the folder COUNTS."""
-    stage = Stage(megatron.training.get_args(), watched, is_fake=False)
+    stage = RealStage(megatron.training.get_args(), watched)
     Communicator.send = sending_copies(Communicator.send, stage.recorder)
     report = stage.run(partial(pretrain, *args, **kwargs))
     moments = [asdict(moment) for moment in report.moments]
