@@ -9,7 +9,6 @@ map can be stopped and continued, and grow. docs/planning.md lists what Megatron
 """
 
 import csv
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -24,7 +23,7 @@ from ..report.text import aligned
 from ..schedule import written_whole
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, count, count_up_to, output_path
-from .plan import add_machine
+from .plan import add_machine, show
 from .plan_text import short_name
 
 _KEY = ("model", "machine", "seq_length", "bandwidth", "gpus", "batch")
@@ -58,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         values = (args.model, machine.name, args.seq_length, f"{bandwidth:g}", devices, batch)
         cell = dict(zip(_KEY, map(str, values), strict=True))
         if _key(cell) not in known:
-            if sys.stderr.isatty():
-                print(f"\r{number} of {len(wanted)} cells", end="", file=sys.stderr, flush=True)
             host = machine.device.host_memory_gib
             asked = Question(
                 preset(args.model), _with(machine, bandwidth), devices, args.seq_length, batch, host_gib=host
@@ -68,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             cell |= dict(zip(_FOUND, found, strict=True))
             _append(cell, args.output)
         cells.append(known.get(_key(cell), cell))
+        show(number, len(wanted))
     head = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
     columns = ("bandwidth", "gpus", "batch", *_FOUND)
     print("\n".join(aligned([head, *([*(cell[name] for name in columns), str(gain_of(cell))] for cell in cells)])))

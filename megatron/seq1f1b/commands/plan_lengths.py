@@ -21,10 +21,7 @@ def read_histogram(path: Path) -> Mapping[int, int]:
     From text with a line `tokens,sequences`, or `tokens` alone, for each, where words make a line a comment; or from
     the .idx file of a corpus. Raises ValueError for anything else.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"--lengths {path} cannot be read ({error.strerror}); give a CSV or an .idx file") from error
+    content = path.read_bytes()
     if content.startswith(_INDEX):
         number = int.from_bytes(content[_HEADER - 16 : _HEADER - 8], "little")
         sizes = content[_HEADER : _HEADER + 4 * number]
