@@ -11,23 +11,3 @@ from .packed_documents import Documents
 from .prediction_heads import LookAhead, PredictionHeads
 from .segment import Segment, SegmentContext
 from .weight_gradient import WeightGradientStore
-
-__all__ = [
-    "PIECE",
-    "Documents",
-    "HostMemory",
-    "LookAhead",
-    "MovableResults",
-    "PredictionHeads",
-    "Segment",
-    "SegmentContext",
-    "WeightGradientStore",
-    "add_up_all_weight_gradients",
-    "attach",
-    "compute_loss_in_pieces",
-    "defer_weight_gradients",
-    "link_rate",
-    "local_hybrid_spec",
-    "refuse_attention_to_later_tokens",
-    "use_segment_attention",
-]

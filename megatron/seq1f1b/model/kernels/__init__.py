@@ -12,17 +12,3 @@ from .flash import CudaFlash
 from .interface import AttentionRule, DocumentKernel, Gradients, Kernel, Saved
 from .parts import on_parts
 from .unfused import default_generator
-
-__all__ = [
-    "AttentionRule",
-    "CudaFlash",
-    "DocumentKernel",
-    "Gradients",
-    "Kernel",
-    "KernelChoice",
-    "RunOnce",
-    "Saved",
-    "WithSink",
-    "default_generator",
-    "on_parts",
-]
