@@ -62,7 +62,7 @@ def run_of_arguments(args: Namespace) -> MegatronRun:
     batch, *share = (
         settings.get(name) or 0 for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")
     )
-    return _run(settings, max(1, batch // prod(share)) if all(share) else 1)
+    return run_of_settings(settings, max(1, batch // prod(share)) if all(share) else 1)
 
 
 def run_of_program(
@@ -93,7 +93,7 @@ def run_of_program(
         "padded_vocab_size": _attribute(chunks[0], "vocab_size"),
         "position_embedding_type": _attribute(chunks[0], "position_embedding_type"),
     }
-    return _run(settings, num_microbatches)
+    return run_of_settings(settings, num_microbatches)
 
 
 def _has_transformer_engine(chunk: "Module") -> bool:
@@ -109,7 +109,8 @@ def _attribute(chunk: "Module", name: str) -> Any:
         return None
 
 
-def _run(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
+def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
+    """The run of settings by the names of Megatron's arguments."""
     return MegatronRun(
         settings=MappingProxyType(settings),
         layers_per_stage=layers_per_stage(settings) if settings.get("padded_vocab_size") is not None else (),

@@ -12,9 +12,10 @@ of every stage and segment, messages left out. 'terapipe, free' is the dynamic p
 import argparse
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from ..arguments import MegatronRun
+from ..arguments.megatron_run import run_of_settings
 from ..arguments.sequence_partition import SequencePartition
 from ..partition import STRATEGIES, segment_times
 from ..planning.costs.training_setup import even_layers
@@ -67,18 +68,12 @@ def check_sizes(args: argparse.Namespace) -> None:
 
 def run_costs(args: argparse.Namespace) -> RunCosts:
     """The costs of the run that the flags describe, as training has them."""
-    tensor = args.tensor_model_parallel_size
-    run = MegatronRun(
-        settings_of(args) | {"recompute_granularity": "full" if args.recompute else None},
-        layers_per_stage=even_layers(args.num_layers, args.pipeline_model_parallel_size * args.num_virtual_stages),
-        sequence_length=args.seq_length,
-        num_microbatches=args.num_microbatches,
-        micro_batch_size=1,
-        pipeline_parallel_size=args.pipeline_model_parallel_size,
-        num_chunks=args.num_virtual_stages,
-        tensor_parallel_size=tensor,
-        segment_multiple=tensor if args.sequence_parallel else 1,
-    )
+    settings = settings_of(args) | {
+        "recompute_granularity": "full" if args.recompute else None,
+        "virtual_pipeline_model_parallel_size": args.num_virtual_stages,
+    }
+    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size * args.num_virtual_stages)
+    run = replace(run_of_settings(settings, args.num_microbatches), layers_per_stage=layers)
     return RunCosts(args, run)
 
 
