@@ -3,8 +3,7 @@
 Start with flags (ours), megatron_run (what Megatron is to train), supported (what goes together) and config.
 """
 
-from .config import PipelineConfig, pipeline_config, refuse_unsupported
+from .config import PipelineConfig, pipeline_config
 from .flags import AUTO, add_arguments, has_our_flags, parse_options
 from .megatron_run import MegatronRun, run_of_arguments, run_of_program
 from .naming import keywords_in_errors
-from .predictions import Predictions
