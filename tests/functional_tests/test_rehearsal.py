@@ -60,7 +60,10 @@ def stages_of(launch, world_size, *flags, output):
 def test_a_launch_on_eight_gpus(launch, tmp_path):
     parallel = ("--device", "cuda", "--tensor-model-parallel-size", 2, "--sequence-parallel", *TWO_STAGES)
     segments = ("--sequence-splits", 4, "--bf16", "--use-distributed-optimizer")
-    job = rehearse(launch, 8, *parallel, *segments, "--dry-run-output", tmp_path).check()
+    # What another package does, and what reads values.
+    of_cluster = f"""--save {tmp_path} --save-interval 1 --async-save --use-persistent-ckpt-worker --log-params-norm
+        --log-num-zeros-in-grad --check-weight-hash-across-dp-replicas-interval 1"""
+    job = rehearse(launch, 8, *parallel, *segments, *of_cluster.split(), "--dry-run-output", tmp_path).check()
     assert "on 8 GPUs (TP 2 × PP 2 × DP 2)" in job.log
     assert "Memory: fits. " in job.log and "both ends of each agree on their number, order" in job.log
     assert "Not proved by a rehearsal:" in job.log and "Transformer Engine's layers by Megatron's local" in job.log
@@ -216,7 +219,7 @@ UNITS = "--unit-tokens 48 --micro-batch-size 1 --calculate-per-token-loss --data
 # Flags, and what is reported besides the memory.
 LAUNCHES = {
     "allgather": (f"{EXPERTS} allgather", OF_EXPERTS),
-    "alltoall": (f"{EXPERTS} alltoall --moe-grouped-gemm", OF_EXPERTS),
+    "alltoall": (f"{EXPERTS} alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion", OF_EXPERTS),
     "v": (f"{SHARED} a2a {CHUNKS} --pipeline-placement v", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
     "prediction-heads": (f"{SHARED} all_gather --mtp-num-layers 1", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
     "units": (UNITS, ["in units of at most 48 tokens", "the first of a step but one."]),

@@ -145,6 +145,10 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
     A device is a thread that polls its sockets a hundred times a second, and torch makes one for each group. Megatron
     makes some thirty groups a rank: 60 groups take a fifth of a core while nothing happens, on a shared device less
     than a hundredth.
+
+    A group's collectives run in one thread, one after another. In torch's two they corrupt the heap when they end at
+    the same time: both write the name of the last one (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch
+    2.13), so overlapped gathers ended in "malloc(): unaligned tcache chunk detected" now and then.
     """
 
     class OnOneDevice(gloo):
@@ -152,7 +156,7 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
             options = gloo._Options()
             options._timeout = timeout
             options._devices = _devices_of(os.getpid())
-            options._threads = 2 * len(options._devices)  # as in torch
+            options._threads = 1
             super().__init__(store, rank, size, options)
 
     return OnOneDevice

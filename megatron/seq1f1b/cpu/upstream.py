@@ -20,6 +20,8 @@ FLAGS = (
     ("no_persist_layer_norm", True, "a CUDA kernel of Apex"),
     ("masked_softmax_fusion", False, "a CUDA kernel of Apex"),
     ("apply_rope_fusion", False, "a kernel of Transformer Engine"),
+    ("moe_permute_fusion", False, "a kernel of Transformer Engine"),
+    ("moe_router_fusion", False, "a kernel of Transformer Engine"),
     ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
 )
 _NEEDS_GPU = (

@@ -13,6 +13,17 @@ from typing import Any
 from ..patches import Patch, PatchTable, wrapping
 from ..report import plot_memory
 
+# Arguments of Megatron in a rehearsal, which reads no checkpoint and no values, writes no file and starts no process.
+_INSTEAD = {
+    "fake_process_group": True,
+    "rerun_mode": "disabled",
+    **dict.fromkeys(("load", "pretrained_checkpoint", "save"), None),
+    **dict.fromkeys(("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval"), None),
+    **dict.fromkeys(("async_save", "log_num_zeros_in_grad", "log_progress", "log_straggler", "profile"), False),
+    **dict.fromkeys(("run_workload_inspector_server", "tp_comm_overlap"), False),
+    # The step of the optimizer before the one that is rehearsed would gather what no forward waits for.
+    "overlap_param_gather_with_optimizer_step": False,
+}
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
 
@@ -95,7 +106,7 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
 
     launch = get_args()
     check(launch)
-    _drop_side_effects(launch)
+    vars(launch).update(_INSTEAD)
     stages = rehearse(
         lambda: Stage(launch, watched).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
     )
@@ -106,16 +117,6 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     for problem in report.problems:
         print(f"error: {problem}.", file=sys.stderr)
     raise SystemExit(1 if report.problems else 0)
-
-
-def _drop_side_effects(args: Namespace) -> None:
-    """A rehearsal reads no checkpoint and writes no file; it needs no other process."""
-    args.fake_process_group = True
-    args.rerun_mode = "disabled"
-    for name in ("load", "pretrained_checkpoint", "save", "gpu_sniff_test_interval"):
-        setattr(args, name, None)
-    for name in ("log_progress", "profile", "tp_comm_overlap", "log_straggler", "run_workload_inspector_server"):
-        setattr(args, name, False)
 
 
 def _ranks_of_first_pipeline(args: Namespace) -> range:

@@ -104,6 +104,8 @@ def stood_for(args: Namespace) -> list[str]:
                 "the fused rotary embedding by the local one, whose cosines and sines for queries and keys are counted "
                 f"here: {per_token * args.seq_length / MIB:.1f} MiB a layer and micro-batch that the GPU will not need"
             )
+        if replaced["moe_permute_fusion"]:
+            notes.append("the fused permutation of tokens by plain indexing")
         if set(getattr(args, "hybrid_layer_pattern", None) or "") & {"M", "G"}:
             notes.append("the kernels of recurrent layers by plain PyTorch, which keeps more for the backward")
         if replaced["gradient_accumulation_fusion"]:
