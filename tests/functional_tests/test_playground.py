@@ -9,7 +9,7 @@ import sys
 import pytest
 from playground import answer
 
-from support.browser import PATIENCE, browser, served
+from support.browser import PATIENCE, served
 from support.launch import ROOT
 
 READY = "document.getElementById('status').textContent !== 'Loading Python ...'"
@@ -66,8 +66,8 @@ def check(page, **settings) -> None:
 
 
 @pytest.mark.timeout(3 * PATIENCE)
-def test_sliders_draw_what_the_package_makes(site, tmp_path):
-    with browser(tmp_path) as page, served(site) as address:
+def test_sliders_draw_what_the_package_makes(site, page):
+    with served(site) as address:
         page.open(f"{address}/playground/#segments=2&attention=0")
         page.wait_for(READY)
         check(page, segments=2, attention=0)
@@ -94,8 +94,20 @@ def test_sliders_draw_what_the_package_makes(site, tmp_path):
 
 
 @pytest.mark.timeout(3 * PATIENCE)
-def test_on_a_phone_the_picture_stays_with_its_controls(site, tmp_path):
-    with browser(tmp_path) as page, served(site) as address:
+def test_a_load_that_fails_is_reported(site, page, tmp_path):
+    broken = tmp_path / "site"
+    shutil.copytree(site, broken)
+    (broken / "playground" / "schedule.zip").unlink()
+    with served(broken) as address:
+        page.open(f"{address}/playground/")
+        page.wait_for("document.getElementById('status').className === 'error'")
+        status = page.evaluate("document.getElementById('status').textContent")
+        assert status == "Python did not load or stopped: schedule.zip: 404. Reload the page to try again."
+
+
+@pytest.mark.timeout(3 * PATIENCE)
+def test_on_a_phone_the_picture_stays_with_its_controls(site, page):
+    with served(site) as address:
         page.resize(390, 844)
         page.open(f"{address}/playground/")
         page.wait_for("document.querySelector('canvas') !== null")
@@ -103,15 +115,3 @@ def test_on_a_phone_the_picture_stays_with_its_controls(site, tmp_path):
         in_the_middle = "Math.abs(document.getElementsByName('memory')[0].getBoundingClientRect().top - 422) < 60"
         page.wait_for(in_the_middle)  # scrolling is smooth
         assert 0 < page.evaluate("document.querySelector('canvas').getBoundingClientRect().top") < 422
-
-
-@pytest.mark.timeout(3 * PATIENCE)
-def test_a_load_that_fails_is_reported(site, tmp_path):
-    broken = tmp_path / "site"
-    shutil.copytree(site, broken)
-    (broken / "playground" / "schedule.zip").unlink()
-    with browser(tmp_path) as page, served(broken) as address:
-        page.open(f"{address}/playground/")
-        page.wait_for("document.getElementById('status').className === 'error'")
-        status = page.evaluate("document.getElementById('status').textContent")
-        assert status == "Python did not load or stopped: schedule.zip: 404. Reload the page to try again."
