@@ -45,6 +45,9 @@ def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
     return Patch(target, wrap, reason, wraps=True)
 
 
+# Packages that import nothing of Megatron.
+_WITHOUT_MEGATRON = sys.stdlib_module_names | {"torch"}
+
 # Patches that are applied, and undone, together.
 PatchTable = tuple[Patch, ...]
 
@@ -68,9 +71,13 @@ def patched_on(objects: Iterable[Any], table: Iterable[Patch]) -> ExitStack:
 
 
 def rebound(old: Any, new: Any) -> ExitStack:
-    """Bind every name in loaded modules that means `old`, by an earlier `from ... import`, to `new`."""
+    """Bind every name in loaded modules that means `old`, by an earlier `from ... import`, to `new`.
+
+    Not in modules of PyTorch and of the standard library, which are most.
+    """
+    modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in _WITHOUT_MEGATRON]
     with ExitStack() as undo:
-        for module in list(sys.modules.values()):
+        for module in modules:
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 if value is old:
                     undo.callback(setattr, module, name, old)
