@@ -42,6 +42,7 @@ def test_resident_memory_is_that_of_two_chunks_and_a_share(launch, tmp_path):
     """Of eight chunks and two replicas: at most 2/8 + 1/2 of all weights and gradients, in fp32. While a checkpoint is
     written no weights are there."""
     flags = ("--num-layers", 16, "--hidden-size", 256, "--train-iters", 2, "--save", tmp_path, "--save-interval", 2)
+    flags += ("--global-batch-size", 4)
     whole, partitioned = (
         measured(launch, tmp_path / str(len(more)), *flags, *more) for more in ((), ("--partition-state",))
     )
