@@ -12,6 +12,8 @@ from support.launch import TINY_GPT
 END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
+# Three chunks on a rank, which are gathered and reduced in turns.
+PARTITIONED = ("--pipeline-model-parallel-layout", "E|t|t|t|t|L", "--use-distributed-optimizer", "--partition-state")
 RESET = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 
 
@@ -71,8 +73,8 @@ def test_units_of_equal_size(launch, training):
     flags = [*training, "--dataloader-inter-document-masking", "--reset-position-ids", "--eod-mask-loss"]
     flags += ["--calculate-per-token-loss", "--micro-batch-size", "1"]
     whole = launch(2, [*flags, *PIPELINE, "--pipeline-schedule", "1f1b"]).check()
-    for layout in (PIPELINE, ("--overlap-grad-reduce",)):
-        cut = launch(2, [*flags, *layout, "--unit-tokens", "24"]).check()
+    for ranks, layout in ((2, PIPELINE), (2, ("--overlap-grad-reduce",)), (4, [*PIPELINE, *PARTITIONED])):
+        cut = launch(ranks, [*flags, *layout, "--unit-tokens", "24"]).check()
         assert cut.losses() == pytest.approx(whole.losses(), abs=1e-5)
         assert cut.losses("lm loss value") == pytest.approx(whole.losses("lm loss value"), abs=1e-5)
 

@@ -102,10 +102,9 @@ def _recomputes(module: str, settings: Mapping[str, Any]) -> bool:
     return settings.get("recompute_granularity") == "selective" and module in modules
 
 
-def _routes_by_the_crowd(settings: Mapping[str, Any]) -> bool:
+def _balances_by(settings: Mapping[str, Any]) -> set[str]:
     kinds = settings.get("moe_router_load_balancing_type") or ()
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    return not {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds)
+    return {kinds} if isinstance(kinds, str) else set(kinds)
 
 
 # The number of tokens that share a scale, for each --fp8-recipe that scales in blocks.
@@ -178,7 +177,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "--moe-router-load-balancing-type sinkhorn, quantile_balancing",
             _CROWD,
             "use --moe-router-load-balancing-type aux_loss",
-            _routes_by_the_crowd,
+            lambda settings: _balances_by(settings) & {"sinkhorn", "quantile_balancing"},
         ),
         Unsupported("--moe-enable-routing-replay", "replays the routes of whole micro-batches", "drop it"),
         Unsupported(
@@ -414,6 +413,12 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "needs equally many tokens on every rank, but units differ in length",
             "use --moe-token-dispatcher-type alltoall",
             _gathers_tokens,
+        ),
+        Unsupported(
+            "--moe-router-load-balancing-type global_aux_loss",
+            "waits in each forward for one of every replica, but units give replicas unequal numbers of them",
+            "use --moe-router-load-balancing-type aux_loss",
+            lambda settings: "global_aux_loss" in _balances_by(settings),
         ),
     ),
 }

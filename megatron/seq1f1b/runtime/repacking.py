@@ -21,6 +21,7 @@ from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator
 from .interpreter import Step
+from .partitioned_state import is_partitioned
 from .segmentation import Packing, Segmentation, document_starts, reads_data, segments_of, send_to_all_ranks
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,9 @@ class Repacking(Segmentation):
         lengths = _of_all_replicas(call, placement, list(map(_length, sequences)))
         firsts = list(accumulate(map(len, lengths), initial=0))
         flat = [length for each in lengths for length in each]
-        replica, alike = call.groups.dp.rank(), getattr(call.config, "expert_model_parallel_size", 1) > 1
+        # Replicas exchange tokens, or weights and gradients of chunks, within a step: after equally many actions.
+        alike = getattr(call.config, "expert_model_parallel_size", 1) > 1 or is_partitioned(call.chunks)
+        replica = call.groups.dp.rank()
         shares = self._pack(flat, len(lengths), alike)
         packs = shares[replica]
         if not call.forward_only:

@@ -99,6 +99,7 @@ SETTINGS = {
         "moe_token_dispatcher_type": "allgather",
         "expert_model_parallel_size": 2,
     },
+    "--moe-router-load-balancing-type global_aux_loss": {"moe_router_load_balancing_type": ["global_aux_loss"]},
     "--overlap-grad-reduce without --no-gradient-accumulation-fusion": {
         "overlap_grad_reduce": True,
         "gradient_accumulation_fusion": True,

@@ -20,6 +20,7 @@ def call_of(*batches, size=1, length=12, forward_only=False):
     alone = dist.group.WORLD
     return SimpleNamespace(
         config=SimpleNamespace(),
+        chunks=[SimpleNamespace()],
         iterators=[iter(batches)],
         num_microbatches=len(batches),
         micro_batch_size=size,

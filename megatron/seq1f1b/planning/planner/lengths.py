@@ -218,7 +218,7 @@ class UnitSearch:
         assert candidate.unit_tokens is not None
         flops = authors_flops(setup.model)
         steps = (*self.steps, self.fullest)
-        alike = setup.expert_parallel > 1
+        alike = setup.expert_parallel > 1 or setup.partitions_state
         return _packed(steps, candidate.unit_tokens, multiple, setup.data_parallel, flops, alike)
 
 
