@@ -97,12 +97,14 @@ class SegmentAttention(torch.nn.Module):
             call = _Call(call.kernel, segment, cache, partial(self.context.release, self, segment.microbatch))
         with self._random_numbers(rule):
             output = _Attend.apply(query, key, value, sink, call.cache and call.cache.take_prefix(), call)
-        if call.cache is not None and segment.is_last and not self.context.keeps_for_backward:
-            call.release()
-        elif isinstance(call.cache, WindowCache) and not torch.is_grad_enabled():
-            call.cache.trim(keeps_earlier=self.context.keeps_for_backward)
-        if call.cache is not None and segment.is_last and self.context.keeps_for_backward:
-            call.cache.rest(self.context.keep)
+        if call.cache is not None:
+            is_used_again = self.context.expects_backward(output)
+            if segment.is_last and not is_used_again:
+                call.release()
+            elif isinstance(call.cache, WindowCache) and not output.requires_grad:
+                call.cache.trim(keeps_earlier=is_used_again)
+            if segment.is_last and is_used_again:
+                call.cache.rest(self.context.keep)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:

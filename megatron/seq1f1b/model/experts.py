@@ -118,6 +118,8 @@ def _apply_balance(
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
     loss = _Product.apply(probabilities, tally, factor, release) / sequences
+    if segment.is_last and not context.expects_backward(loss):
+        context.release((router, balance), segment.microbatch)
     return router.attach_and_log_load_balancing_loss(
         probs,
         coefficient,

@@ -40,12 +40,13 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
     assert segment is not None, "outside segments a layer runs by itself"
     states: dict[int, State] = context.cache(layer, dict)  # after each segment, by its number
     output, state = _within_documents(recurrence, inputs, states.get(segment.index - 1), segment)
-    if not context.keeps_for_backward:
+    is_used_again = context.expects_backward(output)
+    if not is_used_again:
         states.pop(segment.index - 1, None)
     if not segment.is_last:
         release = partial(context.release, layer, segment.microbatch)
-        return _Leave.apply(output, segment, states, release, *state)
-    if not context.keeps_for_backward or segment.is_first:
+        return _Leave.apply(output, segment, states, is_used_again, release, *state)
+    if not is_used_again or segment.is_first:
         context.release(layer, segment.microbatch)
     return output
 
@@ -55,10 +56,16 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, segment: Segment, states: dict[int, State], release: Callable, *state: Tensor
+        ctx: Any,
+        output: Tensor,
+        segment: Segment,
+        states: dict[int, State],
+        is_used_again: bool,
+        release: Callable,
+        *state: Tensor,
     ) -> Tensor:
         # A repeated forward leaves the first state, which is in the next segment's graph.
-        states.setdefault(segment.index, tuple(x.detach().requires_grad_() for x in state))
+        states.setdefault(segment.index, tuple(x.detach().requires_grad_(is_used_again) for x in state))
         ctx.segment, ctx.states, ctx.release = segment, states, release
         return output.view_as(output)
 
@@ -68,7 +75,7 @@ class _Leave(torch.autograd.Function):
         grads = (x.grad for x in ctx.states.pop(ctx.segment.index))
         if ctx.segment.is_first:
             ctx.release()
-        return grad_output, None, None, None, *grads
+        return grad_output, None, None, None, None, *grads
 
 
 def _within_documents(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -81,6 +82,11 @@ class SegmentContext:
             yield
         finally:
             self.segment = self._checked_mask = None
+
+    def expects_backward(self, output: Tensor) -> bool:
+        """Whether a backward of the running segment passes through `output`: neither in an evaluation nor where all
+        weights below are frozen. A forward without gradients that is none of an evaluation will be repeated."""
+        return self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
 
     def check_mask(self, mask: Tensor) -> None:
         """Raise ValueError unless the mask of the running segment is causal; compared once for all layers."""

@@ -33,6 +33,19 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
     assert saved_bytes(1) == saved_bytes(2) == saved_bytes(4) == saved_bytes(7) == 256 * (4 * 4 * 16 + 4) * 4
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_nothing_is_kept_where_all_weights_below_are_frozen(window):
+    """No backward comes to release it."""
+    layer = attention(8, window=window)
+    whole = torch.randn(64, 1, 2, 8)
+    parts = []
+    for segment in segments_of([0, 16, 32, 64]):
+        with layer.context.running(segment, keeps_for_backward=True):
+            parts.append(layer(*[whole[segment.start : segment.end]] * 3))
+    layer.context.assert_empty()
+    assert torch.allclose(torch.cat(parts), layer(whole, whole, whole), atol=1e-6)
+
+
 def test_a_batch_that_was_not_cut_is_an_error():
     query = torch.randn(64, 1, 2, 8)
     layer = attention(8)
