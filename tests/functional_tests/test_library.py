@@ -7,6 +7,7 @@ import torch
 
 from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
 
+PARTITIONED = {"whole": (), "partitioned": ("partition_state=True",)}
 WORKER = Path(__file__).parent / "workers" / "library_worker.py"
 
 
@@ -60,6 +61,16 @@ def test_a_loop_that_compiles_megatrons_helpers_does_not_fail(launch, tmp_path):
     launch(1, script=script).check()
 
 
+def test_another_install_with_other_keywords_is_refused(launch, tmp_path):
+    """As the second of a program and its framework; one without keywords or with the same does nothing."""
+    script = tmp_path / "script.py"
+    calls = ("sequence_splits=2", "sequence_splits=2", "", "sequence_splits=4")
+    script.write_text("from megatron.seq1f1b import install\n" + "".join(f"install({each})\n" for each in calls))
+    job = launch(1, script=script)
+    assert job.code == 1 and "line 5" in job.log
+    assert "ValueError: install was called before with other keywords; call it once" in job.log
+
+
 @pytest.fixture(scope="module")
 def masked(launch, tmp_path_factory):
     """Megatron's own, with a mask that keeps documents apart."""
@@ -88,17 +99,27 @@ def test_documents_that_nobody_spoke_of_are_a_value_error(launch, tmp_path, docu
     assert sentence.endswith("for packed documents give keep_documents_apart, or drop sequence_splits")
 
 
+def steps_of_adam(launch, path, *options, **environment) -> list[tuple]:
+    """(losses and norms, weights, bytes of weights between steps) of each of four ranks after three steps."""
+    options = [path, "pipeline_schedule=breadth-first", "sequence_splits=2", *options]
+    launch(4, options, script=WORKER, env={"STEPS": "3"} | environment).check()
+    return [torch.load(f"{path}.{rank}") for rank in range(4)]
+
+
 def test_a_partitioned_state_trains_a_program_alike(launch, tmp_path):
     """Losses, norms and weights of three steps of Adam are the same numbers; between them no weights are there."""
-    found = []
-    for name in ("whole", "partition"):
-        options = ["pipeline_schedule=breadth-first", "sequence_splits=2", *[f"{name}_state=True"] * (name != "whole")]
-        launch(4, [tmp_path / name, *options], script=WORKER, env={"STEPS": "3"}).check()
-        found.append([torch.load(f"{tmp_path}/{name}.{rank}") for rank in range(4)])
+    found = [steps_of_adam(launch, tmp_path / name, *more) for name, more in PARTITIONED.items()]
     for (losses, weights, there), (same_losses, same_weights, same_there) in zip(*found, strict=True):
         assert there > 0 == same_there
         assert str(losses) == str(same_losses) and len(losses) == 3
         assert len(weights) > 10 and all(map(torch.equal, weights, same_weights))
+
+
+def test_a_partitioned_state_adds_up_the_gradients_of_two_calls(launch, tmp_path):
+    """In another order than a whole one."""
+    found = [steps_of_adam(launch, tmp_path / name, *more, CALLS="2") for name, more in PARTITIONED.items()]
+    for (losses, _, _), (same_losses, _, _) in zip(*found, strict=True):
+        assert [norm for _, norm in losses] == pytest.approx([norm for _, norm in same_losses], rel=1e-5)
 
 
 def assert_equal(ours: list[tuple], own: list[tuple]) -> None:

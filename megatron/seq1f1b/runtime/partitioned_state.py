@@ -159,16 +159,17 @@ class PartitionedChunk:
             self.finish_reduction()
             return
         for group in self._groups:
+            group.grad_reduce_finished = False  # after an earlier call Megatron would not wait again
             group.start_grad_sync()
 
     def finish_reduction(self) -> None:
-        """Keep the share of the reduced gradients."""
+        """Add the reduced gradients to the share of them, which may hold those of earlier calls."""
         if not self._is_reducing:
             return
         for group in self._groups:
             group.finish_grad_sync()
         for share in self.shares:
-            share.gradients.copy_(share.gradients_in_bucket)
+            share.gradients += share.gradients_in_bucket
         _empty(self._gradients)
         self._is_reducing = False
 
@@ -198,6 +199,7 @@ class PartitionedSync(GradientSync):
         self._reducing: PartitionedChunk | None = None
         for chunk, no_sync, state in zip(chunks, self._no_sync, self._states, strict=True):
             no_sync.enter_context(chunk.no_sync())  # so that Megatron's hooks never reduce
+            state.finish_reduction()  # of an earlier call for the same step of the optimizer
             state.release()
 
     def before_forward(self, chunk: int) -> None:
@@ -250,6 +252,7 @@ def patches() -> PatchTable:
             f"{_DDP}._start_bucket_group_param_sync", _unless_gathered_later, "gathers after the optimizer's step"
         ),
         wrapping(f"{_DDP}.finish_grad_sync", _finished, "takes gradients to be whole"),
+        wrapping(f"{_DDP}.zero_grad_buffer", _cleared, "leaves the shares of gradients"),
         wrapping(f"{_BUFFER}.reset", _unless_empty, "writes zeros to gradients that are not there"),
         wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
         wrapping(f"{_OPTIMIZER}._copy_model_grads_to_main_grads", _take_gradients, "reads whole gradients"),
@@ -301,6 +304,13 @@ def _finished(finish: Callable, ddp: Any, force_all_reduce: bool = False) -> Non
     ddp.partitioned_state.finish_reduction()
     for share in ddp.partitioned_state.shares:
         share.lend_gradients()  # until the optimizer takes them
+
+
+def _cleared(zero: Callable, ddp: Any) -> None:
+    ddp.partitioned_state.finish_reduction()
+    zero(ddp)
+    for share in ddp.partitioned_state.shares:
+        share.gradients.zero_()
 
 
 def _unless_empty(reset: Callable, buffer: Any) -> None:

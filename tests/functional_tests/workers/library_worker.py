@@ -4,8 +4,8 @@ Started on two ranks. Writes its reports and gradients to the file RESULT.RANK; 
 `install`. DOCUMENTS is how the program tells of documents, if it has any: by a `mask` in its batches that its model
 gets, by `cu_seqlens` in its batches, or by `packed_seq_params` for its model. With IMPORTED_BEFORE the program imports
 Megatron's function before it installs our schedules. With STEPS it trains so many steps of Adam, in fp32, with two
-model chunks on a rank and the distributed optimizer, and the file has its weights instead. Has nothing of
-megatron.training.
+model chunks on a rank and the distributed optimizer, each on the gradients of CALLS calls of Megatron's function, and
+the file has its weights instead. Has nothing of megatron.training.
 """
 
 import os
@@ -35,6 +35,7 @@ from functional_tests.equality.models import VOCABULARY, Model  # noqa: E402
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 DOCUMENTS = os.environ.get("DOCUMENTS")
 STEPS = int(os.environ.get("STEPS", 0))
+CALLS = int(os.environ.get("CALLS", 1))  # whose gradients a step of Adam adds up
 TYPE = torch.float32 if STEPS else torch.float64
 CHUNKS = 2 if STEPS else None
 STARTS = [[0, 5, 18], [0, 16, 31]]
@@ -51,8 +52,8 @@ def build(chunk: int | None = None) -> DistributedDataParallel:
     return DistributedDataParallel(config, DistributedDataParallelConfig(**options if STEPS else {}), model)
 
 
-def batches():
-    generator = torch.Generator().manual_seed(1)
+def batches(call: int = 0):
+    generator = torch.Generator().manual_seed(1 + call)
     for _ in range(MICROBATCHES):
         tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
         mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.6).double()
@@ -116,14 +117,17 @@ def train(chunks) -> None:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[batches() for _ in chunks],
-            model=chunks,
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
-        )
+        for call in range(CALLS):
+            for chunk in chunks:
+                chunk.config.finalize_model_grads_func = finalize_model_grads if call == CALLS - 1 else None
+            reports = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[batches(call) for _ in chunks],
+                model=chunks,
+                num_microbatches=MICROBATCHES,
+                seq_length=SEQUENCE,
+                micro_batch_size=BATCH,
+            )
         _, norm, _ = optimizer.step()
         losses.append(([report["loss"] for report in reports], norm))
     for chunk in chunks:
