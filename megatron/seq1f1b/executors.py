@@ -9,6 +9,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from megatron.core.utils import get_model_config
 
 from .arguments import MegatronRun, PipelineConfig, keywords_in_errors, run_of_program
 from .model import PIECE
@@ -49,7 +50,8 @@ def attention_kernel(config: PipelineConfig) -> str:
 class ProgramExecutor:
     """For a program without Megatron's arguments; called like Megatron's `forward_backward_func`.
 
-    `configure(run)` makes the configuration, in the first step, and raises ValueError for what is not supported;
+    `configure(run)` makes the configuration, in the first step, and raises ValueError for what is not supported, also
+    in the first step of every other model, which runs as the first one does;
     `keep_documents_apart` is for batches with `cu_seqlens` or a boolean `attention_mask`.
     """
 
@@ -57,14 +59,18 @@ class ProgramExecutor:
         self._configure = configure
         self._keep_documents_apart = keep_documents_apart
         self._run: Callable | None = None
+        self._checked: list[Any] = []  # the configurations of models
         self._training_steps = 0
 
     def __call__(self, *, model: Any, num_microbatches: int, seq_length: int | None = None, **step: Any) -> list[Any]:
         with keywords_in_errors():
-            if self._run is None:
+            of_model = get_model_config(model[0] if isinstance(model, list) else model)
+            if not any(of_model is each for each in self._checked):
                 size = step.get("micro_batch_size")
                 run = run_of_program(model, num_microbatches, seq_length, size, self._keep_documents_apart)
-                self._run = _executor(self._configure(run), lambda: self._training_steps)
+                config = self._configure(run)
+                self._run = self._run or _executor(config, lambda: self._training_steps)
+                self._checked.append(of_model)
             self._training_steps += not step.get("forward_only", False)
             return self._run(model=model, num_microbatches=num_microbatches, seq_length=seq_length, **step)
 

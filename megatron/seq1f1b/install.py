@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,8 @@ TESTED = ("0.19.0", "0.19.1", "0.19.2")
 def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags: Any) -> None:
     """Make Megatron in this process run our schedules; best called before a program imports Megatron.
 
-    Modules that have imported `get_forward_backward_func` by then get ours, too. Calling `install` again does nothing.
+    Modules that have imported `get_forward_backward_func` by then get ours, too. Calling `install` again does nothing,
+    and raises ValueError with other keywords.
 
     A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags` this happens in
     every script that has Megatron parse its arguments, at the latest when it calls `pretrain`. Without our schedule
@@ -65,7 +66,11 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     is_library = bool(flags) or keep_documents_apart
     options = parse_options(flags) if is_library else None
     is_rehearsal = not is_library and "--dry-run" in sys.argv[1:]
-    if _installed() is not None:
+    keywords = flags | {"keep_documents_apart": keep_documents_apart} if is_library else {}
+    before = _installed()
+    if before is not None:
+        if keywords not in ({}, before.keywords):
+            raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
         return
     net, patches = Net(), ExitStack()
     if not is_library:
@@ -83,7 +88,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
     check_version(version)
     upstream = schedules.get_forward_backward_func
-    overlay = Overlay(upstream, patches)
+    overlay = Overlay(upstream, patches, keywords)
     if is_library:
         from .executors import ProgramExecutor
 
@@ -202,10 +207,11 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 class Overlay:
     """Stands between Megatron and its schedules; keeps our configuration and executor from one call to the next."""
 
-    def __init__(self, upstream: Callable, patches: ExitStack) -> None:
+    def __init__(self, upstream: Callable, patches: ExitStack, keywords: Mapping[str, Any] | None = None) -> None:
         self.config: PipelineConfig | None = None
         self.executor: Callable | None = None
         self.patches = patches
+        self.keywords = keywords or {}  # of a program
         self._upstream = upstream
 
     def use(self, config: PipelineConfig) -> None:

@@ -8,6 +8,7 @@ forward when its first backward starts, so the division waits until then.
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_map
 
 from ..model import Segment
 from .loss_checks import LossChecks
+
+_OF_SEGMENTS = "; with --sequence-splits its report has to be a dictionary of the same numbers for every segment"
 
 
 class LossLedger:
@@ -65,6 +68,8 @@ class LossLedger:
             self._num_tokens[segment.microbatch].append(torch.as_tensor(num_tokens))
             if self._is_whole(segment):
                 return result
+            if not isinstance(report, dict):
+                raise ValueError(f"the loss function reports a {type(report).__name__}{_OF_SEGMENTS}")
             self._losses[segment.microbatch].append(loss.detach().clone())
             self._of_the_loss |= {name for name, value in report.items() if _share_memory(value, loss)}
             return loss, torch.ones_like(num_tokens), report
@@ -111,8 +116,11 @@ class LossLedger:
         if microbatch not in self._losses:
             return reports[0]
         merged = {}
-        for name in reports[0]:
-            values = torch.stack([_tensor(report[name]) for report in reports])
+        for name in dict.fromkeys(chain(*reports)):
+            try:
+                values = torch.stack([_tensor(report[name]) for report in reports])
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"the loss function reports {name!r}, which is no number{_OF_SEGMENTS}") from error
             is_number = values.shape[1] == 1
             merged[name] = self._number(name, values[:, 0], microbatch) if is_number else values.sum(dim=0)
         return merged

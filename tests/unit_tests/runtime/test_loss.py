@@ -112,6 +112,24 @@ def test_an_average_of_unknown_weight_is_refused():
         loss_func(output)
 
 
+@pytest.mark.parametrize(
+    "reports, words",
+    [
+        ([None], "the loss function reports a NoneType; with --sequence-splits its report has to be a dictionary of"),
+        ([{"a": 1.0, "b": "text"}] * 3, "reports 'b', which is no number; with --sequence-splits"),
+        ([{"a": 1.0}, {"a": 1.0}, {"a": 1.0, "b": 2.0}], "reports 'b', which is no number"),
+    ],
+)
+def test_a_report_that_cannot_be_merged_is_refused(reports, words):
+    ledger = LossLedger(per_token_loss=False)
+    with pytest.raises(ValueError, match=words):
+        for segment, report in zip(segments(0), reports, strict=False):
+            given = partial(lambda report, output: (output.sum(), torch.tensor(1), report), report)
+            output, loss_func = ledger.observe(lambda *_, given=given: (torch.ones(2), given), segment)()
+            ledger.reports_of(segment).append(loss_func(output)[2])
+        ledger.reports()
+
+
 @pytest.mark.parametrize("collect", [False, True])
 def test_outputs_of_any_structure_are_joined_along_the_tokens(collect):
     """Without a loss function, and by `non_loss_data`."""
