@@ -51,6 +51,8 @@ def _tell_what_changes(namespace):
             if name == "transformer_impl":
                 raise SystemExit(_NEEDS_GPU if is_rank_0() else 1)
             _tell_once(f"{flag} {asked} becomes {value} on the CPU: {reason}")
+    if namespace.profile and not namespace.use_pytorch_profiler:  # ends the program at --profile-step-start
+        raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
     if namespace.flash_attention_version is not None:
         _tell_once("--flash-attention-version has no effect on the CPU: it names CUDA kernels")
 

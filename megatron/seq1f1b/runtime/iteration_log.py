@@ -47,7 +47,8 @@ def print_rank_last(
         words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
         words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
     upstream(message + "".join(f" {each} |" for each in words))
-    if iteration % flags.tensorboard_log_interval == 0:
+    interval = flags.tensorboard_log_interval  # may be 0 without writers
+    if interval and iteration % interval == 0:
         _write(values, iteration)
 
 

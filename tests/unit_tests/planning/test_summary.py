@@ -95,3 +95,6 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     assert written["idle-share"] == pytest.approx(0.375) and written["iteration"] == 3
     assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
     assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
+    args.tensorboard_log_interval, written = 0, {}  # as Megatron takes it where nothing is written
+    iteration_log.print_rank_last(lambda: args, lambda: readings[0], lines.append, LINE.format("1.5"))
+    assert lines[-1] == line and not written
