@@ -12,7 +12,7 @@ def parse(monkeypatch, *flags: str, **asked) -> Namespace:
     """The arguments of a script that parses twice, as Megatron's own does."""
     defaults = {name: value for name, value, _ in upstream.FLAGS} | {"transformer_impl": "transformer_engine"}
     monkeypatch.setattr(sys, "argv", ["script", *flags])
-    given = defaults | {"flash_attention_version": None} | asked
+    given = defaults | {"flash_attention_version": None, "profile": False} | asked
     parsed = [upstream.parse_with_cpu_defaults(lambda: Namespace(**given)) for _ in range(2)]
     return parsed[1]
 
