@@ -223,6 +223,7 @@ LAUNCHES = {
     "v": (f"{SHARED} a2a {CHUNKS} --pipeline-placement v", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
     "prediction-heads": (f"{SHARED} all_gather --mtp-num-layers 1", ["(TP 1 × PP 2 × CP 2 × DP 1)"]),
     "units": (UNITS, ["in units of at most 48 tokens", "the first of a step but one."]),
+    "megatrons-own": ("", ["Megatron's own 1F1B", "both ends of each agree on their number, order"]),
     "hybrid": (HYBRID, ["the kernels of recurrent layers by plain PyTorch, which keeps more for the backward."]),
 }
 
@@ -232,7 +233,7 @@ def test_what_is_not_a_plain_gpt(launch, name):
     words, found = LAUNCHES[name]
     is_hybrid = name == "hybrid"  # its pattern has the number of layers
     flags = [*MODEL[2 * is_hybrid :], *TWO_STAGES, "--device", "cuda", "--bf16", *words.split()]
-    flags += [] if name == "units" else ["--sequence-splits", 2]
+    flags += [] if name in ("units", "megatrons-own") else ["--sequence-splits", 2]
     script = ROOT / ("pretrain_hybrid.py" if is_hybrid else "pretrain_gpt.py")
     log = launch(1, [*flags, "--dry-run"], script, env={"WORLD_SIZE": "4"}, timeout=400).check().log
     assert all(each in log for each in ("Memory: fits. ", *found)), log[-3000:]
@@ -264,7 +265,7 @@ def test_a_launch_that_does_not_fit_fails(launch):
     "words, code, found",
     [
         (["--seq-length", "128", "--num-layers", "2"], 0, ["Rehearsed: 2 layers of ", "Memory: fits."]),
-        (["--sequence-split-strategy", "uniform_comp", "--sequence-splits", "0"], 2, ["error: --sequence-splits"]),
+        (["--sequence-split-strategy", "uniform_comp", "--sequence-splits", "0"], 2, ["argument --sequence-splits"]),
     ],
     ids=["fits", "refused"],
 )

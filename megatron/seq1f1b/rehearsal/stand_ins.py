@@ -220,6 +220,10 @@ def _fused_norm(rows: Tensor, shape: Any, weight: Tensor | None = None, eps: flo
     return _FusedNorm.apply(rows, weight)
 
 
+def _one_after_the_other(operations: list[dist.P2POp]) -> list[Any]:
+    return [each.op(each.tensor, each.peer, each.group) for each in operations]
+
+
 def _gathered_apart(_: Any, shape: tuple[int, ...], dtype: torch.dtype, *__: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
 
@@ -240,6 +244,7 @@ _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 _FOR_FAKES = (
     wrapping("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check"),
     wrapping("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks"),
+    Patch("torch.distributed.batch_isend_irecv", _one_after_the_other, "looks for what batches tensors of a device"),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),
     *(Patch(f"torch.distributed.{name}", _nothing, "sends and reads sizes") for name in _OBJECTS),
     Patch("megatron.core.optimizer.optimizer.get_grad_norm_fp32", lambda *_, **__: math.nan, "reads every gradient"),
