@@ -7,7 +7,6 @@ line from standard input, as JSON, and answers each with the exit codes of its r
 import argparse
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -22,7 +21,8 @@ import signal
 import sys
 import time
 
-PR_SET_PDEATHSIG = 1
+from megatron.seq1f1b.ranks import end_with_parent
+
 # What every rank would import otherwise.
 COMMON = (
     "megatron.core.datasets.blended_megatron_dataset_builder",
@@ -39,7 +39,7 @@ COMMON = (
 def run_rank(rank: int, job: dict) -> None:
     """What torchrun starts: ``job["script"]`` as a program, with the environment of one rank."""
     os.setpgid(0, 0)  # of all that it starts
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
