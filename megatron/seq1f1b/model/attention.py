@@ -164,7 +164,9 @@ class _Attend(torch.autograd.Function):
         prefix: Tensor | None,
         call: _Call,
     ) -> Tensor:
+        query = query.contiguous()  # a view would keep all that the projection computed
         if call.cache is None:
+            key, value = key.contiguous(), value.contiguous()
             output, statistics = call.kernel.forward(query, key, value)
             ctx.save_for_backward(query, output, *statistics, key, value)
         else:
