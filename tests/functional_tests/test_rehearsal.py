@@ -1,16 +1,22 @@
 """`--dry-run` from end to end: it starts, counts what a real step takes, and fails as a real launch does."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.seq1f1b import commands
+from megatron.seq1f1b.commands import plan
 from megatron.seq1f1b.commands.model_flags import preset
+from megatron.seq1f1b.planning.costs.machine import GIB
 from megatron.seq1f1b.planning.costs.step_memory import host_bytes, rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build, units_to_move, with_moves
 from support.checks import few_of
-from support.launch import ROOT
+from support.launch import PRETRAIN, ROOT
 from support.launchers import started
 
 # Long enough for activations to outweigh what is the same for any length.
@@ -185,9 +191,34 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
         planned = rank_memory(setup, with_moves(order, units_to_move(order, float(share))), rank)
         counted = fullest(rehearsed["moments"])["in all"]
         assert planned.total - planned.reserved == pytest.approx(counted, rel=0.02), rank
-        if recompute == ALL_BUT_ATTENTION:  # otherwise the stand-in for fused rotary positions is on the host, too
-            away = host_bytes(setup, with_moves(order, units_to_move(order, float(share))))
-            assert away == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
+        away = host_bytes(setup, with_moves(order, units_to_move(order, float(share))))
+        assert away == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
+
+
+def test_a_plan_that_moves_activations_fits_its_rehearsal(launch, tmp_path, monkeypatch, capsys):
+    """GELU with biases on two devices that only a pipeline can share: nine heads, and an odd number of tokens."""
+    jobs = []
+
+    def run(command, env):
+        flags = [*command[2:], "--device", "cuda", "--dry-run-output", tmp_path]
+        jobs.append(launch(1, flags, Path(command[1]), env={"WORLD_SIZE": env["WORLD_SIZE"]}, timeout=400))
+        return SimpleNamespace(returncode=jobs[0].code)
+
+    monkeypatch.setattr(plan.subprocess, "run", run)
+    words = f"""--gpus 2 --machine h100-80gb --device-memory 20 --host-memory 40 --best 1 --rehearse {PRETRAIN}
+        --num-layers 8 --hidden-size 1152 --num-attention-heads 9 --vocab-size 4095 --seq-length 262143
+        --max-position-embeddings 262143 --position-embedding-type rope --untie-embeddings-and-output-weights
+        --global-batch-size 1 --bf16 --attention-dropout 0 --hidden-dropout 0 --mock-data
+        --tokenizer-type NullTokenizer --train-iters 5 --lr 1e-3 --eval-iters 0 --num-workers 0
+        --no-create-attention-mask-in-dataloader"""
+    code, printed = commands.main(["plan", *words.split()]), capsys.readouterr().out
+    assert code == 0 and "Memory: fits. " in jobs[0].log, jobs[0].log[-3000:]
+    of_host = float(re.search(r"^ *1 .* (\S+)$", printed, re.MULTILINE)[1])
+    planned = re.findall(r"= (\S+) weights, gradients, optimizer \+ (\S+) activations", printed)
+    stages = json.loads((tmp_path / "rehearsal.json").read_text())["pipeline_ranks"]
+    counted = [(stage["needed"] - stage["outside"]) / GIB for stage in stages]
+    assert [sum(map(float, each)) for each in planned] == pytest.approx(counted, rel=0.02)
+    assert 0 < of_host == pytest.approx(max(stage["host_bytes"] for stage in stages) / GIB, rel=0.02)
 
 
 def test_recomputed_parts(launch, tmp_path):

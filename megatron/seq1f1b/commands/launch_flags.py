@@ -28,7 +28,7 @@ _MOST_ACTIONS = 1_000_000
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a launch. Unknown flags are passed over; a flag that is not given is None."""
-    return read_known(words, add_every_model_flag, _add_decided)[0]
+    return read_known(words, add_every_model_flag, _add_positions, _add_decided)[0]
 
 
 def undecided(words: Sequence[str]) -> list[str]:
@@ -38,7 +38,7 @@ def undecided(words: Sequence[str]) -> list[str]:
 
 def unread(words: Sequence[str]) -> list[str]:
     """The flags of a launch that change nothing in a prediction, each with its values."""
-    return with_values(read_known(words, add_every_model_flag, _add_decided)[1])
+    return with_values(read_known(words, add_every_model_flag, _add_positions, _add_decided)[1])
 
 
 def model_sizes_in(words: Sequence[str]) -> list[str]:
@@ -161,6 +161,11 @@ def _stages_of(layout: str) -> list[str]:
     """The stages of --pipeline-model-parallel-layout, with what Megatron lets a user repeat written out."""
     layout = re.sub(r"\(([^)]*)\)\*(\d+)|(\w|\|)\*(\d+)", lambda m: (m[1] or m[3]) * int(m[2] or m[4]), layout)
     return layout.replace(",", "").split("|")
+
+
+def _add_positions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--max-position-embeddings", type=count)
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:

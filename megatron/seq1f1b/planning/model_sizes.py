@@ -42,9 +42,15 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         expert_layers=expert_layers,
         prediction_depth=settings.get("mtp_num_layers") or 0,
         has_biases=bool(settings.get("add_bias_linear")),
+        learned_positions=_learned_positions(settings),
         **_window(settings),
         **_hybrid(settings),
     )
+
+
+def _learned_positions(settings: Mapping[str, Any]) -> int:
+    is_learned = settings.get("position_embedding_type") == "learned_absolute"
+    return settings.get("max_position_embeddings") or 0 if is_learned else 0
 
 
 def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:

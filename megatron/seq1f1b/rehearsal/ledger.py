@@ -109,6 +109,15 @@ class Ledger(TorchDispatchMode):
 
         return counted
 
+    def as_one_kernel(self, function: Callable, *args: Any, **options: Any) -> Any:
+        """Call a function that a GPU runs as one kernel: of what it allocates, only what it leaves behind counts."""
+        events = self._moments[-1][1]
+        first = len(events)
+        result = function(*args, **options)
+        born, died = ({each for each, sign in events[first:] if sign == wanted} for wanted in (1, -1))
+        events[first:] = [event for event in events[first:] if event[0] not in born & died]
+        return result
+
     def moments(self) -> list[Moment]:
         """All moments in order."""
         held, in_all, found = dict.fromkeys(Category, 0), 0, []

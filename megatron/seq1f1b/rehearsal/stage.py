@@ -36,7 +36,7 @@ class Stage:
         self.recorder = StepRecorder(
             ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
         )
-        self._stand_ins = patches(args)
+        self._stand_ins = patches(args, self.recorder.as_one_kernel)
         self._num_parameters = self._num_layers = self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..model import Documents
 from ..model.kernels import CudaFlash
 from ..patches import Patch, PatchTable, wrapping
-from ..planning.costs.machine import MIB
 from ..runtime.call import Call
 
 _SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest
@@ -98,12 +97,6 @@ def stood_for(args: Namespace) -> list[str]:
             notes.append("Transformer Engine's layers by Megatron's local ones, which keep as much for the backward")
             if args.moe_grouped_gemm:
                 notes.append("grouped products of experts (--moe-grouped-gemm) by one expert after another")
-        if args.position_embedding_type == "rope" and replaced["apply_rope_fusion"]:
-            per_token = 4 * (4 if precision == "fp32" else 2) * int(args.kv_channels * args.rotary_percent)
-            notes.append(
-                "the fused rotary embedding by the local one, whose cosines and sines for queries and keys are counted "
-                f"here: {per_token * args.seq_length / MIB:.1f} MiB a layer and micro-batch that the GPU will not need"
-            )
         if replaced["moe_permute_fusion"]:
             notes.append("the fused permutation of tokens by plain indexing")
         if set(getattr(args, "hybrid_layer_pattern", None) or "") & {"M", "G"}:
@@ -167,11 +160,18 @@ def _sequences_of_step(
     }
 
 
-def patches(args: Namespace) -> PatchTable:
-    """What is bound while a stage runs on fake tensors; includes the kernels of a GPU if the launch is for GPUs."""
+def patches(args: Namespace, as_one_kernel: Callable) -> PatchTable:
+    """What is bound while a stage runs on fake tensors; includes the kernels of a GPU if the launch is for GPUs.
+
+    `as_one_kernel(function, ...)` calls a function that a GPU runs as one kernel.
+    """
     if args.device == "cpu":
         return _FOR_FAKES
-    return _FOR_FAKES + _AS_ON_A_GPU + (_AS_WITH_TE if _has_transformer_engine(args) else ())
+    fused = _AS_WITH_FUSED_POSITIONS if args.replaced_on_cpu["apply_rope_fusion"] else ()
+    compiled = tuple(
+        wrapping(name, as_one_kernel, "is not compiled here, and leaves temporaries") for name in _COMPILED
+    )
+    return _FOR_FAKES + _AS_ON_A_GPU + compiled + fused + (_AS_WITH_TE if _has_transformer_engine(args) else ())
 
 
 def _fake_group(new_group: Callable, *args: Any, **options: Any) -> Any:
@@ -218,6 +218,26 @@ class _FusedNorm(torch.autograd.Function):
 
 def _fused_norm(rows: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return _FusedNorm.apply(rows, weight)
+
+
+class _FusedPositions(torch.autograd.Function):
+    """Rotary positions that keep the angles, which all layers share, like the kernel of Transformer Engine.
+
+    Megatron's own code keeps cosines and sines for each layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(grad), None
+
+
+def _fused_positions(rows: Tensor, angles: Tensor, **_: Any) -> Tensor:
+    return _FusedPositions.apply(rows, angles)
 
 
 def _one_after_the_other(operations: list[dist.P2POp]) -> list[Any]:
@@ -278,10 +298,28 @@ _AS_ON_A_GPU = (
     Patch("torch.nn.functional.rms_norm", _fused_norm, "keeps more than the kernels of a GPU do"),
 )
 
+_AS_WITH_FUSED_POSITIONS = (
+    Patch(
+        "megatron.core.models.common.embeddings.rope_utils._apply_rotary_pos_emb_bshd",
+        _fused_positions,
+        "keeps cosines and sines for each layer",
+    ),
+)
+
 _AS_WITH_TE = (
     Patch(
         "megatron.core.utils.GlobalMemoryBuffer.get_tensor",
         _gathered_apart,
         "keeps a buffer for the gathered input of a linear layer, which Transformer Engine allocates for the call",
     ),
+)
+
+# What Megatron compiles for a GPU.
+_COMPILED = tuple(
+    f"megatron.core.fusions.fused_bias_{name}"
+    for name in (
+        *("gelu.bias_gelu", "gelu.bias_gelu_back"),
+        *(f"swiglu.{of}swiglu{back}" for of in ("", "bias_", "weighted_") for back in ("", "_back")),
+        "dropout.bias_dropout_add_fused_train",
+    )
 )

@@ -40,6 +40,19 @@ def test_the_highest_of_several_peaks_counts():
     del other, last
 
 
+def test_of_one_kernel_only_what_it_leaves_behind_counts():
+    def doubled(tensor):
+        terms = storage(50), storage(60)
+        return tensor + tensor, terms[0][:0]
+
+    with counting() as ledger:
+        given = storage(10)
+        result = ledger.as_one_kernel(doubled, given)
+        storage(5)
+    assert moments_of(ledger)["F"].peak_bytes == 10 + 10 + 50 + 5
+    del result
+
+
 def test_a_label_holds_from_birth_on_for_the_storage_of_a_view():
     with counting() as ledger:
         kept = {"of a segment": storage(100), "other": storage(1)}

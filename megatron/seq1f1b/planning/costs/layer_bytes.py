@@ -130,10 +130,9 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
 # Bytes of a logit: in 16 bit, and its exponential in 32 bit, which is computed in place. The exponential is kept for
 # the backward, which makes a gradient in 16 bit of it for the weight gradients.
 _LOGIT, _LOGIT_KEPT, _LOGIT_KEPT_FOR_WEIGHTS = 6, 4, BYTES
-# Logits of a piece, and the most logits of a micro-batch that are kept, as in model/loss_pieces.py. A piece has as many
-# bytes as above in the forward, and gradients in 32 bit in the backward.
+# Logits of a piece, and the most logits of a micro-batch that are kept, as in model/loss_pieces.py.
 PIECE = 2**26
-MOST_KEPT, _LOGIT_BACKWARD = 8 * PIECE, 8
+MOST_KEPT = 8 * PIECE
 
 
 def logits(setup: TrainingSetup, length: int) -> float:
@@ -148,31 +147,35 @@ def keeps_logits(setup: TrainingSetup) -> bool:
 
 
 def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
-    """What the loss of a segment keeps for its backward, or for its weight gradients alone: logits.
-
-    In pieces, the backward needs hidden states before and after the last norm and a number for each token, and the
-    weight gradients need nothing.
-    """
+    """What the loss of a segment keeps for its backward, or for its weight gradients alone: logits, or of pieces a
+    number for each token."""
     if keeps_logits(setup):
         return (_LOGIT_KEPT_FOR_WEIGHTS if for_weights else _LOGIT_KEPT) * logits(setup, length)
-    if for_weights:
-        return 0.0
-    heads = 1 + setup.model.prediction_depth
-    return heads * (2 * whole_input(setup, length) / setup.token_shares + 4 * setup.rows(length))
+    return 0.0 if for_weights else 4 * (1 + setup.model.prediction_depth) * setup.rows(length)
+
+
+def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
+    """Hidden states before and after the last norm. Weight gradients need the latter, unless they are those of pieces,
+    which are computed with the input gradients."""
+    of_each = (1 + setup.model.prediction_depth) * whole_input(setup, length) / setup.token_shares
+    return (keeps_logits(setup) if for_weights else 2) * of_each
 
 
 @singledispatch
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
     """Logits, and what the loss makes of them, at their most.
 
-    The backward of a piece makes a gradient of the projection to the vocabulary, beside the sum of those before it.
+    The backward of a piece computes its logits again, and then a gradient of the projection to the vocabulary, beside
+    the sum of those before it and the gradients of hidden states.
     """
     of_segment = logits(setup, length)
     if keeps_logits(setup):
         return _LOGIT * of_segment
+    of_piece, weights = min(PIECE, of_segment), BYTES * setup.embedding_parameters
     if is_forward:
-        return _LOGIT * min(PIECE, of_segment)
-    return _LOGIT_BACKWARD * min(PIECE, of_segment) + (1 + (of_segment > PIECE)) * BYTES * setup.embedding_parameters
+        return _LOGIT * of_piece
+    before = (of_segment > PIECE) * weights + whole_input(setup, length) / setup.token_shares
+    return before + max(_LOGIT * of_piece, _LOGIT_KEPT_FOR_WEIGHTS * of_piece + weights)
 
 
 def whole_input(setup: TrainingSetup, length: int) -> float:
@@ -188,35 +191,47 @@ def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> 
 
 @lru_cache(maxsize=1 << 16)
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """Blocks go backward in reverse. Beside each is what it and earlier ones kept, or compute again."""
+    """Blocks go backward in reverse, beside what they and earlier ones kept or compute again."""
     whole, rows = whole_input(setup, end - start), setup.rows(end - start)
     residual = whole / setup.token_shares
-    products = whole * (2 if setup.token_shares > 1 else 1)
-    again = most = 0.0
     with_modules, without = (
         [size for _, size in _kept_of_blocks(each, layer, rows, residual)]
         for each in (replace(setup, recompute="none"), setup)
     )
-    for block, *sizes in zip(blocks_of(setup.model, layer), with_modules, without, strict=True):
-        kept = rows * block.kept / setup.tensor_parallel
-        if setup.recomputes_layers:
-            again += 2 * residual + kept
-        of_modules = sizes[0] - sizes[1]
-        around = kept + products
-        if setup.recomputes_layers and block.products and not (block.attention or block.experts or block.scan):
-            # The inside of a feed-forward block goes as its gradients come: first the input of its last product.
-            last = BYTES * rows * block.products[-1].inputs / setup.tensor_parallel
-            around = max(products - last, whole + last)
-        most = max(most, again + of_modules + max(around, block_working(setup, layer, block, start, end)))
+    now = most = 0.0
+    blocks = blocks_of(setup.model, layer)
+    if setup.recomputes_layers:
+        stays = sum(block.attended for block in blocks) if setup.recompute == ALL_BUT_ATTENTION else 0
+        now = sum(with_modules) - rows * stays / setup.tensor_parallel
+        if len(setup.segments) == 1:
+            now += BYTES * keys_values_of(setup, layer, end - start)
+    for block, computed, kept in reversed([*zip(blocks, with_modules, without, strict=True)]):
+        working = max(_around_products(setup, block, end - start), block_working(setup, layer, block, start, end))
+        most = max(most, now + computed - kept + working)
+        now -= kept
     return residual + most
+
+
+def _around_products(setup: TrainingSetup, block: Block, length: int) -> float:
+    """What the backward of the products of a block holds, beside what the block kept.
+
+    With sequence parallelism the last one gathers the gradient of its output, and the first one its input.
+    """
+    whole, rows = whole_input(setup, length), setup.rows(length)
+    gathered, part = (whole, whole / setup.token_shares) if setup.token_shares > 1 else (0.0, 0.0)
+    kept = rows * block.kept / setup.tensor_parallel
+    if len(block.products) != 2 or block.experts or block.scan:
+        return kept + whole + gathered + part
+    outputs, inputs = (BYTES * rows * block.products[i].on_rank(setup.tensor_parallel)[i] for i in (0, 1))
+    return max(gathered + inputs, outputs, outputs - kept + whole + gathered + part)
 
 
 @singledispatch
 def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, end: int) -> float:
-    """What the backward of one block of a layer holds for the segment [start, end)."""
-    kept = setup.rows(end - start) * block.kept / setup.tensor_parallel
+    """What the backward holds between the products of a block, beside what the block kept."""
     if block.attention is None:
-        return kept
+        return 0.0
+    kept = setup.rows(end - start) * block.kept / setup.tensor_parallel
     returned = BYTES * keys_values_of(setup, layer, _given(setup, layer, start, end))
     return kept + returned + _of_kernel(setup, layer, block.attention, start, end)
 
@@ -246,6 +261,8 @@ def layer_freed_by_attention(setup: TrainingSetup, layer: int) -> float:
 
 
 def positions_bytes(setup: TrainingSetup, tokens: int) -> float:
-    """Rotary angles of `tokens` tokens in 32 bit, which all layers of a rank share; every model has them."""
+    """Rotary angles of `tokens` tokens in 32 bit, which all layers and micro-batches share."""
+    if setup.model.learned_positions:
+        return 0.0
     latent = setup.model.latent
     return 4 * tokens / setup.context_parallel * (latent.rotary_head_dim if latent else setup.model.head_dim)

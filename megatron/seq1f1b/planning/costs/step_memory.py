@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from math import log2
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
     backward_working,
+    head_kept,
     keeps_logits,
     layer_activation,
     layer_freed_by_attention,
@@ -87,12 +88,13 @@ def _kept(setup: TrainingSetup, stage: int, after: Kind) -> tuple[Kept, ...]:
     found = []
     for length, span in zip(setup.segments, setup.spans, strict=True):
         logits = loss_kept(setup, length, after is Kind.I) if is_last else 0.0
+        hidden = head_kept(setup, length, after is Kind.I) if is_last else 0.0
         if after is Kind.I:
             layers = setup.stage_layers(stage).items()
             of_layers = sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers)
-            found.append(Kept(of_layers, logits=logits))
+            found.append(Kept(of_layers + hidden, logits=logits))
             continue
-        sizes = (0.0, 0.0, 0.0)
+        sizes = (hidden, 0.0, 0.0)
         for layer, count in setup.stage_layers(stage).items():
             of_layer = _layer_kept(setup.alone, layer, *span)
             sizes = (sizes[0] + count * of_layer[0], sizes[1] + count * of_layer[1], sizes[2] + count * of_layer[2])
@@ -202,15 +204,12 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
         keys_values += count * of_unit.keys_values
         states += count * of_unit.states
         logits += count * of_unit.logits
-    activations += positions_bytes(setup, sum(setup.segments[unit[1]] for unit in units if unit[0] == stages[0]))
+    activations += positions_bytes(setup, sum(setup.segments[segment] for segment in {unit[1] for unit in units}))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
         states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
     longest = max(setup.segments)
     lengths = {setup.segments[unit[1]] for unit in units} if setup.parts else set(setup.segments)
-    if setup.pipeline_parallel > 1:
-        waiting += 4 * whole_input(setup, longest) / setup.token_shares
-
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
     weights, of_weights, optimizer = static_memory(setup, rank, actions)
     dynamic = activations + keys_values + gradients + states + logits + loss + working + waiting
@@ -288,15 +287,23 @@ def _keys_values_gradients(setup: TrainingSetup, stage: int) -> tuple[list[float
 
 
 def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sequence[float]:
-    """By action, the bytes of messages to another chunk that wait until the rank at the other end takes them.
+    """By action, the bytes of messages that wait: for the next action, and for the rank at the other end.
 
-    All units of a group pass through a chunk before the next one, so the last rank keeps outputs, and the first one
-    gradients, until that is at work there. It comes to this rank one hop after another.
+    A receive is posted one action ahead. All units of a group pass through a chunk before the next one, so the last
+    rank keeps outputs, and the first one gradients, until that is at work there. It comes to this rank one hop after
+    another.
     """
     placement = setup.placement
     hops = placement.num_ranks
     changes = [0.0] * (len(actions) + 1)
     numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
+    for number, following in pairwise(numbers):
+        kind, stage, _, segment = actions[following]
+        source = stage - 1 if kind is Kind.F else stage + 1
+        if kind is not Kind.W and 0 <= source < placement.num_stages and placement.rank_of(source) != rank:
+            size = whole_input(setup, setup.segments[segment]) / setup.token_shares
+            changes[number] += size
+            changes[number + 1] -= size
     for kinds, step in (((Kind.F,), 1), ((Kind.B, Kind.I), -1)):
         leaving = {stage for stage in placement.stages_of(rank) if _changes_chunk(placement, stage, stage + step)}
         if not leaving:
@@ -362,6 +369,8 @@ def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[Running, ...
             found.append(Running(loss, moving + whole_input(setup, length)))
             continue
         working = moving + backward_working(setup, stage, *span)
-        # The backward of pieces ends before that of the layers begins.
-        found.append(Running(loss, working if keeps_logits(setup) else max(0.0, working - loss)))
+        if has_loss:  # its backward ends before that of the layers begins
+            working -= loss + sum(size(setup, length) for size in (loss_kept, head_kept))
+            working += sum(size(setup, length, for_weights=True) for size in (loss_kept, head_kept) if kind is Kind.I)
+        found.append(Running(loss, max(0.0, working)))
     return tuple(found)

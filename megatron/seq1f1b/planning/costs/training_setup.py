@@ -238,6 +238,7 @@ class TrainingSetup:
         layers, last = self.stage_layers(stage).items(), self.placement.num_stages - 1
         count = sum(many * self.layer_parameters(layer) for layer, many in layers)
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
+        count += self.model.learned_positions * self.model.hidden_size * (stage == 0)
         if stage == last:
             count += self.model.prediction_depth * 2 * self.model.hidden_size**2 / self.tensor_parallel
         if self.tied_embeddings and last == 0:

@@ -64,10 +64,10 @@ def test_states_are_counted_by_segment_layer_and_unit_in_flight():
     first, *others, last = (each - tables[0][-1] for each in tables[0])
     assert [first - keys_values, *others, last] == [of_stage] * 3 + [0]
     assert len({round(each) for each in (without[0][0] - keys_values, *without[0][1:])}) == 1
-    # In flight are 5 units and 4, most bytes where none is the last segment of its micro-batch. One more state is the
-    # gradient that goes back to the segment before.
+    # In flight are 5 units and 4. Most bytes are there where the first rank receives a second gradient, when one of its
+    # units is the last segment of its micro-batch. One more state is the gradient that goes back to the segment before.
     states = [rank_memory(setup, schedule.ranks[rank], rank).states for rank in (0, 1)]
-    assert states == [(5 + 1) * of_stage, (4 + 1) * of_stage]
+    assert states == [(4 + 1) * of_stage, (4 + 1) * of_stage]
 
 
 def test_keys_and_values_and_their_gradients_have_a_buffer_each():

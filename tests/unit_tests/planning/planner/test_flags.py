@@ -16,6 +16,7 @@ from megatron.seq1f1b.planning.planner.search import Search
 from megatron.seq1f1b.planning.planner.space import Candidate, candidates, recomputes
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.planning.simulator.step import predict
+from megatron.seq1f1b.schedule import Placement
 from unit_tests.arguments.parsed import parsed
 from unit_tests.planning.planner.question import WORDS, linked, small
 
@@ -98,6 +99,14 @@ def test_segments_of_context_parallel_ranks_can_be_halved():
 def test_other_flags_of_a_launch_come_back_unchanged():
     launch = "--num-layers 6 --tensor-model-parallel-size 2 --lr 6e-5 --data-path a b --sequence-parallel --bf16"
     assert undecided(shlex.split(launch)) == ["--num-layers 6", "--lr 6e-5", "--data-path a b", "--bf16"]
+
+
+def test_learned_positions_are_parameters_of_the_first_stage():
+    words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 128"
+    launches = [read_launch(f"{words}{more}".split()) for more in ("", " --position-embedding-type rope")]
+    learned, rotary = (TrainingSetup(model_of(each), 128, 1, placement=Placement(2)) for each in launches)
+    more = [one[0] - other[0] for one, other in zip(learned.parameters, rotary.parameters, strict=True)]
+    assert more == [128 * 64, 0]
 
 
 def test_a_launch_without_parallel_sizes_is_no_configuration():

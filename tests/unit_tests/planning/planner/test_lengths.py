@@ -78,7 +78,9 @@ def test_memory_is_that_of_a_step_with_the_longest_sequence():
         search({100: 10**6, 5000: 10**6} | extra, global_batch_size=8) for extra in ({8192: 1}, {8192: 10**6}, {})
     )
     assert max(map(max, rare.steps)) < 8192
-    memory = [each.predict(candidate(each, 1024)).memory_gib for each in (rare, often, never)]
+    plans = [each.predict(candidate(each, 1024)).fullest for each in (rare, often, never)]
+    # The allocator holds more back where more lengths are in flight.
+    memory = [max(rank.total - rank.reserved for rank in plan.memory) for plan in plans]
     assert memory[0] == pytest.approx(memory[1], rel=0.02) and memory[2] < 0.95 * memory[0]
 
 

@@ -42,8 +42,8 @@ def test_an_unusual_question_has_a_sensible_answer(name):
 
 
 def test_one_pipeline_rank_runs_segments_where_these_save_memory():
-    """What is computed again of a layer is that of a segment, and few heads have keys and values to keep."""
-    model = replace(MODEL, num_kv_heads=1)
+    """What is computed again of a wide layer is that of a segment, and few heads have keys and values to keep."""
+    model = replace(MODEL, num_kv_heads=1, ffn_hidden_size=8192)
     alone = small(model=model, num_devices=1, sequence_length=131072, recomputes=("full",), memory_gib=70)
     whole, cut = (Search(replace(alone, segments=segments)).best(1)[0] for segments in ((1,), (8,)))
     assert len(cut.candidate.setup.segments) == 8 and cut.memory_gib < whole.memory_gib
