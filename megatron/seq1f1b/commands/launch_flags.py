@@ -11,7 +11,7 @@ from math import prod
 from ..arguments.flags import AUTO, share_or_auto
 from ..arguments.megatron_run import layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
-from ..planning.costs.training_setup import ALL_BUT_ATTENTION, RECOMPUTES, TrainingSetup, even_layers
+from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, even_layers, has_costs
 from ..planning.model_sizes import recompute_of
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
@@ -116,7 +116,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
 def _recompute(launch: argparse.Namespace) -> str:
     """Raises ValueError for modules whose recomputation has no costs."""
     modules = recompute_of(vars(launch), launch.recompute_keeps_attention)
-    if modules not in RECOMPUTES:
+    if not has_costs(modules):
         raise ValueError(f"--recompute-modules {modules} has no costs; drop it, or rehearse the launch (--dry-run)")
     return modules
 
@@ -256,7 +256,8 @@ def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
 
 
 def _megatrons_offload(setup: TrainingSetup) -> str:
-    experts = " expert_fc1 moe_act" if setup.model.experts is not None else ""
+    moves_experts = setup.model.experts is not None and not setup.repeats("E")
+    experts = " expert_fc1 moe_act" if moves_experts else ""
     return (
         f"--fine-grained-activation-offloading --offload-modules {_OF_ATTENTION} mlp_norm{experts} "
         f"--activation-offload-fraction {setup.offloads:g}"

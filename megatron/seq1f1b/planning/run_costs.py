@@ -31,7 +31,7 @@ from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottlene
 from .costs.stage_times import step_costs
 from .costs.step_memory import moved_bytes, rank_memory
 from .costs.traced_costs import FitError, read_traced_costs
-from .costs.training_setup import RECOMPUTES, TrainingSetup
+from .costs.training_setup import TrainingSetup, has_costs
 from .model_sizes import model_shape, recompute_of
 from .simulator.estimate import extended
 from .simulator.step import timeline_of
@@ -264,7 +264,7 @@ class RunCosts:
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
             sequence_parallel=bool(settings.get("sequence_parallel")),
-            recompute=recompute if recompute in RECOMPUTES else "none",
+            recompute=recompute if has_costs(recompute) else "none",
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             partitions_state=bool(settings.get("partition_state")),

@@ -38,7 +38,7 @@ def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: flo
     happens inside."""
     again = setup.recompute.split()
     for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
-        inside = 0 if symbol == "-" and "mlp" in again else block.kept - (block.activated if "moe_act" in again else 0)
+        inside = 0 if setup.repeats(symbol) else block.kept - (block.activated if "moe_act" in again else 0)
         if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
             # Attention keeps its output by heads, the projection behind it by tokens.
             inside += BYTES * block.attention.heads * block.attention.value_dim
@@ -47,13 +47,16 @@ def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: flo
 
 def layer_movable(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What Megatron's modules can move to the host (--offload-modules), without keys and values: all that attention and
-    experts keep, the input of other feed-forward blocks, and nothing where layers are computed again."""
+    experts keep, the input of other feed-forward blocks and of experts that are computed again; nothing of layers that
+    are."""
     if setup.recomputes_layers:
         return 0.0
     rows = setup.rows(end - start)
     residual = BYTES * rows * setup.model.hidden_size / setup.token_shares
     blocks = _kept_of_blocks(setup, layer, rows, residual)
-    return sum(kept if symbol in "*+E" else residual * (symbol == "-") for symbol, kept in blocks)
+    return sum(
+        residual if symbol == "-" or setup.repeats(symbol) else kept * (symbol in "*+E") for symbol, kept in blocks
+    )
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:

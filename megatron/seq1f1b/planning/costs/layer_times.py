@@ -170,20 +170,23 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
     if setup.recomputes_layers:
         repeated = forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
         return setup.recomputed_share * repeated
-    again = 0.0
+    again, modules = 0.0, setup.recompute.split()
     for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
-        if "core_attn" in setup.recompute and block.attention:
+        if "core_attn" in modules and block.attention:
             again += forward.attention
-        if "layernorm" in setup.recompute:
+        if "layernorm" in modules:
             again += moving_time(machine.device, 2 * BYTES * whole, 1)
-        if "moe_act" in setup.recompute and block.experts:
+        if "moe_act" in modules and block.experts and not setup.repeats(symbol):
             again += moving_time(machine.device, 3 * rows * block.activated / setup.tensor_parallel, 1)
-        if "mlp" in setup.recompute and symbol == "-":
-            weights = (product.on_rank(setup.tensor_parallel) for product in block.products)
+        if setup.repeats(symbol):
+            weights = [product.on_rank(setup.tensor_parallel) for product in block.products]
             again += sum(matmul_time(machine.device, rows, out, into) for out, into in weights)
             again += moving_time(machine.device, BYTES * rows * block.moved / setup.tensor_parallel, 1)
-            if not setup.hides_tensor_exchange:
+            if weights and not setup.hides_tensor_exchange:
                 again += all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
+            if block.experts:
+                routed = expert_time(setup, machine, rows, layer)
+                again += routed.matmul + routed.other + routed.all_to_all
     return again
 
 

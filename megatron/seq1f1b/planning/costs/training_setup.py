@@ -14,8 +14,12 @@ from .operations import Group
 
 # What the backward computes again: nothing, Megatron's modules, whole layers, or layers without their attention kernel.
 FULL, ALL_BUT_ATTENTION = "full", "all but attention"
-MODULES = ("core_attn", "layernorm", "mlp", "layernorm mlp", "moe_act", "layernorm moe_act")
-RECOMPUTES = ("none", *MODULES, FULL, ALL_BUT_ATTENTION)
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
+
+
+def has_costs(recompute: str) -> bool:
+    """Whether a TrainingSetup may recompute this."""
+    return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set(recompute.split()) <= set(MODULES)
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class TrainingSetup:
       of others (--overlap-grad-reduce, --overlap-param-gather).
     - `partitions_state`: replicas keep shares of weights and gradients (--partition-state); needs
       `distributed_optimizer` and `overlaps_data_parallel`.
-    - `recompute`: one of RECOMPUTES; of whole layers, `recomputed_share` of each stage (--recompute-method block).
+    - `recompute`: "none", FULL, ALL_BUT_ATTENTION or words of MODULES; of whole layers, `recomputed_share` of each
+      stage (--recompute-method block).
     - `keeps_logits`: many logits are not taken in pieces.
     - `cp_comm_type`: how context-parallel ranks exchange whole sequences, as in context_exchange; None: fastest.
     - `hides_experts`: tokens travel to experts beside the compute of another micro-batch
@@ -97,8 +102,10 @@ class TrainingSetup:
                 f"{self.placement.num_stages} stages of {list(self.layers_per_stage)} layers are not the "
                 f"{self.model.num_layers} layers of the model"
             )
-        if self.recompute not in RECOMPUTES:
-            raise ValueError(f"recompute={self.recompute!r}; it is one of {', '.join(RECOMPUTES)}")
+        if not has_costs(self.recompute):
+            raise ValueError(
+                f"recompute={self.recompute!r}; it is none, {FULL}, {ALL_BUT_ATTENTION} or words of {' '.join(MODULES)}"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -118,6 +125,10 @@ class TrainingSetup:
     @property
     def num_devices(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.data_parallel * self.pipeline_parallel
+
+    def repeats(self, symbol: str) -> bool:
+        """Whether the backward computes all inside a block of this symbol again, though not all of its layer."""
+        return {"-": "mlp", "E": "moe"}.get(symbol) in self.recompute.split()
 
     @property
     def recomputes_layers(self) -> bool:

@@ -60,7 +60,7 @@ class Question:
     segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     chunks: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
-    recomputes: tuple[str, ...] = ("none", "layernorm mlp", ALL_BUT_ATTENTION, FULL)
+    recomputes: tuple[str, ...] = ("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL)
     by_megatron: bool = False
     partitions_state: bool | None = False
 
@@ -69,7 +69,7 @@ class Question:
         tensor parallelism exchanges beside products, experts beside the compute of another micro-batch, and activations
         of modules move to the host.
         """
-        recomputes = ("none", "layernorm mlp", "layernorm moe_act", FULL)
+        recomputes = ("none", "layernorm mlp", "layernorm moe_act", "layernorm mlp moe", FULL)
         return replace(
             self,
             families=("1f1b",),
@@ -152,19 +152,20 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
             setup = replace(setup, cp_comm_type=fastest_cp_comm_type(setup.alone, question.machine))
             experts = expert_sizes(question.model, tensor * context * data)
             for expert, recompute in product(experts, recomputes(question)):
-                hides = question.by_megatron and expert > 1 and recompute != FULL
+                # Megatron refuses to exchange beside compute what is computed again.
+                hides = question.by_megatron and expert > 1 and not (recompute == FULL or "moe" in recompute.split())
                 each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
                 for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
                     yield replace(each, recomputed_share=share)
 
 
 def recomputes(question: Question) -> list[str]:
-    """What may be computed again in this model: Megatron refuses `moe_act` without experts, and never ends a backward
+    """What may be computed again in this model: `moe` and `moe_act` need experts, and Megatron never ends a backward
     with `mlp` where biases are added."""
     model = question.model
     left_out = {"mlp"} if model.has_biases else set()
     if model.experts is None:
-        left_out.add("moe_act")
+        left_out |= {"moe", "moe_act"}
     found = (" ".join(word for word in each.split() if word not in left_out) for each in question.recomputes)
     return list(dict.fromkeys(each or "none" for each in found))
 

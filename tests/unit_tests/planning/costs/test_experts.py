@@ -6,8 +6,8 @@ import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
-from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights
-from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time
+from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_movable
+from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time, repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import Experts
 from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
@@ -68,6 +68,21 @@ def test_layers_without_experts_are_counted_as_such():
     setup = replace(SETUP, model=model)
     assert [setup.stage_layers(stage) for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
     assert setup.parameters[0][1] == 7 / 8 * setup.parameters[1][1]
+
+
+def test_experts_computed_again_keep_their_input_and_cost_a_forward():
+    """DeepSeek-V3, whose first three layers are dense; its experts are 8 of 256 and one that all tokens share."""
+    none = TrainingSetup(preset("deepseek-v3"), 8192, 1, expert_parallel=8, data_parallel=8)
+    setup, residual = replace(none, recompute="moe"), 2 * 8192 * none.model.hidden_size
+    assert [repeated_time(each, MACHINE, 0, 8192, layer) for each, layer in ((none, 9), (setup, 0))] == [0, 0]
+    assert layer_activation(setup, 0, 0, 8192) == layer_activation(none, 0, 0, 8192)
+    alone = replace(none.model, num_layers=1, pattern="E")
+    of_experts, again = (replace(each, model=alone, layers_per_stage=()) for each in (none, setup))
+    assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.1 * layer_activation(of_experts, 0, 0, 8192)
+    assert layer_movable(again, 0, 0, 8192) == residual
+    forward = layer_time(of_experts, MACHINE, 0, 8192).forward.total
+    assert repeated_time(again, MACHINE, 0, 8192, 0) == pytest.approx(forward, rel=0.05)
+    assert repeated_time(setup, MACHINE, 0, 8192, 9) == repeated_time(again, MACHINE, 0, 8192, 0)
 
 
 def test_experts_of_few_tokens_are_slow():

@@ -56,6 +56,7 @@ def test_a_plan_of_megatron_alone_has_no_flag_of_ours(model):
         assert as_given(launch, question) == candidate
         shares.add(setup.recomputed_share)
         hidden.add(setup.hides_experts)
+        assert not (setup.hides_experts and setup.repeats("E"))  # Megatron refuses both
         if setup.placement.num_chunks > 1:
             size = launch.microbatch_group_size_per_virtual_pipeline_stage or setup.pipeline_parallel
             more.add(size > setup.pipeline_parallel)
@@ -140,11 +141,11 @@ def test_every_preset_has_costs(name):
 
 @pytest.mark.parametrize("name", ["7b", "llama3-8b", "deepseek-v3"])
 def test_only_what_a_model_has_is_computed_again(name):
-    """Megatron refuses moe_act without experts; with biases, mlp never ends its first backward."""
+    """Megatron has moe_act for experts alone; with biases, mlp never ends its first backward."""
     question = small(model=preset(name))
     found = set(" ".join(recomputes(question) + recomputes(question.of_megatron())).split())
     assert ("mlp" in found) == ("--disable-bias-linear" in PRESETS[name])
-    assert ("moe_act" in found) == ("--num-experts" in PRESETS[name])
+    assert {"moe", "moe_act"} & found == ({"moe", "moe_act"} if "--num-experts" in PRESETS[name] else set())
     assert {"none", "layernorm", "full"} <= found
 
 
