@@ -70,7 +70,7 @@ def test_layers_without_experts_are_counted_as_such():
     assert setup.parameters[0][1] == 7 / 8 * setup.parameters[1][1]
 
 
-def test_experts_computed_again_keep_their_input_and_cost_a_forward():
+def test_experts_computed_again_cost_a_forward_of_theirs():
     """DeepSeek-V3, whose first three layers are dense; its experts are 8 of 256 and one that all tokens share."""
     none = TrainingSetup(preset("deepseek-v3"), 8192, 1, expert_parallel=8, data_parallel=8)
     setup, residual = replace(none, recompute="moe"), 2 * 8192 * none.model.hidden_size
