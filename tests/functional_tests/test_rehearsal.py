@@ -195,6 +195,32 @@ def test_the_planner_counts_the_same_memory(launch, tmp_path, case):
         assert away == pytest.approx(rehearsed["host_bytes"], rel=0.02), rank
 
 
+def test_the_planner_counts_experts_and_norms_of_heads(launch, tmp_path):
+    """Four layers of Qwen3-30B-A3B on two stages; what sorts tokens, and the router, are not in the planner's count."""
+    flags = """--num-layers 4 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128
+        --group-query-attention --num-query-groups 4 --qk-layernorm --swiglu --normalization RMSNorm
+        --disable-bias-linear --position-embedding-type rope --vocab-size 32768 --num-experts 128 --moe-router-topk 8
+        --untie-embeddings-and-output-weights --moe-ffn-hidden-size 768 --moe-grouped-gemm
+        --moe-token-dispatcher-type alltoall --expert-model-parallel-size 8 --seq-length 32768
+        --max-position-embeddings 32768 --micro-batch-size 1 --global-batch-size 32 --sequence-splits 4
+        --sequence-split-strategy even --bf16 --use-distributed-optimizer --no-create-attention-mask-in-dataloader
+        --device cuda"""
+    stages = stages_of(launch, 16, *TWO_STAGES, *flags.split(), output=tmp_path)
+    setup = TrainingSetup(
+        replace(preset("qwen3-30b-a3b"), num_layers=4, expert_layers=tuple(range(4)), vocab_size=32768),
+        32768,
+        num_microbatches=4,
+        expert_parallel=8,
+        data_parallel=8,
+        placement=Placement(2),
+        segments=(8192,) * 4,
+        distributed_optimizer=True,
+    )
+    for rank, (order, rehearsed) in enumerate(zip(build("1f1b", setup.shape).ranks, stages, strict=True)):
+        planned, counted = rank_memory(setup, order, rank), fullest(rehearsed["moments"])["in all"]
+        assert planned.total - planned.reserved == pytest.approx(counted, rel=0.02), rank
+
+
 def test_a_plan_that_moves_activations_fits_its_rehearsal(launch, tmp_path, monkeypatch, capsys):
     """GELU with biases on two devices that only a pipeline can share: nine heads, and an odd number of tokens."""
     jobs = []

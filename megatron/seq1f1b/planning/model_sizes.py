@@ -43,6 +43,7 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         prediction_depth=settings.get("mtp_num_layers") or 0,
         has_biases=bool(settings.get("add_bias_linear")),
         learned_positions=_learned_positions(settings),
+        has_qk_norms=bool(settings.get("qk_layernorm")),
         **_window(settings),
         **_hybrid(settings),
     )

@@ -200,14 +200,14 @@ def _share_storage(discarded: Tensor, recomputed: Tensor) -> None:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """An RMS norm that keeps its input and a number for each row, like the kernels of PyTorch and Transformer Engine.
+    """An RMS norm that keeps its input, in one piece, and a number for each row, like Transformer Engine's kernel.
 
     Away from a GPU, PyTorch computes it step by step and keeps the input twice in fp32.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
+        ctx.save_for_backward(rows.contiguous(), weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
         return torch.empty_like(rows)
 
     @staticmethod

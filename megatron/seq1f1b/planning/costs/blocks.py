@@ -113,11 +113,13 @@ def _attention(model: ModelShape) -> Block:
     hidden, heads, size = model.hidden_size, model.num_heads, model.head_dim
     kv_heads = model.num_kv_heads or heads
     width, kv_width = heads * size, kv_heads * size
+    normed = width + kv_width if model.has_qk_norms else 0
     return Block(
         products=(Product(width + 2 * kv_width, hidden), Product(hidden, width, "inputs")),
         vectors=6 * hidden,
-        kept=2 * BYTES * width + 4 * heads,  # queries and the output; the log-sum-exp of each head
-        moved=4 * (width + kv_width),  # rotary positions of queries and keys, and their layout
+        # Queries and the output; the log-sum-exp of each head; queries and keys before their norms.
+        kept=2 * BYTES * width + 4 * heads + BYTES * normed,
+        moved=4 * (width + kv_width) + 2 * normed,  # rotary positions of queries and keys, and their layout
         attention=Attention(heads, kv_heads, size, size),
         attended=BYTES * width + 4 * heads,
     )
@@ -154,8 +156,8 @@ def _feed_forward(model: ModelShape, width: int) -> tuple[tuple[Product, ...], i
 def _experts(model: ModelShape, experts: Experts) -> Block:
     products, vectors, kept, moved = _feed_forward(model, experts.shared_ffn_hidden_size)
     routed, _, of_routed, _ = _feed_forward(model, experts.ffn_hidden_size)
-    # What is sent to the experts, what they compute from it, and what they return.
-    kept += experts.active * (2 * BYTES * model.hidden_size + of_routed)
+    # What experts get, and compute from it. They weigh what they return, so nobody keeps that.
+    kept += experts.active * (BYTES * model.hidden_size + of_routed)
     activated = BYTES * experts.active * experts.ffn_hidden_size
     return Block(products, vectors, kept, moved, activated=activated, experts=routed)
 

@@ -186,6 +186,20 @@ def whole_input(setup: TrainingSetup, length: int) -> float:
     return BYTES * setup.rows(length) * setup.model.hidden_size
 
 
+def routed_bytes(setup: TrainingSetup, stage: int, length: int) -> float:
+    """What the forward of a segment holds of tokens that are on their way to experts, beside what it keeps."""
+    layers = (blocks_of(setup.model, layer) for layer in setup.stage_layers(stage))
+    return max((_routed(setup, each, length) for blocks in layers for each in blocks), default=0.0)
+
+
+def _routed(setup: TrainingSetup, block: Block, length: int) -> float:
+    """What experts get or return, four times: sorted, sent, sorted again, and the results."""
+    if not block.experts or setup.model.experts is None:
+        return 0.0
+    tokens = setup.rows(length) / setup.tensor_parallel * setup.model.experts.active
+    return 4 * BYTES * tokens * setup.model.hidden_size
+
+
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end)."""
@@ -210,6 +224,8 @@ def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
             now += BYTES * keys_values_of(setup, layer, end - start)
     for block, computed, kept in reversed([*zip(blocks, with_modules, without, strict=True)]):
         working = max(_around_products(setup, block, end - start), block_working(setup, layer, block, start, end))
+        if setup.recomputes_layers or computed > kept:
+            working = max(working, _routed(setup, block, end - start))
         most = max(most, now + computed - kept + working)
         now -= kept
     return residual + most

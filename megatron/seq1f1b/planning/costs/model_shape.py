@@ -67,7 +67,8 @@ class ModelShape:
     keys before its own. `prediction_depth` more layers, each with a projection to the vocabulary, predict tokens after
     the next. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
     + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2. `has_biases`: so do products; costs
-    leave biases out. `learned_positions` have an embedding each; 0: positions are rotary.
+    leave biases out. `learned_positions` have an embedding each; 0: positions are rotary. `has_qk_norms`: each head of
+    queries and of keys has a norm.
     """
 
     num_layers: int
@@ -89,6 +90,7 @@ class ModelShape:
     prediction_depth: int = 0
     has_biases: bool = False
     learned_positions: int = 0
+    has_qk_norms: bool = False
 
     def __hash__(self) -> int:
         return self._hash

@@ -28,6 +28,7 @@ from .layer_bytes import (
     loss_bytes,
     loss_kept,
     positions_bytes,
+    routed_bytes,
     whole_input,
 )
 from .training_setup import TrainingSetup
@@ -361,12 +362,14 @@ def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[Running, ...
     found = []
     for length, span in zip(setup.segments, setup.spans, strict=True):
         loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
+        # Tokens have come back from experts when the loss begins.
+        routed = max(0.0, routed_bytes(setup, stage, length) - loss) if kind is Kind.F else 0.0
         if has_loss and keeps_logits(setup):  # these are counted with the unit
             loss -= loss_kept(setup, length)
         # Two layers are on their way, or at work.
         moving = 2 * max((layer_moved(setup, layer, *span) for layer in setup.stage_layers(stage)), default=0)
         if kind not in (Kind.B, Kind.I):
-            found.append(Running(loss, moving + whole_input(setup, length)))
+            found.append(Running(loss, moving + whole_input(setup, length) + routed))
             continue
         working = moving + backward_working(setup, stage, *span)
         if has_loss:  # its backward ends before that of the layers begins

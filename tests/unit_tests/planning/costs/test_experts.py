@@ -78,7 +78,7 @@ def test_experts_computed_again_cost_a_forward_of_theirs():
     assert layer_activation(setup, 0, 0, 8192) == layer_activation(none, 0, 0, 8192)
     alone = replace(none.model, num_layers=1, pattern="E")
     of_experts, again = (replace(each, model=alone, layers_per_stage=()) for each in (none, setup))
-    assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.1 * layer_activation(of_experts, 0, 0, 8192)
+    assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.15 * layer_activation(of_experts, 0, 0, 8192)
     assert layer_movable(again, 0, 0, 8192) == residual
     forward = layer_time(of_experts, MACHINE, 0, 8192).forward.total
     assert repeated_time(again, MACHINE, 0, 8192, 0) == pytest.approx(forward, rel=0.05)
