@@ -71,6 +71,24 @@ def test_another_install_with_other_keywords_is_refused(launch, tmp_path):
     assert "ValueError: install was called before with other keywords; call it once" in job.log
 
 
+def test_uninstall_leaves_megatrons_own_schedules(launch, tmp_path):
+    """In what imported the function before, too; another install may then have other keywords."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megatron.core.pipeline_parallel import schedules\n"
+        "from megatron.core.pipeline_parallel.schedules import get_forward_backward_func\n"
+        "from megatron.seq1f1b import install, uninstall\n"
+        "upstream = [get_forward_backward_func]\n"  # in a list, where no name is bound anew
+        "uninstall()\n"
+        "for segments in (2, 4):\n"
+        "    install(sequence_splits=segments)\n"
+        "    assert upstream[0] is not get_forward_backward_func is schedules.get_forward_backward_func\n"
+        "    uninstall()\n"
+        "    assert upstream[0] is get_forward_backward_func is schedules.get_forward_backward_func\n"
+    )
+    launch(1, script=script).check()
+
+
 @pytest.fixture(scope="module")
 def masked(launch, tmp_path_factory):
     """Megatron's own, with a mask that keeps documents apart."""
