@@ -17,9 +17,10 @@ FULL, ALL_BUT_ATTENTION = "full", "all but attention"
 MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 
+@lru_cache  # every set-up is checked, and a search makes many
 def has_costs(recompute: str) -> bool:
     """Whether a TrainingSetup may recompute this."""
-    return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set(recompute.split()) <= set(MODULES)
+    return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set() < set(recompute.split()) <= set(MODULES)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,12 @@ def test_attention_that_is_kept_is_its_output_and_logsumexp():
     assert in_flight * layers * (sizes[1] - sizes[0]) == pytest.approx(0.69 * 2**30, rel=0.02)
 
 
+@pytest.mark.parametrize("recompute", ["", "full mlp", "layernorm mla_up_proj"])
+def test_what_has_no_costs_is_refused(recompute):
+    with pytest.raises(ValueError, match="none, full, all but attention or words of core_attn layernorm"):
+        replace(PLAIN, recompute=recompute)
+
+
 def test_of_layers_recomputed_in_part_the_rest_is_kept():
     none, full = (replace(PLAIN, segments=(LENGTH,), recompute=name) for name in ("none", "full"))
     setups = none, replace(full, recomputed_share=0.25), full
