@@ -4,14 +4,14 @@ layer_bytes has what layers keep; gradients and states follow Megatron's mixed p
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, repeat
 from math import log2
 from typing import NamedTuple
 
-from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Placement
+from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Placement, partition_state
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
@@ -161,43 +161,54 @@ def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
     return held, tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))
 
 
-def static_memory(setup: TrainingSetup, rank: int, actions: Sequence[Action] = ()) -> tuple[float, float, float]:
-    """Weights, gradients and optimizer state of a rank. With a partitioned state, whole gradients are those that the
-    `actions` hold at once, and at least those of one chunk."""
-    stages = setup.placement.stages_of(rank)
-    parameters = {stage: sum(setup.parameters[stage]) for stage in stages}
-    whole, experts = sum(parameters.values()), sum(setup.parameters[stage][1] for stage in stages)
+def static_memory(setup: TrainingSetup, rank: int) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer state that a rank has at all times; of a partitioned state these are shares."""
+    parameters = [setup.parameters[stage] for stage in setup.placement.stages_of(rank)]
+    whole, experts = sum(map(sum, parameters)), sum(each[1] for each in parameters)
     shares = whole
     if setup.distributed_optimizer:
         shares = (whole - experts) / setup.data_group.size + experts / setup.expert_data_group.size
-    if not setup.partitions_state or setup.data_group.size == 1:
-        return BYTES * whole, setup.gradient_bytes * whole, 12 * shares
-    weights = shares + sum(sorted(parameters.values())[-2:])
-    gradients = shares + max(_most_at_once(parameters, actions), max(parameters.values()))
-    return BYTES * weights, setup.gradient_bytes * gradients, 12 * shares
+    held = shares if _moves_state(setup) else whole
+    return BYTES * held, setup.gradient_bytes * held, 12 * shares
 
 
-def _most_at_once(parameters: Mapping[int, float], actions: Sequence[Action]) -> float:
-    """Parameters of the stages that have whole gradients at once. A stage has them from its first backward until the
-    next stage ends, by when its reduction is over."""
-    last = {action.stage: index for index, action in enumerate(actions)}
-    now: dict[int, float] = {}
-    most, ended = 0.0, -1
-    for index, action in enumerate(actions):
-        if action.kind is not Kind.F and action.stage not in now:
-            now[action.stage] = parameters[action.stage]
-            most = max(most, sum(now.values()))
-        if index == last[action.stage]:
-            if ended >= 0:
-                now[ended] = 0.0
-            ended = action.stage
-    return most
+def _moves_state(setup: TrainingSetup) -> bool:
+    return setup.partitions_state and setup.data_group.size > 1
+
+
+def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Iterator[tuple[float, float]]:
+    """By action, the weights and the gradients of chunks that are whole, beside the shares of a partitioned state.
+
+    A chunk has gradients from its first backward until the next chunk ends, by when its reduction is over.
+    """
+    if not _moves_state(setup):
+        yield from repeat((0.0, 0.0), len(actions))
+        return
+    parameters = [sum(each) for each in setup.parameters]
+    last = {action.stage: action for action in actions}
+    gathered, summed = set[int](), set[int]()
+    ended = -1
+    for action in partition_state(actions):
+        kind, stage = action.kind, action.stage
+        if kind is Kind.GATHER:
+            gathered.add(stage)
+        elif kind is Kind.RELEASE:
+            gathered.remove(stage)
+        else:
+            if kind in (Kind.B, Kind.I, Kind.W):
+                summed.add(stage)
+            weights, gradients = (sum(parameters[each] for each in whole) for whole in (gathered, summed))
+            yield BYTES * weights, setup.gradient_bytes * gradients
+            if action == last[stage]:
+                summed.discard(ended)
+                ended = stage
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
     """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
     stages = setup.placement.stages_of(rank)
-    units, gradients, waiting, (loss, working) = _peak(setup, list(_when_freed(actions)), rank)
+    peak = _peak(setup, list(_when_freed(actions)), rank)
+    units, gradients, (loss, working) = peak.units, peak.keys_values_gradients, peak.running
     activations = keys_values = states = logits = 0.0
     for (stage, segment, last), count in Counter(units).items():
         of_unit = kept(setup, stage, last)[segment]
@@ -212,18 +223,18 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     longest = max(setup.segments)
     lengths = {setup.segments[unit[1]] for unit in units} if setup.parts else set(setup.segments)
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
-    weights, of_weights, optimizer = static_memory(setup, rank, actions)
-    dynamic = activations + keys_values + gradients + states + logits + loss + working + waiting
+    weights, of_weights, optimizer = static_memory(setup, rank)
+    dynamic = activations + keys_values + gradients + states + logits + loss + working + peak.waiting
     return Memory(
-        weights=weights,
-        gradients=of_weights,
+        weights=weights + peak.whole[0],
+        gradients=of_weights + peak.whole[1],
         optimizer=optimizer,
         activations=activations,
         keys_values=keys_values + gradients,
         states=states,
         logits=logits + loss,
         working=working,
-        messages=waiting,
+        messages=peak.waiting,
         reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * dynamic + _OF_LOGITS * largest_loss,
     )
 
@@ -231,9 +242,17 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
 Unit = tuple[int, int, Kind]  # stage, segment, and after which of its actions: F, I or OFFLOAD
 
 
-def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> tuple[tuple[Unit, ...], float, float, Running]:
-    """The units in flight while a rank holds most, the gradients that later segments left for keys and values, the
-    messages that wait, and what the action holds that runs then."""
+class Peak(NamedTuple):
+    """What a rank has while it holds most. Bytes."""
+
+    units: tuple[Unit, ...] = ()  # in flight
+    keys_values_gradients: float = 0.0  # which later segments left
+    waiting: float = 0.0  # messages
+    running: Running = Running(0.0, 0.0)  # of the action that runs then
+    whole: tuple[float, float] = (0.0, 0.0)  # weights and gradients of chunks, as in _whole_chunks
+
+
+def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Peak:
     stages = setup.placement.stages_of(rank)
     kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
     held = {stage: [*map(sum, kept(setup, stage))] for stage in stages}
@@ -241,7 +260,9 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> tuple[t
     gradients = {stage: _keys_values_gradients(setup, setup.alike[stage]) for stage in stages}
     running = {(kind, stage): _running(setup, setup.alike[stage], kind) for kind in kinds for stage in stages}
     waiting = _messages_waiting(setup, actions, rank)
-    now = left = most = left_then = 0.0
+    whole = [*_whole_chunks(setup, actions)]
+    now = left = most = 0.0
+    peak = Peak()
     at = -1
     for number, (kind, stage, _, segment) in enumerate(actions):
         if kind in MOVE_KINDS:
@@ -252,20 +273,18 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> tuple[t
             now += held[stage][segment]
         elif kind is not Kind.W:
             left += gradients[stage][0][segment]
-        loss, working = running[kind, stage][segment]
-        total = now + left + waiting[number] + loss + working
+        loss, working = runs = running[kind, stage][segment]
+        total = now + left + waiting[number] + sum(whole[number]) + loss + working
         if total > most:
-            most, left_then, at = total, left, number
+            most, at = total, number
+            peak = Peak((), left, waiting[number], runs, whole[number])
         if kind is Kind.I:
             now -= held[stage][segment] - for_weights[stage][segment]
         elif kind is not Kind.F:
             now -= (held if kind is Kind.B else for_weights)[stage][segment]
         if kind in (Kind.B, Kind.I):
             left += gradients[stage][1][segment]
-    if at < 0:
-        return (), 0.0, 0.0, Running(0.0, 0.0)
-    kind, stage, _, segment = actions[at]
-    return _in_flight(actions[: at + 1]), left_then, waiting[at], running[kind, stage][segment]
+    return peak._replace(units=_in_flight(actions[: at + 1]))
 
 
 @lru_cache(maxsize=4096)
