@@ -19,7 +19,7 @@ def hybrid_config(args):
             "--transformer-impl transformer_engine needs its package; install it, or use --transformer-impl local"
         )
     config = hybrid_config_from_args(args)
-    if args.transformer_impl == "local":
+    if args.transformer_impl == "local" and args.spec is None:
         config.hybrid_stack_spec = local_hybrid_spec(config.transformer)
     return config
 

@@ -272,7 +272,7 @@ SHARED = "--context-parallel-size 2 --cp-comm-type"
 HYBRID = (
     "--hybrid-layer-pattern G-|*M --swiglu --disable-bias-linear --linear-num-key-heads 4 --linear-num-value-heads 8 "
     "--linear-key-head-dim 16 --linear-value-head-dim 16 --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 "
-    "--mamba-state-dim 16"
+    "--mamba-state-dim 16 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"
 )
 UNITS = "--unit-tokens 48 --micro-batch-size 1 --calculate-per-token-loss --dataloader-inter-document-masking"
 # Flags, and what is reported besides the memory.

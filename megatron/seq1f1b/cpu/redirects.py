@@ -124,7 +124,7 @@ REDIRECTS = (
     wrapping(
         "megatron.training.models.hybrid.HybridModelBuilder.build_model",
         upstream.build_from_local_layers,
-        "its layers are Transformer Engine's unless a specification is given; hides those (a double tests them)",
+        "its layers are Transformer Engine's unless --spec names others; hides those (a double tests them)",
     ),
     # One function, bound in three places by `from … import`
     *(

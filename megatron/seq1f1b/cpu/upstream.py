@@ -82,11 +82,16 @@ def on_cpu(tensor, as_numpy=False, record_stream=False):
 
 
 def build_from_local_layers(build_model, self, *args, **kwargs):
-    """`HybridModelBuilder.build_model`, of Megatron's own layers where no others are specified."""
+    """`HybridModelBuilder.build_model`, of Megatron's own layers in place of Transformer Engine's.
+
+    These are the default, and what most launch scripts name with --spec; any other specification stays.
+    """
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
     from megatron.seq1f1b.local_hybrid import local_hybrid_spec
 
     config = self._model_config
-    if config.hybrid_stack_spec is None:
+    if config.hybrid_stack_spec is None or config.hybrid_stack_spec is hybrid_stack_spec:
         config.hybrid_stack_spec = local_hybrid_spec(config.transformer)
     return build_model(self, *args, **kwargs)
 

@@ -2,8 +2,11 @@
 
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from megatron.seq1f1b.cpu import upstream
 
@@ -32,3 +35,14 @@ def test_transformer_engine_is_refused_where_it_is_asked_for(monkeypatch, rank, 
     with pytest.raises(SystemExit, match=message):
         parse(monkeypatch, "--transformer-impl", "transformer_engine")
     assert parse(monkeypatch, "--transformer-impl=transformer_engine", dry_run=True).transformer_impl == "local"
+
+
+@pytest.mark.parametrize("given", [None, hybrid_stack_spec, ModuleSpec(module=object)], ids=["none", "default", "own"])
+def test_local_layers_stand_for_transformer_engines_only(given):
+    transformer = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    model = SimpleNamespace(_model_config=SimpleNamespace(hybrid_stack_spec=given, transformer=transformer))
+    found = upstream.build_from_local_layers(lambda self: self._model_config.hybrid_stack_spec, model)
+    if given in (None, hybrid_stack_spec):
+        assert found.module.__name__ == "LocalHybridStack"
+    else:
+        assert found is given
