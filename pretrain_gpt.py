@@ -72,7 +72,7 @@ SPIKE = 10
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer", "eval_interval": 1000}
 
 # Upstream's flags that need another batch than those of GPTDataset and SFTDataset, or another loss.
-UNSUPPORTED = dict.fromkeys(("fim_data", "hybrid_context_parallel"), "is not supported here") | {
+UNSUPPORTED = dict.fromkeys(("fim_data", "hybrid_context_parallel", "inprocess_restart"), "is not supported here") | {
     "logits_load_dir": "needs another loss than that of this script"
 }
 
@@ -97,7 +97,9 @@ def get_batch(data_iterator, micro_batch_size, vp_stage=None):
     if mpu.get_tensor_model_parallel_rank() == 0:
         batch = next(data_iterator)
         check_tokens(batch, args)
-        batch = dict.fromkeys(DOCUMENTS) | {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
+        # A blend also has the number of each data set, which Megatron would divide among context-parallel ranks.
+        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items() if name in INPUTS + DOCUMENTS}
+        batch = dict.fromkeys(DOCUMENTS) | batch
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     batch = get_batch_on_this_tp_rank(
         batch,

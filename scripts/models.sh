@@ -69,12 +69,14 @@ esac
 : "${WORLD_SIZE:=}" # of the rehearsed launch; empty: one model, TP x PP
 
 # --------------------------------------------------------------------------- where it is to run
-# Context-parallel ranks, from the arguments of the launcher.
+# From the arguments of the launcher: context-parallel ranks, and whether the data are conversations.
 CP=1
+SFT=0
 previous=
 for word in "$@"; do
     [ "$previous" != --context-parallel-size ] || CP=$word
     [[ $word != --context-parallel-size=* ]] || CP=${word#*=}
+    [ "$word" != --sft ] || SFT=1
     previous=$word
 done
 # Hardware queues of a GPU. Tensor and context parallelism overlap their messages by the order of launches, which one
@@ -164,7 +166,7 @@ check_data() {
     local word
     [ -n "$DATA_PATH" ] || return 0
     for word in $DATA_PATH; do
-        [[ $word =~ ^[0-9.]+$ || -f $word.idx || $DRY_RUN == 1 ]] ||
+        [[ $word =~ ^[0-9.]+$ || -f $word.idx || $DRY_RUN == 1 || ($SFT == 1 && -f $word) ]] ||
             die "DATA_PATH: there is no $word.idx; seq1f1b preprocess makes it."
     done
     [ -n "$TOKENIZER_MODEL" ] ||

@@ -72,6 +72,8 @@ def test_units_of_equal_size(launch, training):
     """Whatever ranks a sequence goes to, and whatever it shares a unit with, losses are those of packed sequences."""
     flags = [*training, "--dataloader-inter-document-masking", "--reset-position-ids", "--eod-mask-loss"]
     flags += ["--calculate-per-token-loss", "--micro-batch-size", "1"]
+    prefix = training[training.index("--data-path") + 1]
+    flags += ["--data-path", "0.3", prefix, "0.7", prefix]  # a blend, whose batches have the number of a data set
     whole = launch(2, [*flags, *PIPELINE, "--pipeline-schedule", "1f1b"]).check()
     for ranks, layout in ((2, PIPELINE), (2, ("--overlap-grad-reduce",)), (4, [*PIPELINE, *PARTITIONED])):
         cut = launch(ranks, [*flags, *layout, "--unit-tokens", "24"]).check()

@@ -128,7 +128,8 @@ def _segment_multiple(settings: Mapping[str, Any]) -> int:
     """Every segment is a multiple of so many tokens; in 8 bits, a block of tokens that share a scale stays whole."""
     tensor = settings["tensor_model_parallel_size"] if settings["sequence_parallel"] else 1
     if settings.get("fp8") and (block := BLOCKS.get(settings.get("fp8_recipe") or "")):
-        tensor *= block // gcd(block, settings.get("micro_batch_size") or 1)
+        sequences = (settings.get(f"{of}micro_batch_size") or block for of in ("", "eval_"))
+        tensor *= block // gcd(block, *sequences)
     return segment_multiple(tensor, settings.get("context_parallel_size") or 1)
 
 

@@ -119,6 +119,7 @@ _CROWD = "makes the experts of a token depend on the tokens beside it, which a s
 _STEPS_ITSELF = "holds weights of its own that the shares do not follow yet"
 _READS_WEIGHTS = "reads weights when none are gathered"
 _ONE_SEGMENT = "keeps what every module did last, which is one segment"
+_COUNTS_FORWARDS = "takes every forward for a micro-batch"
 _NO_LOGITS = "needs the largest logit of each head, which takes another product of all queries and keys"
 
 
@@ -152,6 +153,11 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             _shards_weights,
         ),
         Unsupported("--hybrid-context-parallel", _ORDER, _OWN_SCHEDULE),
+        Unsupported(
+            "--inprocess-restart",
+            "trains again in a process whose pipeline has failed",
+            "drop it, and let torchrun or Slurm start the job again",
+        ),
         Unsupported("--use-megatron-fsdp", _UNTESTED, _OWN_SCHEDULE),
         Unsupported("--use-torch-fsdp2", _UNTESTED, _OWN_SCHEDULE),
     ),
@@ -223,9 +229,11 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             "drop --allow-ambiguous-pad-tokens",
             lambda settings: settings.get("reset_attention_mask") and settings.get("allow_ambiguous_pad_tokens"),
         ),
-        Unsupported("--logits-save-dir", "takes every forward for a micro-batch", _WHOLE),
+        Unsupported("--logits-save-dir", _COUNTS_FORWARDS, _WHOLE),
         Unsupported("--save-activations-interval", _ONE_SEGMENT, "drop it"),
         Unsupported("--save-dgrads-interval", _ONE_SEGMENT, "drop it"),
+        Unsupported("--save-tokens-per-expert-interval", _COUNTS_FORWARDS, "drop it"),
+        Unsupported("--moe-routing-trace-path", _COUNTS_FORWARDS, "drop it"),
         Unsupported("--qk-clip", _NO_LOGITS, "drop it"),
         Unsupported("--log-max-attention-logit", _NO_LOGITS, "drop it"),
         Unsupported(
@@ -243,9 +251,13 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             ),
         ),
         Unsupported(
-            "--te-precision-config-file",
+            "--te-precision-config-file, --kitchen-config-file, --kitchen-recipe-number or quant_recipe",
             "may scale by the largest value of whole tensors, but a segment has only a part",
             "use --fp8-recipe mxfp8 or blockwise",
+            lambda settings: (
+                any(settings.get(name) for name in ("te_precision_config_file", "kitchen_config_file", "quant_recipe"))
+                or settings.get("kitchen_recipe_number") is not None
+            ),
         ),
         Unsupported(
             "fp8_dot_product_attention or fp8_multi_head_attention",

@@ -53,7 +53,9 @@ class Repacking(Segmentation):
     def cut_step(self, call: Call, placement: Placement, check: Callable[[Tensor, str], None]) -> Step:
         """The call with micro-batches of one row each, as many as this replica has."""
         # The data of all model chunks are the same.
-        read = [[next(batches) for _ in range(call.num_microbatches)] for batches in call.iterators if batches]
+        read = [
+            [_by_tokens(next(batches)) for _ in range(call.num_microbatches)] for batches in call.iterators if batches
+        ]
         entries = _Entries(read[0][0]) if read else None
         shape = call.micro_batch_size, call.seq_length
         sequences = [each for batch in read[0] for each in self._sequences(batch, shape)] if read else []
@@ -161,6 +163,13 @@ class _Entries:
         if self._are_pinned:  # the host would wait for a GPU that copies from other memory
             return {name: leaf.pin_memory() for name, leaf in batch.items()}
         return batch
+
+
+def _by_tokens(batch: Any) -> Any:
+    """A batch without what has one number for each sequence: in a blend, that of its data set."""
+    if not isinstance(batch, dict):
+        return batch
+    return {name: leaf for name, leaf in batch.items() if name in _BOUNDS or leaf.dim() > 1}
 
 
 def _are_sums(report: Any) -> bool:
