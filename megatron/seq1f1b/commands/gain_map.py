@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     known = {_key(cell): cell for cell in read_cells(args.output)} if args.output.is_file() else {}
     cells, wanted = [], list(product(bandwidths, args.gpus, batches))
     for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
-        values = (args.model, machine.name, args.seq_length, f"{bandwidth:g}", devices, batch)
+        values = (args.model, args.machine, args.seq_length, f"{bandwidth:g}", devices, batch)
         cell = dict(zip(_KEY, map(str, values), strict=True))
         if _key(cell) not in known:
             host = machine.device.host_memory_gib

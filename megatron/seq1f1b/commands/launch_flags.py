@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 
-from ..arguments.flags import AUTO, share_or_auto
-from ..arguments.megatron_run import layers_per_stage
+from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
+from ..arguments.megatron_run import hybrid_stages, layers_per_stage
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, even_layers, has_costs
-from ..planning.model_sizes import recompute_of
+from ..planning.model_sizes import recompute_of, recomputed_share
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
 from ..schedule import FAMILY_NAMES, Placement, Shape
@@ -24,11 +24,22 @@ _IN_16_BIT = ("--fp8-format", "--fp4-format")
 # What --offload-modules moves of attention, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
 _MOST_ACTIONS = 1_000_000
+# What gives the first and the last stage other numbers of layers.
+_UNEVEN = (
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+_PREDICTED = ("balanced", "even", "uniform_comp")  # ways to cut
+# A plan chooses the schedule and the cut; those of these flags have no prediction beside it.
+_CHOSEN = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
 
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a launch. Unknown flags are passed over; a flag that is not given is None."""
-    return read_known(words, add_every_model_flag, _add_positions, _add_decided)[0]
+    launch = read_known(words, add_every_model_flag, _add_positions, _add_decided)[0]
+    if launch.recompute_activations:  # as Megatron does
+        launch.recompute_granularity = "selective"
+    return launch
 
 
 def undecided(words: Sequence[str]) -> list[str]:
@@ -55,6 +66,10 @@ def not_modelled(words: Sequence[str]) -> list[str]:
 def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None:
     """The configuration of the launch itself; None if it names no parallel sizes. Raises ValueError for wrong ones."""
     tensor, pipeline = launch.tensor_model_parallel_size, launch.pipeline_model_parallel_size
+    if chosen := next((name for name in _CHOSEN if vars(launch)[name] is not None), None):
+        raise ValueError(f"--{chosen.replace('_', '-')} is chosen by the plan; drop it")
+    if "/" in (launch.hybrid_layer_pattern or ""):
+        raise ValueError("--hybrid-layer-pattern with / has prediction heads, which are not planned; drop them")
     if tensor is None and pipeline is None:
         return None
     tensor, pipeline, context = tensor or 1, pipeline or 1, launch.context_parallel_size or 1
@@ -62,12 +77,12 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     data, rest = divmod(question.num_devices, tensor * pipeline * context)
     left = question.global_batch_size % (max(data, 1) * micro_batch)
     expert = launch.expert_model_parallel_size or 1
-    if expert > 1 and (
-        question.model.experts is None or expert not in expert_sizes(question.model, tensor * context * data)
-    ):
+    cut_experts = 1 if question.model.experts is None else launch.expert_tensor_parallel_size or tensor
+    ranks, not_cut = divmod(tensor * context * data, cut_experts)
+    if not_cut or (expert > 1 and expert not in expert_sizes(question.model, ranks)):
         raise ValueError(
-            f"--expert-model-parallel-size {expert} does not divide the experts and the {tensor * context * data} "
-            "ranks of a pipeline stage; drop it to have it chosen"
+            f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts} do not divide the "
+            f"experts and the {tensor * context * data} ranks of a pipeline stage; drop them to have them chosen"
         )
     if rest or left:
         raise ValueError(
@@ -81,7 +96,7 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         (tensor, context, pipeline, data),
         chunks,
         micro_batch,
-        expert_parallel=expert,
+        expert_parallel=expert * cut_experts,
         family=launch.pipeline_schedule or "1f1b",
         layers_per_stage=_layers(launch, placement, question.model.num_layers),
         sequence_parallel=launch.sequence_parallel,
@@ -92,10 +107,10 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         hides_experts=launch.overlap_moe_expert_parallel_comm,
         hides_tensor_exchange=launch.tp_comm_overlap,
     )
-    if launch.recompute_method == "block" and setup.recomputes_layers:
-        share = (launch.recompute_num_layers or 1) / max(setup.layers_per_stage)
-        setup = replace(setup, recomputed_share=min(1.0, share))
+    setup = replace(setup, recomputed_share=recomputed_share(vars(launch), setup.layers_per_stage))
     strategy, segments = launch.sequence_split_strategy, launch.sequence_splits or 1
+    if strategy not in _PREDICTED:
+        raise ValueError(f"--sequence-split-strategy {strategy} is not predicted; take {', '.join(_PREDICTED)}")
     if context > 1 and segments == 1 and len(kinds := set(launch.cp_comm_type)) == 1:
         sizes = launch.hierarchical_context_parallel_sizes if kinds == {"a2a+p2p"} else []
         if kinds == {"a2a+p2p"} and (len(sizes) != 2 or prod(sizes) != context):
@@ -134,6 +149,8 @@ def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Ques
 def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
     if launch.pipeline_model_parallel_layout is not None:
         return max(1, len(_stages_of(launch.pipeline_model_parallel_layout)) // pipeline)
+    if len(stages := hybrid_stages(vars(launch))) > 1:
+        return max(1, len(stages) // pipeline)
     if launch.num_layers_per_virtual_pipeline_stage is not None:
         return max(1, num_layers // pipeline // launch.num_layers_per_virtual_pipeline_stage)
     return launch.num_virtual_stages_per_pipeline_rank or 1
@@ -144,7 +161,9 @@ def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -
     layout, stages = launch.pipeline_model_parallel_layout, placement.num_stages
     if layout is not None:
         layers = tuple(stage.count("t") for stage in _stages_of(layout))
-    elif launch.decoder_first_pipeline_num_layers is launch.decoder_last_pipeline_num_layers is None:
+    elif len(parts := hybrid_stages(vars(launch))) > 1:
+        layers = tuple(map(len, parts))
+    elif not any(vars(launch)[name] for name in _UNEVEN):
         layers = even_layers(num_layers, stages)
     else:
         chunks = {"virtual_pipeline_model_parallel_size": placement.num_chunks}
@@ -182,14 +201,17 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
         "num-virtual-stages-per-pipeline-rank",
         "decoder-first-pipeline-num-layers",
         "decoder-last-pipeline-num-layers",
-        "sequence-splits",
         "unit-tokens",
         "recompute-num-layers",
         "microbatch-group-size-per-virtual-pipeline-stage",
     ):
         parser.add_argument(f"--{name}", type=count)
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
-    parser.add_argument("--sequence-split-strategy", choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
+    parser.add_argument("--sequence-splits", *EQUAL_SPLITS, type=count)
+    strategy = "--sequence-split-strategy", "--pipe-sp-strategy"
+    parser.add_argument(*strategy, choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
+    for name in _CHOSEN:
+        parser.add_argument(f"--{name.replace('_', '-')}")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
     parser.add_argument("--recompute-modules", nargs="+")
     for name in ("recompute-method", "pipeline-model-parallel-layout"):
@@ -203,7 +225,8 @@ def _add_decided(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
     for name in (
         *("recompute-keeps-attention", "keep-logits", "partition-state"),
-        *("overlap-moe-expert-parallel-comm", "tp-comm-overlap"),
+        *("overlap-moe-expert-parallel-comm", "tp-comm-overlap", "recompute-activations"),
+        *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
         *("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"),
     ):
         parser.add_argument(f"--{name}", action="store_true")

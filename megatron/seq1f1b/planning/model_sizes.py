@@ -1,6 +1,6 @@
 """The sizes of a model, from settings by the names of Megatron's arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
@@ -60,6 +60,22 @@ def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
     if granularity == "selective":
         return " ".join(sorted(settings.get("recompute_modules") or ["core_attn"]))
     return ALL_BUT_ATTENTION if keeps_attention else granularity or "none"
+
+
+def recomputed_share(settings: Mapping[str, Any], layers_per_stage: Sequence[int]) -> float:
+    """The share of the layers of a stage that full recomputation repeats."""
+    if settings.get("recompute_granularity") != "full" or settings.get("recompute_method") != "block":
+        return 1.0
+    return min(1.0, (settings.get("recompute_num_layers") or 1) / max(layers_per_stage))
+
+
+def ranks_of_experts(settings: Mapping[str, Any]) -> int:
+    """How many ranks share the experts; those that cut an expert, as Megatron's tensor-parallel ranks do by default,
+    count as if each had a part of the experts."""
+    if not settings.get("num_experts"):
+        return 1
+    tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
+    return tensor * (settings.get("expert_model_parallel_size") or 1)
 
 
 def _window(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from .costs.stage_times import step_costs
 from .costs.step_memory import moved_bytes, rank_memory
 from .costs.traced_costs import FitError, read_traced_costs
 from .costs.training_setup import TrainingSetup, has_costs
-from .model_sizes import model_shape, recompute_of
+from .model_sizes import model_shape, ranks_of_experts, recompute_of, recomputed_share
 from .simulator.estimate import extended
 from .simulator.step import timeline_of
 
@@ -257,7 +257,7 @@ class RunCosts:
             micro_batch_size=run.micro_batch_size,
             tensor_parallel=run.tensor_parallel_size,
             context_parallel=settings.get("context_parallel_size") or 1,
-            expert_parallel=settings.get("expert_model_parallel_size") or 1,
+            expert_parallel=ranks_of_experts(settings),
             data_parallel=settings.get("data_parallel_size") or 1,
             family=_costed_as(schedule),
             placement=run.shape(schedule.placement, len(lengths)).placement,
@@ -265,6 +265,7 @@ class RunCosts:
             layers_per_stage=run.layers_per_stage,
             sequence_parallel=bool(settings.get("sequence_parallel")),
             recompute=recompute if has_costs(recompute) else "none",
+            recomputed_share=recomputed_share(settings, run.layers_per_stage),
             distributed_optimizer=bool(settings.get("use_distributed_optimizer")),
             tied_embeddings=not settings.get("untie_embeddings_and_output_weights"),
             partitions_state=bool(settings.get("partition_state")),

@@ -44,6 +44,9 @@ class DeltaNet:
     value_head_dim: int
     convolution: int = 4
 
+    def shared_by(self, tensor: int, context: int) -> bool:
+        return all(heads % (tensor * context) == 0 for heads in (self.key_heads, self.value_heads))
+
 
 @dataclass(frozen=True)
 class Mamba:
@@ -55,6 +58,11 @@ class Mamba:
     groups: int
     state_dim: int
     convolution: int = 4
+
+    def shared_by(self, tensor: int, context: int) -> bool:
+        """Context-parallel ranks share a group, or have several."""
+        groups, rest = divmod(self.groups, tensor)
+        return not rest and self.heads % (tensor * context) == 0 and 0 in (groups % context, context % groups)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,16 @@ class ModelShape:
             return self.pattern[layer]
         attention = "*" if self.latent is None else "+"
         return attention + ("E" if self.experts is not None and layer in self.expert_layers else "-")
+
+    @property
+    def may_hide_experts(self) -> bool:
+        """Whether Megatron can exchange tokens of experts beside the compute of another micro-batch: not in hybrid
+        models, nor with several prediction heads."""
+        return self.pattern is None and self.prediction_depth <= 1
+
+    def shares_recurrent_heads(self, tensor: int, context: int) -> bool:
+        """Whether so many tensor- and context-parallel ranks can have equal parts of the heads of recurrent layers."""
+        return all(kind is None or kind.shared_by(tensor, context) for kind in (self.delta_net, self.mamba))
 
     def window_of(self, layer: int) -> int | None:
         """How many keys before its own a query of this layer sees at most; None where it sees all."""

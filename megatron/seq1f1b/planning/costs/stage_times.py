@@ -162,7 +162,7 @@ class StepEnd:
 def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     """Summing gradients over the data-parallel ranks, Adam, and gathering the parameters where the state is sharded.
 
-    With `overlaps_data_parallel` the first and the last are part of the schedule, but for tied embeddings.
+    With `overlaps_data_parallel` the first and the last are part of the schedule, but for embeddings of two stages.
     """
     stages = setup.placement.stages_of(rank)
     parameters = sum(setup.parameters[stage][0] for stage in stages)
@@ -171,7 +171,8 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     if not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)
     ends = (0, setup.placement.num_stages - 1)
-    if setup.tied_embeddings and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
+    is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding, on the first and last stage
+    if is_twice and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
         size = setup.gradient_bytes * setup.embedding_parameters
         reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))

@@ -245,14 +245,16 @@ class TrainingSetup:
         return [sizes[stage] for stage in self.alike]
 
     def _stage_parameters(self, stage: int) -> tuple[float, float]:
-        """The first stage holds the embedding, the last the projection to the vocabulary, and those that join the
-        inputs of prediction heads."""
+        """The first stage holds the embedding, the last the projection to the vocabulary, and for prediction heads the
+        projections that join their inputs and another embedding."""
         layers, last = self.stage_layers(stage).items(), self.placement.num_stages - 1
         count = sum(many * self.layer_parameters(layer) for layer, many in layers)
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
         count += self.model.learned_positions * self.model.hidden_size * (stage == 0)
         if stage == last:
             count += self.model.prediction_depth * 2 * self.model.hidden_size**2 / self.tensor_parallel
+            has_own_embedding = self.model.prediction_depth > 0 and not self.tied_embeddings and last > 0
+            count += self.embedding_parameters * has_own_embedding
         if self.tied_embeddings and last == 0:
             count -= self.embedding_parameters
         return count, sum(many * self.layer_expert_parameters(layer) for layer, many in layers)

@@ -153,7 +153,8 @@ def all_sizes(question: Question) -> Iterator[TrainingSetup]:
             experts = expert_sizes(question.model, tensor * context * data)
             for expert, recompute in product(experts, recomputes(question)):
                 # Megatron refuses to exchange beside compute what is computed again.
-                hides = question.by_megatron and expert > 1 and not (recompute == FULL or "moe" in recompute.split())
+                is_repeated = recompute == FULL or "moe" in recompute.split()
+                hides = question.by_megatron and question.model.may_hide_experts and expert > 1 and not is_repeated
                 each = replace(setup, expert_parallel=expert, recompute=recompute, hides_experts=hides)
                 for share in _SHARES if question.by_megatron and recompute == FULL else (1.0,):
                     yield replace(each, recomputed_share=share)
@@ -209,6 +210,8 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
             if context > 1 and question.sequence_length % (2 * tensor * context):
                 continue
             if context > 1 and question.sequence_length // context < 2 * _SHORTEST:
+                continue
+            if not model.shares_recurrent_heads(tensor, context):
                 continue
             ranks, rest = divmod(devices, tensor * context)
             for pipeline in range(1, min(ranks, model.num_layers) + 1):

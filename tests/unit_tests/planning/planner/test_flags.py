@@ -122,6 +122,45 @@ def test_a_launch_that_does_not_divide_is_a_sentence(words):
         as_given(read_launch(words.split()), small())
 
 
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        ("--recompute-activations", {"recompute": "core_attn"}),
+        ("--pipe-sp-splits 4 --pipe-sp-strategy even", {"segments": (2048,) * 4}),
+        (
+            "--pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            {"layers_per_stage": (1, 2, 2, 1)},
+        ),
+        (f"{EXPERTS} --tensor-model-parallel-size 2", {"expert_parallel": 2}),
+        (
+            "--hybrid-layer-pattern *-|*|-|*- --pipeline-model-parallel-size 2",
+            {"layers_per_stage": (2, 1, 1, 2), "placement": Placement(2, 2)},
+        ),
+    ],
+)
+def test_other_spellings_and_defaults_of_megatron(words, found):
+    launch = read_launch(["--tensor-model-parallel-size", "1", *WORDS.split(), *words.split()])
+    setup = as_given(launch, small(model=model_of(launch))).setup
+    assert {name: getattr(setup, name) for name in found} == found
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("--pipeline-placement v", "--pipeline-placement is chosen by the plan; drop it"),
+        ("--hybrid-layer-pattern *-/*-", "has prediction heads, which are not planned"),
+        (
+            "--tensor-model-parallel-size 1 --sequence-splits 4 --sequence-split-strategy terapipe",
+            "--sequence-split-strategy terapipe is not predicted; take balanced, even, uniform_comp",
+        ),
+    ],
+)
+def test_what_has_no_prediction_is_a_sentence(words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        as_given(read_launch(words.split()), small())
+
+
 def test_whole_sequences_are_exchanged_as_the_launch_says():
     words = "--tensor-model-parallel-size 1 --context-parallel-size 4"
     ways = {"": "p2p", "--cp-comm-type a2a": "a2a", "--sequence-splits 2 --cp-comm-type a2a": None}

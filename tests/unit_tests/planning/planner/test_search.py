@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands.plan_text import breakdown
+from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, Mamba
 from megatron.seq1f1b.planning.planner.search import (
     Search,
     fitted,
@@ -15,7 +16,7 @@ from megatron.seq1f1b.planning.planner.search import (
     least_seconds_of,
     predict_candidate,
 )
-from megatron.seq1f1b.planning.planner.space import all_sizes, candidates, cuts, schedules, spread
+from megatron.seq1f1b.planning.planner.space import all_sizes, candidates, cuts, schedules, setups, spread
 from megatron.seq1f1b.planning.planner.way_out import way_out
 from megatron.seq1f1b.report.frontier import Point, frontier
 from unit_tests.planning.planner.question import MODEL, linked, small
@@ -175,3 +176,14 @@ def test_what_does_not_fit_names_the_nearest_that_does():
 def test_a_frontier_is_what_nothing_beats():
     points = [Point(2, 5, "a"), Point(1, 3, "b"), Point(3, 4, "c"), Point(2, 4, "d"), Point(4, 6, "e")]
     assert [each.name for each in frontier(points)] == ["b", "a", "e"]
+
+
+def test_recurrent_heads_are_shared_equally():
+    """As Megatron asserts when it builds such layers; it hides the exchange of experts in no hybrid model."""
+    recurrent = DeltaNet(key_heads=2, value_heads=4, key_head_dim=64, value_head_dim=64)
+    model = replace(small().model, pattern="GE" * 3, delta_net=recurrent, experts=Experts(8, 2, 512))
+    question = small(model=model, num_devices=8).of_megatron()
+    found = list(setups(question))
+    assert {each.tensor_parallel * each.context_parallel for each in found} == {1, 2}
+    assert not any(each.hides_experts for each in found)
+    assert not Mamba(heads=8, head_dim=64, groups=3, state_dim=16).shared_by(2, 1)
