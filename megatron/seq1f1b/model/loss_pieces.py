@@ -40,6 +40,9 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
         heads = 1 + (model.config.mtp_num_layers or 0)
         is_worth_it = piece is not None and heads * num_tokens * layer.output_size_per_partition > WORTH * piece
         layer.logits_of_piece = piece if is_worth_it else None
+        if is_worth_it:
+            # Fused accumulation marks the weight as done, and autograd gives a repeated forward a copy without marks.
+            layer.gradient_accumulation_fusion = False
 
 
 def keeps_logits(layer: torch.nn.Module) -> bool:

@@ -162,6 +162,11 @@ class PartitionedChunk:
             group.grad_reduce_finished = False  # after an earlier call Megatron would not wait again
             group.start_grad_sync()
 
+    def take_back_gradients(self) -> None:
+        """End what `lend_gradients` began, also where no optimizer has stepped or none of its parameters is here."""
+        for share in self.shares:
+            share.take_back_gradients()
+
     def finish_reduction(self) -> None:
         """Add the reduced gradients to the share of them, which may hold those of earlier calls."""
         if not self._is_reducing:
@@ -199,7 +204,9 @@ class PartitionedSync(GradientSync):
         self._reducing: PartitionedChunk | None = None
         for chunk, no_sync, state in zip(chunks, self._no_sync, self._states, strict=True):
             no_sync.enter_context(chunk.no_sync())  # so that Megatron's hooks never reduce
-            state.finish_reduction()  # of an earlier call for the same step of the optimizer
+            # Of an earlier call for the same step of the optimizer:
+            state.finish_reduction()
+            state.take_back_gradients()
             state.release()
 
     def before_forward(self, chunk: int) -> None:
@@ -308,6 +315,7 @@ def _finished(finish: Callable, ddp: Any, force_all_reduce: bool = False) -> Non
 
 def _cleared(zero: Callable, ddp: Any) -> None:
     ddp.partitioned_state.finish_reduction()
+    ddp.partitioned_state.take_back_gradients()  # of a step that is repeated
     zero(ddp)
     for share in ddp.partitioned_state.shares:
         share.gradients.zero_()
@@ -335,8 +343,9 @@ def _take_gradients(upstream: Callable, optimizer: Any) -> None:
         raise ValueError(
             "partition_state does not work with use_precision_aware_optimizer and optimizer_cpu_offload; drop them"
         )
+    for bucket in chain.from_iterable(buffer.buckets for buffer in optimizer.buffers):
+        bucket.share.take_back_gradients()
     for model, main, share, place in _parameters(optimizer):
-        share.take_back_gradients()
         main.grad = share.gradients[place].float()
         if model.dtype is torch.float32 and _is_empty(share.bucket.param_data):
             main.data = share.weights[place]  # the optimizer has no copy of its own

@@ -124,3 +124,13 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
         hidden, labels, _ = batch()
         head(hidden, labels).sum().backward()
         assert head.output_layer.weight.grad is not None and not store._left["unit"]
+
+
+def test_pieces_do_without_fused_weight_gradients(groups):
+    """Autograd gives the backward of a piece a copy of the weight, which lacks the mark that Megatron's hook reads."""
+    head = Head()
+    head.output_layer.gradient_accumulation_fusion = True
+    compute_loss_in_pieces([head], TOKENS * SEQUENCES, None)
+    assert head.output_layer.gradient_accumulation_fusion
+    compute_loss_in_pieces([head], MANY, ROW)
+    assert not head.output_layer.gradient_accumulation_fusion
