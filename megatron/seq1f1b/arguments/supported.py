@@ -251,7 +251,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             ),
         ),
         Unsupported(
-            "--te-precision-config-file, --kitchen-config-file, --kitchen-recipe-number or quant_recipe",
+            "--te-precision-config-file or a recipe of kitchen (quant_recipe)",
             "may scale by the largest value of whole tensors, but a segment has only a part",
             "use --fp8-recipe mxfp8 or blockwise",
             lambda settings: (

@@ -12,9 +12,7 @@ from unit_tests.arguments.parsed import parsed
 
 # What turns each unsupported feature on, by the row's feature, where the setting is not `name=True` of a flag `--name`.
 SETTINGS = {
-    "--te-precision-config-file, --kitchen-config-file, --kitchen-recipe-number or quant_recipe": {
-        "kitchen_recipe_number": 0
-    },
+    "--te-precision-config-file or a recipe of kitchen (quant_recipe)": {"kitchen_recipe_number": 0},
     "--cuda-graph-impl": {"cuda_graph_impl": "local"},
     "--context-parallel-size above 1 with another --cp-comm-type than a2a and all_gather": {
         "context_parallel_size": 2,
