@@ -78,12 +78,16 @@ class PartitionedChunk:
 
     def __init__(self, ddp: Any) -> None:
         self._overlaps_reduction = ddp.ddp_config.overlap_grad_reduce
-        self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
-        self._shared_groups = [each for each in self._groups if each.intra_distributed_optimizer_instance_size > 1]
+        self._groups: list[Any] = []
+        self._groups_alone: list[Any] = []  # of parameters that no other rank has
         self.shares: list[Share] = []
-        for group in self._shared_groups:
+        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
             rank = group.intra_distributed_optimizer_instance_rank
             num_ranks = group.intra_distributed_optimizer_instance_size
+            if num_ranks == 1:
+                self._groups_alone.append(group)
+                continue
+            self._groups.append(group)
             for bucket in group.buckets:
                 bucket.share = Share(bucket, rank, num_ranks)
                 self.shares.append(bucket.share)
@@ -101,13 +105,13 @@ class PartitionedChunk:
         _fill(self._weights)
         for share in self.shares:
             share.weights_in_bucket.copy_(share.weights)
-        for group in self._shared_groups:
+        for group in self._groups:
             group.start_param_sync()
         self._is_gathering = True
 
     def wait_for_weights(self) -> None:
         if self._is_gathering:
-            for group in self._shared_groups:
+            for group in self._groups:
                 if group.param_gather_handle is not None:
                     group.finish_param_sync(skip_next_bucket_dispatch=True)
             self._is_gathering = False
@@ -161,6 +165,14 @@ class PartitionedChunk:
         for group in self._groups:
             group.grad_reduce_finished = False  # after an earlier call Megatron would not wait again
             group.start_grad_sync()
+
+    def lend_gradients(self) -> None:
+        """End the reductions of a step of the optimizer, and lend whole gradients until it takes them."""
+        self.finish_reduction()
+        for group in self._groups_alone:
+            group.finish_grad_sync()  # scales all gradients, also those of earlier calls
+        for share in self.shares:
+            share.lend_gradients()
 
     def take_back_gradients(self) -> None:
         """End what `lend_gradients` began, also where no optimizer has stepped or none of its parameters is here."""
@@ -308,9 +320,7 @@ def _unless_gathered_later(start: Callable, ddp: Any, group: Any, force_sync: bo
 
 
 def _finished(finish: Callable, ddp: Any, force_all_reduce: bool = False) -> None:
-    ddp.partitioned_state.finish_reduction()
-    for share in ddp.partitioned_state.shares:
-        share.lend_gradients()  # until the optimizer takes them
+    ddp.partitioned_state.lend_gradients()
 
 
 def _cleared(zero: Callable, ddp: Any) -> None:

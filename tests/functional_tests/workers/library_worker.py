@@ -5,11 +5,13 @@ Started on two ranks. Writes its reports and gradients to the file RESULT.RANK; 
 gets, by `cu_seqlens` in its batches, or by `packed_seq_params` for its model. With IMPORTED_BEFORE the program imports
 Megatron's function before it installs our schedules. With STEPS it trains so many steps of Adam, in fp32, with two
 model chunks on a rank and the distributed optimizer, each on the gradients of CALLS calls of Megatron's function, and
-the file has its weights instead. Has nothing of megatron.training.
+the file has its weights instead. EXPERTS is the number of ranks that its layers of experts are divided among. Has
+nothing of megatron.training.
 """
 
 import os
 import sys
+from dataclasses import replace
 
 import megatron.seq1f1b
 from megatron.seq1f1b import cpu
@@ -30,7 +32,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
-from functional_tests.equality.models import VOCABULARY, Model  # noqa: E402
+from functional_tests.equality.models import VOCABULARY, Model, mixture  # noqa: E402
 
 SEQUENCE, BATCH, MICROBATCHES = 32, 2, 3
 DOCUMENTS = os.environ.get("DOCUMENTS")
@@ -38,12 +40,19 @@ STEPS = int(os.environ.get("STEPS", 0))
 CALLS = int(os.environ.get("CALLS", 1))  # whose gradients a step of Adam adds up
 TYPE = torch.float32 if STEPS else torch.float64
 CHUNKS = 2 if STEPS else None
+EXPERT_PARALLEL = int(os.environ.get("EXPERTS", 1))
 STARTS = [[0, 5, 18], [0, 16, 31]]
 
 
 def build(chunk: int | None = None) -> DistributedDataParallel:
     plain = Model(TYPE)
-    config = plain.transformer_config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=CHUNKS)
+    if EXPERT_PARALLEL > 1:
+        plain = replace(mixture(moe_token_dispatcher_type="alltoall"), dtype=TYPE, layers=4)
+    config = plain.transformer_config(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=CHUNKS,
+        expert_model_parallel_size=EXPERT_PARALLEL,
+    )
     config.finalize_model_grads_func = finalize_model_grads
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
@@ -91,7 +100,7 @@ def forward_step(data_iterator, model):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(1, 2, CHUNKS)
+    parallel_state.initialize_model_parallel(1, 2, CHUNKS, expert_model_parallel_size=EXPERT_PARALLEL)
     model_parallel_cuda_manual_seed(1)
     if STEPS:
         return train([build(chunk) for chunk in range(CHUNKS)])
