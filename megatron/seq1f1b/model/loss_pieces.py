@@ -16,7 +16,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from ..patches import patched_on, wrapping
 
@@ -40,9 +40,6 @@ def compute_loss_in_pieces(chunks: Iterable[torch.nn.Module], num_tokens: int, p
         heads = 1 + (model.config.mtp_num_layers or 0)
         is_worth_it = piece is not None and heads * num_tokens * layer.output_size_per_partition > WORTH * piece
         layer.logits_of_piece = piece if is_worth_it else None
-        if is_worth_it:
-            # Fused accumulation marks the weight as done, and autograd gives a repeated forward a copy without marks.
-            layer.gradient_accumulation_fusion = False
 
 
 def keeps_logits(layer: torch.nn.Module) -> bool:
@@ -54,13 +51,16 @@ class Logits:
     """Logits [n, b, V/t] that are computed when needed: in pieces for the loss and the largest of each token, else
     whole.
 
-    `of(hidden)` computes the logits of hidden states [n/t, b, h], a run of the tokens on each of `num_runs` ranks. A
-    piece has `length` tokens of each run.
+    `of(hidden, weight)` computes the logits of hidden states [n/t, b, h], a run of the tokens on each of `num_runs`
+    ranks, with the `weight` [V/t, h] of the layer. A piece has `length` tokens of each run.
     """
 
-    def __init__(self, of: Callable[[Tensor], Tensor], hidden: Tensor, layer: ColumnParallelLinear) -> None:
+    def __init__(
+        self, of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor, layer: ColumnParallelLinear
+    ) -> None:
         self.of = of
         self.hidden = hidden
+        self.weight = weight
         self.num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
         self.shape = torch.Size((self.num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
         self.length = max(1, layer.logits_of_piece // (self.num_runs * self.shape[1:].numel()))
@@ -68,23 +68,23 @@ class Logits:
 
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
-        of = self.of  # `self` would keep the hidden states from moving to the host
+        of, num_runs = self.of, self.num_runs  # `self` would keep the hidden states from moving to the host
 
-        def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
-            return loss(labels, of(hidden))
+        def by_place(tokens: Tensor) -> Tensor:
+            """[n/t, b, t] of [b, n]: the runs side by side, so that a piece is a part of the first dimension."""
+            return tokens.unflatten(1, (num_runs, -1)).movedim(-1, 0)
 
-        parts = labels.unflatten(1, (self.num_runs, -1)).split(self.length, dim=2)
-        pieces = zip(self.hidden.split(self.length), parts, strict=True)
-        losses = [
-            checkpoint(of_piece, hidden, part.flatten(1), use_reentrant=False, preserve_rng_state=False)
-            for hidden, part in pieces
-        ]
-        return self._joined(losses, dim=1)
+        def of_piece(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+            return by_place(loss(labels.movedim(0, -1).flatten(1), of(hidden, weight)))
+
+        losses = _LossOfPieces.apply(of_piece, self.length, self.hidden, self.weight, by_place(labels))
+        return losses.movedim(0, -1).flatten(1)
 
     def max(self, dim: int) -> tuple[Tensor, Tensor]:
         """The largest logit of each token and its index [n, b], from which Megatron counts correct predictions."""
-        found = [self.of(hidden).max(dim=dim) for hidden in self.hidden.split(self.length)]
-        values, indices = (self._joined(each, dim=0) for each in zip(*found, strict=True))
+        found = [self.of(hidden, self.weight).max(dim=dim) for hidden in self.hidden.split(self.length)]
+        of_runs = ([each.unflatten(0, (self.num_runs, -1)) for each in pieces] for pieces in zip(*found, strict=True))
+        values, indices = (torch.cat(each, dim=1).flatten(0, 1) for each in of_runs)
         return values, indices
 
     def size(self, dim: int) -> int:
@@ -93,29 +93,86 @@ class Logits:
     def __mul__(self, factor: Any) -> "Logits":
         """The maximal update parametrization scales logits (arXiv 2203.03466)."""
         of = self.of
-        return Logits(lambda hidden: of(hidden) * factor, self.hidden, self._layer)
+        return Logits(lambda hidden, weight: of(hidden, weight) * factor, self.hidden, self.weight, self._layer)
+
+    def whole(self) -> Tensor:
+        return self.of(self.hidden, self.weight)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.of(self.hidden), name)
+        return getattr(self.whole(), name)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.argmax:
             return args[0].max(**kwargs)[1]
-        return func(*(each.of(each.hidden) if isinstance(each, Logits) else each for each in args), **(kwargs or {}))
+        return func(*(each.whole() if isinstance(each, Logits) else each for each in args), **(kwargs or {}))
 
-    def _joined(self, pieces: Iterable[Tensor], dim: int) -> Tensor:
-        """Pieces joined along the tokens in `dim`, in the order of the sequence."""
-        return torch.cat([each.unflatten(dim, (self.num_runs, -1)) for each in pieces], dim + 1).flatten(dim, dim + 1)
+
+class _LossOfPieces(torch.autograd.Function):
+    """`loss(hidden, weight, labels)` of pieces of `length` places, joined; the backward runs each piece forward again.
+
+    Autograd would add up the gradients of the weight in its type. Here they add up in fp32, see `_alias`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Callable[..., Tensor], length: int, *inputs: Tensor) -> Tensor:
+        hidden, ctx.weight, labels = inputs
+        ctx.loss, ctx.length = loss, length
+        ctx.save_for_backward(hidden, labels)
+        parts = zip(hidden.split(length), labels.split(length), strict=True)
+        return torch.cat([loss(part, ctx.weight, labels_of_part) for part, labels_of_part in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Any, ...]:
+        hidden, labels = ctx.saved_tensors
+        grad_hidden, alias = torch.empty_like(hidden), _alias(ctx.weight)
+        of_pieces = (each.split(ctx.length) for each in (hidden, labels, grad_losses, grad_hidden))
+        for part, labels_of_part, grad_of_losses, grad_of_part in zip(*of_pieces, strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                losses = ctx.loss(part, alias, labels_of_part)
+            losses.backward(grad_of_losses)
+            grad_of_part.copy_(part.grad)
+            if alias.grad is not None:  # None if Megatron's layer has added it to `main_grad` by itself
+                alias.main_grad += alias.grad
+                alias.grad = None
+        return None, None, grad_hidden, _gradient(ctx.weight, alias), None
+
+
+def _alias(weight: Tensor) -> Tensor:
+    """The weight without hooks, with a `main_grad` in fp32: the weight's in Megatron's DistributedDataParallel, or its
+    own."""
+    alias = weight.detach().requires_grad_(weight.requires_grad)
+    if weight.requires_grad:
+        dtype, main_grad = torch.promote_types(weight.dtype, torch.float32), getattr(weight, "main_grad", None)
+        fits = main_grad is not None and main_grad.dtype is dtype
+        alias.main_grad = main_grad if fits else torch.zeros_like(weight, dtype=dtype)
+    return alias
+
+
+def _gradient(weight: Tensor, alias: Tensor) -> Tensor | None:
+    """The gradient of the weight: zeros, for its hooks, if `main_grad` has it."""
+    if not weight.requires_grad:
+        return None
+    is_added = alias.main_grad is getattr(weight, "main_grad", None)
+    return torch.zeros_like(weight) if is_added else alias.main_grad.to(weight.dtype)
 
 
 _LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
 
 
-def _logits(layer: ColumnParallelLinear, forward: Callable, hidden: Tensor, *args: Any, **options: Any) -> tuple:
-    if keeps_logits(layer) or options.get("runtime_gather_output"):
-        return forward(hidden, *args, **options)
-    return Logits(lambda part: forward(part, *args, **options)[0], hidden, layer), None
+def _logits(
+    layer: ColumnParallelLinear,
+    forward: Callable,
+    hidden: Tensor,
+    weight: Any = None,
+    runtime_gather_output: Any = None,
+) -> tuple:
+    if keeps_logits(layer) or runtime_gather_output:
+        return forward(hidden, weight, runtime_gather_output)
+    weight = layer.weight if weight is None else weight
+    return Logits(lambda *of_piece: forward(*of_piece)[0], hidden, weight, layer), None
 
 
 def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], labels: Tensor, logits: Any) -> Tensor:

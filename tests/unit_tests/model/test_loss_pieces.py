@@ -1,12 +1,14 @@
 """Losses in pieces are those of kept logits, with all gradients, and nothing as large as logits is kept."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.model.linear_layers import defer_weight_gradients
@@ -22,13 +24,13 @@ MANY = 10**6  # tokens
 class Head(LanguageModule):
     """The end of a language model, as GPTModel and HybridModel have it."""
 
-    def __init__(self, is_tied: bool = False, factor: float = 1.0) -> None:
+    def __init__(self, is_tied: bool = False, factor: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
         world = dist.group.WORLD
         config = TransformerConfig(
             num_layers=1,
             hidden_size=HIDDEN,
             num_attention_heads=1,
-            params_dtype=torch.float64,
+            params_dtype=dtype,
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,
         )
@@ -44,7 +46,7 @@ class Head(LanguageModule):
             tp_group=world,
         )
         self.factor = factor
-        self.tied = torch.nn.Parameter(torch.randn(WORDS, HIDDEN, dtype=torch.float64)) if is_tied else None
+        self.tied = torch.nn.Parameter(torch.randn(WORDS, HIDDEN, dtype=dtype)) if is_tied else None
 
     def logits(self, hidden):
         logits, _ = self.output_layer(hidden, weight=self.tied)
@@ -126,11 +128,55 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
         assert head.output_layer.weight.grad is not None and not store._left["unit"]
 
 
-def test_pieces_do_without_fused_weight_gradients(groups):
-    """Autograd gives the backward of a piece a copy of the weight, which lacks the mark that Megatron's hook reads."""
-    head = Head()
-    head.output_layer.gradient_accumulation_fusion = True
-    compute_loss_in_pieces([head], TOKENS * SEQUENCES, None)
-    assert head.output_layer.gradient_accumulation_fusion
+@pytest.mark.parametrize("of_main_grad", [None, torch.bfloat16, torch.float32])
+def test_gradients_of_pieces_add_up_in_fp32(groups, of_main_grad):
+    """Those of 16-bit weights, to one rounding; to none in a `main_grad` in fp32, which hooks then add nothing to."""
+    head = Head(dtype=torch.bfloat16)
+    weight = head.output_layer.weight
+    hidden, labels, _ = batch()
+    hidden = hidden.detach().bfloat16()
+    of_tokens = [
+        torch.autograd.grad(head(hidden[i : i + 1], labels[:, i : i + 1]).sum(), weight) for i in range(TOKENS)
+    ]
+    expected = sum(gradient.float() for (gradient,) in of_tokens)
     compute_loss_in_pieces([head], MANY, ROW)
-    assert not head.output_layer.gradient_accumulation_fusion
+    if of_main_grad is not None:
+        weight.main_grad = torch.ones_like(weight, dtype=of_main_grad)
+    head(hidden, labels).sum().backward()
+    if of_main_grad is torch.float32:
+        assert not weight.grad.any()
+        torch.testing.assert_close(weight.main_grad, 1 + expected)
+    else:
+        assert torch.equal(weight.grad, expected.bfloat16())
+
+
+def test_fused_products_add_to_the_same_sum(groups, monkeypatch):
+    """Apex's kernel, called by Megatron's layer."""
+
+    def add(input, grad_output, main_grad):
+        main_grad += grad_output.t() @ input
+
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    head = Head(dtype=torch.float32)
+    weight = head.output_layer.weight
+    hidden, labels, _ = batch()
+    hidden = hidden.detach().float()
+    (expected,) = torch.autograd.grad(head(hidden, labels).sum(), weight)
+    compute_loss_in_pieces([head], MANY, ROW)
+    head.output_layer.gradient_accumulation_fusion = True
+    weight.main_grad = torch.zeros_like(weight)
+    head(hidden, labels).sum().backward()
+    assert not weight.grad.any()
+    torch.testing.assert_close(weight.main_grad, expected)
+
+
+def test_a_frozen_projection_has_no_gradient(groups):
+    head = Head()
+    head.output_layer.weight.requires_grad_(False)
+    hidden, labels, _ = batch()
+    (expected,) = torch.autograd.grad(head(hidden, labels).sum(), hidden)
+    compute_loss_in_pieces([head], MANY, ROW)
+    head(hidden, labels).sum().backward()
+    torch.testing.assert_close(hidden.grad, expected, rtol=1e-12, atol=1e-12)
+    assert head.output_layer.weight.grad is None

@@ -168,8 +168,8 @@ def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> f
 def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> float:
     """Logits, and what the loss makes of them, at their most.
 
-    The backward of a piece computes its logits again, and then a gradient of the projection to the vocabulary, beside
-    the sum of those before it and the gradients of hidden states.
+    The backward of a piece computes its logits again, and then a gradient of the projection to the vocabulary, which is
+    added to `main_grad`, beside the gradients of hidden states.
     """
     of_segment = logits(setup, length)
     if keeps_logits(setup):
@@ -177,8 +177,8 @@ def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> fl
     of_piece, weights = min(PIECE, of_segment), BYTES * setup.embedding_parameters
     if is_forward:
         return _LOGIT * of_piece
-    before = (of_segment > PIECE) * weights + whole_input(setup, length) / setup.token_shares
-    return before + max(_LOGIT * of_piece, _LOGIT_KEPT_FOR_WEIGHTS * of_piece + weights)
+    of_hidden = whole_input(setup, length) / setup.token_shares
+    return of_hidden + max(_LOGIT * of_piece, _LOGIT_KEPT_FOR_WEIGHTS * of_piece + weights)
 
 
 def whole_input(setup: TrainingSetup, length: int) -> float:
