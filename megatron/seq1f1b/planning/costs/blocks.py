@@ -5,9 +5,10 @@ norms, activations and the softmax are part of the achieved throughput.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -50,18 +51,18 @@ class Attention(NamedTuple):
         """Of the forward, for a query and a key that it sees."""
         return 2 * self.heads * (self.score_dim + self.value_dim)
 
-    @property
-    def keys_values(self) -> int:
-        """Numbers in the keys and values of a token."""
-        return self.kv_heads * (self.score_dim + self.value_dim)
+    def keys_values(self, tensor_parallel: int) -> float:
+        """Numbers in the keys and values of a token on one rank; more ranks than there are heads have one each."""
+        return max(1, self.kv_heads / tensor_parallel) * (self.score_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
 class Block:
     """A norm and what follows it until the residual stream.
 
-    `vectors` counts the parameters beside products: norms, biases, convolutions. `experts` are the products of one
-    routed expert. All else is for one token, but `state`, the bytes that a recurrence passes to the next segment:
+    `vectors` counts the parameters beside products: norms, biases, convolutions. `expert` has the products of one of
+    `experts` routed experts, of which a token goes through `active`. All else is for one token, but `state`, the bytes
+    that a recurrence passes to the next segment:
 
     - `kept`: the bytes inside the block that the backward needs; `attended` is the part of attention's output and
       log-sum-exp, `activated` the part that activation functions of experts return
@@ -78,7 +79,9 @@ class Block:
     attended: int = 0
     activated: int = 0
     exchanged: int = 0
-    experts: tuple[Product, ...] = ()
+    expert: tuple[Product, ...] = ()
+    experts: int = 0
+    active: int = 0
     scan: int = 0
     state: int = 0
 
@@ -159,7 +162,9 @@ def _experts(model: ModelShape, experts: Experts) -> Block:
     # What experts get, and compute from it. They weigh what they return, so nobody keeps that.
     kept += experts.active * (BYTES * model.hidden_size + of_routed)
     activated = BYTES * experts.active * experts.ffn_hidden_size
-    return Block(products, vectors, kept, moved, activated=activated, experts=routed)
+    return Block(
+        products, vectors, kept, moved, activated=activated, expert=routed, experts=experts.total, active=experts.active
+    )
 
 
 def _delta_net(hidden: int, net: DeltaNet) -> Block:
@@ -220,22 +225,18 @@ def _first_of_kind(model: ModelShape) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)
 def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> float:
     """Parameters of a layer on one tensor-parallel rank, without its routed experts."""
-
-    def of_blocks() -> Iterator[float]:
-        for block in blocks_of(model, layer):
-            outputs_inputs = (product.on_rank(tensor_parallel) for product in block.products)
-            yield sum(outputs * inputs for outputs, inputs in outputs_inputs) + block.vectors / tensor_parallel
-            if block.experts and model.experts is not None:
-                yield model.hidden_size * model.experts.total  # the router
-
-    return sum(of_blocks())
+    total = 0.0
+    for block in blocks_of(model, layer):
+        products = sum(prod(product.on_rank(tensor_parallel)) for product in block.products)
+        router = model.hidden_size * block.experts
+        total += products + block.vectors / tensor_parallel + router
+    return total
 
 
 @lru_cache(maxsize=1024)
 def expert_parameters(model: ModelShape, layer: int) -> int:
     """Parameters of the routed experts of a layer."""
-    total = 0 if model.experts is None else model.experts.total
-    return sum(total * product.size for block in blocks_of(model, layer) for product in block.experts)
+    return sum(block.experts * product.size for block in blocks_of(model, layer) for product in block.expert)
 
 
 def parameters_of_model(model: ModelShape) -> float:

@@ -50,7 +50,7 @@ def comm_types(setup: TrainingSetup, machine: Machine) -> tuple[str, ...]:
     """The ways for whole sequences that Transformer Engine has; around a window no ring."""
     size, model = setup.context_parallel, setup.model
     kv_heads = model.num_heads if model.latent else model.num_kv_heads or model.num_heads
-    shared = gcd(model.num_heads // setup.tensor_parallel, kv_heads // setup.tensor_parallel)
+    shared = gcd(model.num_heads // setup.tensor_parallel, max(1, kv_heads // setup.tensor_parallel))
     ways = ["all_gather"] + ["a2a"] * (shared % size == 0)
     if not model.window_layers:
         inner = gcd(size, shared, setup.context_group.in_node(machine))
@@ -80,8 +80,10 @@ def _whole(
     kind, *sizes = way.split()
     size = setup.context_parallel
     shared, steps = map(int, sizes) if sizes else (size, 1) if kind == "a2a" else (1, size)
-    rows = setup.rows(setup.sequence_length) / setup.tensor_parallel
-    keys_values, queries = BYTES * rows * attention.keys_values, BYTES * rows * attention.heads * attention.score_dim
+    tokens = setup.rows(setup.sequence_length)
+    keys_values = BYTES * tokens * attention.keys_values(setup.tensor_parallel)
+    rows = tokens / setup.tensor_parallel
+    queries = BYTES * rows * attention.heads * attention.score_dim
     output = BYTES * rows * attention.heads * attention.value_dim
     if kind == "all_gather":
         gathered = all_gather_time(machine, setup.context_group, size * keys_values)

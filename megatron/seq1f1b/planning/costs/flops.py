@@ -20,9 +20,8 @@ def layer_flops(model: ModelShape, layer: int) -> Flops:
     per_token = per_pair = 0
     for block in blocks_of(model, layer):
         per_token += 2 * sum(product.size for product in block.products) + block.scan
-        if block.experts and model.experts is not None:
-            routed = model.experts.active * sum(product.size for product in block.experts)
-            per_token += 2 * (routed + model.hidden_size * model.experts.total)  # the last term is the router
+        routed = block.active * sum(product.size for product in block.expert)
+        per_token += 2 * (routed + model.hidden_size * block.experts)  # the last term is the router
         per_pair += block.attention.flops if block.attention else 0
     return Flops(per_token, per_pair)
 

@@ -72,9 +72,9 @@ def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: in
             kept += hidden / setup.token_shares + hidden
         inside = sum(each.outputs for each in block.products[:-1])
         inside += sum(each.inputs for each in block.products if each.inputs != hidden or each.shared == "inputs")
-        if block.experts and setup.model.experts is not None:
-            first, last = block.experts
-            inside += setup.model.experts.active * (2 * hidden + first.outputs + last.inputs)
+        if block.expert:
+            first, last = block.expert
+            inside += block.active * (2 * hidden + first.outputs + last.inputs)
         kept += inside / setup.tensor_parallel
     return BYTES * setup.rows(end - start) * kept
 
@@ -126,7 +126,7 @@ def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
             shares: float = setup.context_parallel
             if len(setup.segments) > 1:
                 shares = min(shares, max(1, block.attention.kv_heads / setup.tensor_parallel))
-            total += block.attention.keys_values / setup.tensor_parallel / shares
+            total += block.attention.keys_values(setup.tensor_parallel) / shares
     return total * setup.micro_batch_size * tokens
 
 
@@ -194,10 +194,7 @@ def routed_bytes(setup: TrainingSetup, stage: int, length: int) -> float:
 
 def _routed(setup: TrainingSetup, block: Block, length: int) -> float:
     """What experts get or return, four times: sorted, sent, sorted again, and the results."""
-    if not block.experts or setup.model.experts is None:
-        return 0.0
-    tokens = setup.rows(length) / setup.tensor_parallel * setup.model.experts.active
-    return 4 * BYTES * tokens * setup.model.hidden_size
+    return 4 * BYTES * setup.rows(length) / setup.tensor_parallel * block.active * setup.model.hidden_size
 
 
 @singledispatch

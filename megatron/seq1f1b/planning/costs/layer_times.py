@@ -111,24 +111,18 @@ def _attention(setup: TrainingSetup, machine: Machine, layer: int, start: int, e
     seen = pairs(start, end, window)
     if setup.seen:
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
-    forward = back = 0.0
+    forward = back = cached = 0.0
     for attention in (block.attention for block in blocks_of(setup.model, layer) if block.attention):
         heads = attention.heads / setup.tensor_parallel / setup.context_parallel
         size = (attention.score_dim + attention.value_dim) / 2
         sizes = (device, length, keys, seen, heads, size, batch)
         forward += flash_time(*sizes)
         back += flash_time(*sizes, backward=True)
+        cached += batch * keys / setup.context_parallel * attention.keys_values(setup.tensor_parallel)
     if len(setup.segments) > 1 and forward:
         # Gradients of the keys and values of the prefix are added to sums in 32 bit.
-        cached = batch * keys / setup.context_parallel * _keys_values(setup, layer)
         back += moving_time(device, (BYTES + 8) * cached, 2)
     return forward, back
-
-
-def _keys_values(setup: TrainingSetup, layer: int) -> float:
-    """Numbers in the keys and values of a token in a layer, on a tensor-parallel rank."""
-    blocks = blocks_of(setup.model, layer)
-    return sum(block.attention.keys_values for block in blocks if block.attention) / setup.tensor_parallel
 
 
 def _moving(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float) -> tuple[float, float]:
@@ -176,7 +170,7 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
             again += forward.attention
         if "layernorm" in modules:
             again += moving_time(machine.device, 2 * BYTES * whole, 1)
-        if "moe_act" in modules and block.experts and not setup.repeats(symbol):
+        if "moe_act" in modules and block.expert and not setup.repeats(symbol):
             again += moving_time(machine.device, 3 * rows * block.activated / setup.tensor_parallel, 1)
         if setup.repeats(symbol):
             weights = [product.on_rank(setup.tensor_parallel) for product in block.products]
@@ -184,7 +178,7 @@ def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, 
             again += moving_time(machine.device, BYTES * rows * block.moved / setup.tensor_parallel, 1)
             if weights and not setup.hides_tensor_exchange:
                 again += all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
-            if block.experts:
+            if block.expert:
                 routed = expert_time(setup, machine, rows, layer)
                 again += routed.matmul + routed.other + routed.all_to_all
     return again
@@ -238,21 +232,21 @@ class ExpertTime(NamedTuple):
 
 def expert_time(setup: TrainingSetup, machine: Machine, rows: float, layer: int = 0) -> ExpertTime:
     """The routed experts of a layer, for `rows` tokens of a tensor-parallel group; nothing where it has none."""
-    model, experts, device = setup.model, setup.model.experts, machine.device
-    weights = [product for block in blocks_of(model, layer) for product in block.experts]
-    if experts is None or not weights:
+    device, hidden = machine.device, setup.model.hidden_size
+    block = next((block for block in blocks_of(setup.model, layer) if block.expert), None)
+    if block is None:
         return ExpertTime(0.0, 0.0, 0.0, 0.0)
+    first, last = weights = block.expert
     tokens = rows / setup.tensor_parallel
-    routed = tokens * experts.active
-    here = experts.total / setup.expert_parallel
+    routed = tokens * block.active
+    here = block.experts / setup.expert_parallel
     # Each expert has its part of what the ranks of the group send: one grouped product.
     matmul = sum(matmul_time(device, routed / here, each.outputs, each.inputs, here) for each in weights)
     weight = sum(matmul_time(device, each.outputs, each.inputs, routed / here, here) for each in weights)
     adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_expert_parameters(layer))
     # The router; sorting tokens by expert and back, each a read and a write; the activation function.
-    router = matmul_time(device, tokens, experts.total, model.hidden_size)
-    activated = weights[0].outputs + weights[1].inputs
-    other = moving_time(device, BYTES * routed * (4 * model.hidden_size + activated), 12)
+    router = matmul_time(device, tokens, block.experts, hidden)
+    other = moving_time(device, BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
     # Tokens go to their experts and come back.
-    exchanged = 2 * all_to_all_time(machine, setup.expert_group, BYTES * routed * model.hidden_size)
+    exchanged = 2 * all_to_all_time(machine, setup.expert_group, BYTES * routed * hidden)
     return ExpertTime(matmul + router, other, exchanged, max(weight, adding) + router)

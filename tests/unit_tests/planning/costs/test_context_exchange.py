@@ -60,6 +60,9 @@ def test_ways_are_those_of_transformer_engine():
     assert comm_types(SETUP, MACHINE) == ("all_gather", "a2a", "p2p")
     # Four heads of keys a rank; four ranks of a context-parallel group share a node.
     assert comm_types(replace(SETUP, context_parallel=8), MACHINE) == ("all_gather", "p2p", "a2a+p2p 4 2")
+    # With more ranks than heads of keys each has one, which no other can share.
+    few = replace(SETUP.model, num_kv_heads=2)
+    assert comm_types(replace(SETUP, model=few, tensor_parallel=4), MACHINE) == ("all_gather", "p2p")
     window = replace(SETUP.model, window=1024, window_layers=(0,))
     assert comm_types(replace(SETUP, model=window), MACHINE) == ("all_gather", "a2a")
 

@@ -143,6 +143,14 @@ def test_context_parallel_ranks_share_heads_of_segments():
     assert layer_keys_values(whole, 0, 0, 8192) == kept[1] / (4 * heads)
 
 
+def test_a_rank_has_a_whole_kv_head_where_ranks_are_more():
+    """A rehearsal of 16 heads with 2 KV heads on 8 GPUs counts 0.44 GiB of keys, values and their gradients."""
+    model = ModelShape(4, 2048, 8192, 16, 128, 32768, num_kv_heads=2)
+    setup = TrainingSetup(model, 65536, 4, tensor_parallel=8, sequence_parallel=True, segments=(16384,) * 4)
+    memory = rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0)
+    assert memory.keys_values / 2**30 == pytest.approx(0.44, rel=0.01)
+
+
 def test_latent_attention_keeps_expanded_keys_and_values():
     latent = replace(PLAIN, model=replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))
     assert layer_keys_values(latent, 0, 0, LENGTH // 4) == 2 * LENGTH * 16 * (16 + 8 + 16) / 2
