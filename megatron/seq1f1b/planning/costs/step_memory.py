@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain, pairwise, repeat
-from math import log2
+from itertools import accumulate, chain, pairwise
+from math import fsum, log2
+from operator import add
 from typing import NamedTuple
 
-from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Placement, partition_state
+from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, channels_of, partition_state
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
@@ -67,13 +68,6 @@ class Kept(NamedTuple):
     keys_values: float = 0.0
     states: float = 0.0
     logits: float = 0.0
-
-
-class Running(NamedTuple):
-    """What an action holds while it runs, beside what units keep: the loss, and all else. Bytes."""
-
-    loss: float
-    working: float
 
 
 def kept(setup: TrainingSetup, stage: int, after: Kind = Kind.F) -> tuple[Kept, ...]:
@@ -176,14 +170,14 @@ def _moves_state(setup: TrainingSetup) -> bool:
     return setup.partitions_state and setup.data_group.size > 1
 
 
-def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Iterator[tuple[float, float]]:
+def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> list[tuple[float, float]]:
     """By action, the weights and the gradients of chunks that are whole, beside the shares of a partitioned state.
 
     A chunk has gradients from its first backward until the next chunk ends, by when its reduction is over.
     """
     if not _moves_state(setup):
-        yield from repeat((0.0, 0.0), len(actions))
-        return
+        return [(0.0, 0.0)] * len(actions)
+    found = []
     parameters = [sum(each) for each in setup.parameters]
     last = {action.stage: action for action in actions}
     gathered, summed = set[int](), set[int]()
@@ -198,24 +192,26 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Iterator[t
             if kind in (Kind.B, Kind.I, Kind.W):
                 summed.add(stage)
             weights, gradients = (sum(parameters[each] for each in whole) for whole in (gathered, summed))
-            yield BYTES * weights, setup.gradient_bytes * gradients
+            found.append((BYTES * weights, setup.gradient_bytes * gradients))
             if action == last[stage]:
                 summed.discard(ended)
                 ended = stage
+    return found
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
     """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
-    stages = setup.placement.stages_of(rank)
-    peak = _peak(setup, list(_when_freed(actions)), rank)
-    units, gradients, (loss, working) = peak.units, peak.keys_values_gradients, peak.running
-    activations = keys_values = states = logits = 0.0
-    for (stage, segment, last), count in Counter(units).items():
-        of_unit = kept(setup, stage, last)[segment]
-        activations += count * of_unit.activations
-        keys_values += count * of_unit.keys_values
-        states += count * of_unit.states
-        logits += count * of_unit.logits
+    stages, actions = setup.placement.stages_of(rank), list(_when_freed(actions))
+    waiting, whole = _messages_waiting(setup, actions, rank), _whole_chunks(setup, actions)
+    number, gradients = _peak(setup, actions, stages, [*map(add, waiting, map(sum, whole))])
+    kind, stage, _, segment = actions[number]
+    loss, working = _running(setup, setup.alike[stage], kind)[segment]
+    units = _in_flight(actions[: number + 1])
+    sizes = [
+        [count * size for size in kept(setup, stage, after)[segment]]
+        for (stage, segment, after), count in Counter(units).items()
+    ]
+    activations, keys_values, states, logits = map(fsum, zip(*sizes, strict=True))
     activations += positions_bytes(setup, sum(setup.segments[segment] for segment in {unit[1] for unit in units}))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
@@ -224,46 +220,35 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     lengths = {setup.segments[unit[1]] for unit in units} if setup.parts else set(setup.segments)
     largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
     weights, of_weights, optimizer = static_memory(setup, rank)
-    dynamic = activations + keys_values + gradients + states + logits + loss + working + peak.waiting
+    dynamic = activations + keys_values + gradients + states + logits + loss + working + waiting[number]
     return Memory(
-        weights=weights + peak.whole[0],
-        gradients=of_weights + peak.whole[1],
+        weights=weights + whole[number][0],
+        gradients=of_weights + whole[number][1],
         optimizer=optimizer,
         activations=activations,
         keys_values=keys_values + gradients,
         states=states,
         logits=logits + loss,
         working=working,
-        messages=peak.waiting,
+        messages=waiting[number],
         reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * dynamic + _OF_LOGITS * largest_loss,
     )
 
 
-Unit = tuple[int, int, Kind]  # stage, segment, and after which of its actions: F, I or OFFLOAD
-
-
-class Peak(NamedTuple):
-    """What a rank has while it holds most. Bytes."""
-
-    units: tuple[Unit, ...] = ()  # in flight
-    keys_values_gradients: float = 0.0  # which later segments left
-    waiting: float = 0.0  # messages
-    running: Running = Running(0.0, 0.0)  # of the action that runs then
-    whole: tuple[float, float] = (0.0, 0.0)  # weights and gradients of chunks, as in _whole_chunks
-
-
-def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Peak:
-    stages = setup.placement.stages_of(rank)
+def _peak(
+    setup: TrainingSetup, actions: Sequence[Action], stages: Sequence[int], beside: Sequence[float]
+) -> tuple[int, float]:
+    """The number of the action during which a rank holds most, and the gradients of keys and values that later segments
+    left then. `beside` has what is held beside units and work, by action."""
     kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
     held = {stage: [*map(sum, kept(setup, stage))] for stage in stages}
     for_weights = {stage: [*map(sum, kept(setup, stage, Kind.I))] for stage in stages if Kind.I in kinds}
     gradients = {stage: _keys_values_gradients(setup, setup.alike[stage]) for stage in stages}
-    running = {(kind, stage): _running(setup, setup.alike[stage], kind) for kind in kinds for stage in stages}
-    waiting = _messages_waiting(setup, actions, rank)
-    whole = [*_whole_chunks(setup, actions)]
-    now = left = most = 0.0
-    peak = Peak()
-    at = -1
+    running = {
+        (kind, stage): [*map(sum, _running(setup, setup.alike[stage], kind))] for kind in kinds for stage in stages
+    }
+    now = left = most = left_at_most = 0.0
+    at = 0
     for number, (kind, stage, _, segment) in enumerate(actions):
         if kind in MOVE_KINDS:
             size = moved_bytes(setup, stage, segment)
@@ -273,18 +258,16 @@ def _peak(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Peak:
             now += held[stage][segment]
         elif kind is not Kind.W:
             left += gradients[stage][0][segment]
-        loss, working = runs = running[kind, stage][segment]
-        total = now + left + waiting[number] + sum(whole[number]) + loss + working
+        total = now + left + beside[number] + running[kind, stage][segment]
         if total > most:
-            most, at = total, number
-            peak = Peak((), left, waiting[number], runs, whole[number])
+            most, at, left_at_most = total, number, left
         if kind is Kind.I:
             now -= held[stage][segment] - for_weights[stage][segment]
         elif kind is not Kind.F:
             now -= (held if kind is Kind.B else for_weights)[stage][segment]
         if kind in (Kind.B, Kind.I):
             left += gradients[stage][1][segment]
-    return peak._replace(units=_in_flight(actions[: at + 1]))
+    return at, left_at_most
 
 
 @lru_cache(maxsize=4096)
@@ -313,49 +296,38 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
     rank keeps outputs, and the first one gradients, until that is at work there. It comes to this rank one hop after
     another.
     """
-    placement = setup.placement
-    hops = placement.num_ranks
+    hops, chunk_of = setup.placement.num_ranks, setup.placement.chunk_of
+    sizes = [whole_input(setup, length) / setup.token_shares for length in setup.segments]
+    messages = channels_of(setup.placement, rank)
     changes = [0.0] * (len(actions) + 1)
     numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
     for number, following in pairwise(numbers):
         kind, stage, _, segment = actions[following]
-        source = stage - 1 if kind is Kind.F else stage + 1
-        if kind is not Kind.W and 0 <= source < placement.num_stages and placement.rank_of(source) != rank:
-            size = whole_input(setup, setup.segments[segment]) / setup.token_shares
-            changes[number] += size
-            changes[number + 1] -= size
-    for kinds, step in (((Kind.F,), 1), ((Kind.B, Kind.I), -1)):
-        leaving = {stage for stage in placement.stages_of(rank) if _changes_chunk(placement, stage, stage + step)}
+        if kind is not Kind.W and (Kind.RECV_F if kind is Kind.F else Kind.RECV_B, stage) in messages:
+            changes[number] += sizes[segment]
+            changes[number + 1] -= sizes[segment]
+    for kinds, send, step in (((Kind.F,), Kind.SEND_F, 1), ((Kind.B, Kind.I), Kind.SEND_B, -1)):
+        leaving = {stage for sent, stage in messages if sent is send and chunk_of(stage) != chunk_of(stage + step)}
         if not leaving:
             continue
         places = {actions[number][1:]: place for place, number in enumerate(numbers) if actions[number].kind in kinds}
         for (stage, microbatch, segment), place in places.items():
             taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
             if stage in leaving and taken > place:
-                size = whole_input(setup, setup.segments[segment]) / setup.token_shares
-                changes[numbers[place] + 1] += size
-                changes[numbers[taken] + 1] -= size
-    return [*accumulate(changes)]
+                changes[numbers[place] + 1] += sizes[segment]
+                changes[numbers[taken] + 1] -= sizes[segment]
+    return [*accumulate(changes[:-1])]
 
 
-def _changes_chunk(placement: Placement, stage: int, other: int) -> bool:
-    """Whether messages from one stage to the other go to another chunk, on another rank."""
-    return (
-        0 <= other < placement.num_stages
-        and placement.chunk_of(other) != placement.chunk_of(stage)
-        and placement.rank_of(other) != placement.rank_of(stage)
-    )
-
-
-def _in_flight(actions: Sequence[Action]) -> tuple[Unit, ...]:
-    """The units in flight during the last of the actions."""
+def _in_flight(actions: Sequence[Action]) -> list[tuple[int, int, Kind]]:
+    """The units in flight during the last of the actions: stage, segment, and after which action, F, I or OFFLOAD."""
     last = {action[1:]: Kind.F for action in actions if action.kind is Kind.F}
     for action in actions[:-1]:
         if action.kind in (Kind.B, Kind.W):
             del last[action[1:]]
         else:
             last[action[1:]] = Kind.F if action.kind is Kind.RELOAD else action.kind
-    return tuple((stage, segment, kind) for (stage, _, segment), kind in last.items())
+    return [(stage, segment, kind) for (stage, _, segment), kind in last.items()]
 
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
@@ -373,8 +345,8 @@ def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
 
 
 @lru_cache(maxsize=4096)
-def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[Running, ...]:
-    """What an action of this kind holds while it runs, by segment."""
+def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[tuple[float, float], ...]:
+    """What an action of this kind holds while it runs, beside what units keep, by segment: the loss, and all else."""
     if setup.parts:
         return tuple(chain(*(_running(part, stage, kind) for part in setup.parts)))
     has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
@@ -388,11 +360,11 @@ def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[Running, ...
         # Two layers are on their way, or at work.
         moving = 2 * max((layer_moved(setup, layer, *span) for layer in setup.stage_layers(stage)), default=0)
         if kind not in (Kind.B, Kind.I):
-            found.append(Running(loss, moving + whole_input(setup, length) + routed))
+            found.append((loss, moving + whole_input(setup, length) + routed))
             continue
         working = moving + backward_working(setup, stage, *span)
         if has_loss:  # its backward ends before that of the layers begins
             working -= loss + sum(size(setup, length) for size in (loss_kept, head_kept))
             working += sum(size(setup, length, for_weights=True) for size in (loss_kept, head_kept) if kind is Kind.I)
-        found.append(Running(loss, max(0.0, working)))
+        found.append((loss, max(0.0, working)))
     return tuple(found)

@@ -78,11 +78,6 @@ def test_the_peak_is_that_of_the_fullest_prefix_of_actions(family, lengths):
         assert all(rank_memory(setup, actions[:length], rank).total <= whole.total for length in cut)
 
 
-def test_a_rank_without_actions_holds_what_no_schedule_changes():
-    memory = rank_memory(WHOLE, (), 1)
-    assert (memory.activations, memory.working, memory.keys_values) == (0, 0, 0)
-
-
 def test_recomputation_holds_one_layer_more():
     """Its inputs, and what it keeps, keys and values included unless they have a cache, or attention is kept."""
     of_attention = 4 / 8 + 4 * 64 / 8 / WHOLE.model.hidden_size
