@@ -24,7 +24,8 @@ run_table() {
         }
     fi
     mkdir -p "$LOGS"
-    local name gpus flags words
+    local launches name gpus flags words
+    launches=$("$PYTHON" tools/paper_launches.py "$table")
     while IFS=$'\t' read -r name gpus flags; do
         [[ $name =~ $pattern ]] || continue
         read -ra words <<<"$flags"
@@ -37,7 +38,7 @@ run_table() {
             run "$gpus" "${words[@]}" >"$LOGS/$name.part" 2>&1 </dev/null || echo "$name failed: $LOGS/$name.part"
             ! grep -q 'elapsed time per iteration' "$LOGS/$name.part" || mv "$LOGS/$name.part" "$LOGS/$name.log"
         fi
-    done < <("$PYTHON" tools/paper_launches.py "$table")
+    done <<<"$launches"
 }
 
 # run GPUS FLAG...: one training run on that many GPUs of the allocation.

@@ -52,17 +52,28 @@ def test_all_lengths_and_methods_of_the_authors_are_there():
     assert "30B, 65536 tokens, 16 micro-batches, Seq1F1B-I" in labels
 
 
+def launcher(*arguments, **settings):
+    """A run of the launcher of one table."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    environment |= {"LOGS": "unused", "PYTHON": sys.executable, "REPOSITORY": str(ROOT), **settings}
+    command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=patient(300), env=environment)
+
+
 def test_a_prediction_runs_on_a_laptop():
-    command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh"), "--predict"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), env=environment(Path("unused")))
+    run = launcher("--predict")
     assert run.returncode == 0, run.stderr
     assert "7B, 131072 tokens, 8 micro-batches, 1F1B" in run.stdout and "out of memory" in run.stdout
 
 
 def test_without_slurm_a_launcher_says_what_it_needs():
-    command = ["bash", str(ROOT / "scripts" / "paper" / "seq1f1b_7b.sh")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), env=environment(Path("unused")))
+    run = launcher()
     assert run.returncode == 1 and "sbatch" in run.stderr
+
+
+def test_a_list_of_runs_that_fails_ends_the_launcher(tmp_path):
+    run = launcher("--dry-run", PYTHON="false", LOGS=str(tmp_path))
+    assert run.returncode == 1, run.stdout
 
 
 def test_the_logs_of_a_job_join_the_table(tmp_path):
@@ -74,22 +85,17 @@ def test_the_logs_of_a_job_join_the_table(tmp_path):
     for name, text in stubs.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (bin_folder / name).chmod(0o755)
-    settings = environment(tmp_path / "logs") | {
+    settings = {
+        "LOGS": str(tmp_path / "logs"),
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node[1-4]",
     }
-    command = ["bash", "scripts/paper/seq1f1b_7b.sh", "32768-tokens-8-micro-batches-seq1f1b$"]
     for _ in range(2):  # the second time the log is there
-        run = subprocess.run(command, capture_output=True, text=True, timeout=patient(120), env=settings, cwd=ROOT)
+        run = launcher("32768-tokens-8-micro-batches-seq1f1b$", **settings)
         assert run.returncode == 0, run.stderr
     assert (tmp_path / "sruns").read_text().count("--ntasks=32 --ntasks-per-node=8") == 1
     row = next(row for row in throughput() if slug(row.label) == "7b-32768-tokens-8-micro-batches-seq1f1b")
     (found,) = with_logs([row], tmp_path / "logs")
     assert found.measured == pytest.approx(8 * 32768 / 5.0)
     assert as_csv([found]).splitlines()[1].endswith(f",{8 * 32768 / 5.0:.4g}")
-
-
-def environment(logs: Path) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    return clean | {"LOGS": str(logs), "PYTHON": sys.executable, "REPOSITORY": str(ROOT)}
