@@ -123,6 +123,7 @@ def described(node: ast.AST) -> str:
     return f"({', '.join(words)})"
 
 
+@cache
 def relied_on() -> dict[str, list[str]]:
     """Dotted names with the files that use them; names that are put together at run time may include some that do not
     exist."""

@@ -1,5 +1,6 @@
 """Tiers of tests, a run whose time is over, and the names of tests."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -37,9 +38,10 @@ def test_a_run_whose_time_is_over_counts_what_is_left(tmp_path):
     for file in ("pyproject.toml", "tests/conftest.py", "tests/support/patience.py"):
         shutil.copy(ROOT / file, tmp_path / file)
     (tmp_path / "tests" / "unit_tests" / "test_some.py").write_text(TESTS)
-    options = ["-p", "no:cacheprovider", "--session-timeout", "600", "--numprocesses", "1"]
-    command = [sys.executable, "-m", "pytest", *options]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(60))
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    command += ["--session-timeout", "600", "--numprocesses", "1"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others take seconds to import
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(60), env=environment)
     assert run.returncode != 0 and "session-timeout" in run.stdout
     lines = [line.split() for line in run.stdout.splitlines()]
     assert ["unit", "2", "tests"] in [words[:3] for words in lines]

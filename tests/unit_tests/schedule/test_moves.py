@@ -36,17 +36,17 @@ def random_schedule(random: Random) -> Schedule:
     return any_order(random, Shape(placement, random.randint(1, 3), random.randint(1, 3)))
 
 
-def test_a_thousand_random_schedules_with_moves_run():
+def test_random_schedules_with_moves_run():
     """Also where a rank waits for the end of every copy, streams share one queue, and a send waits for its receive."""
     random, moves = Random(0), 0
-    for _ in range(1000):
+    for _ in range(300):
         schedule = moved(random_schedule(random), random.random())
         validate(schedule)
         moves += sum(action.kind in MOVES for order in schedule.ranks for action in order)
         lowered = lower(schedule, one_queue=True)
         blocked = execute(lowered, one_queue=True, copy=random.random())
         assert blocked.makespan >= execute(lowered, one_queue=True).makespan
-    assert moves > 2000
+    assert moves > 600
 
 
 def most_held(order) -> int:

@@ -127,7 +127,7 @@ def test_a_log_may_have_losses_that_are_no_numbers(tmp_path):
 
 def test_a_way_to_cut_that_fails_names_flags_of_its_command(capsys):
     model = ["--num-layers", 8, "--hidden-size", 64, "--num-attention-heads", 2, "--pipeline-model-parallel-size", 2]
-    assert seq1f1b("plan-split", *model, "--seq-length", 4096, "--sequence-splits", 2000) == 0
+    assert seq1f1b("plan-split", *model, "--seq-length", 1280, "--sequence-splits", 700) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("terapipe: ") and printed.err.endswith("; use fewer segments or balanced.\n")
 
