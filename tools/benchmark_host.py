@@ -46,7 +46,7 @@ from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
 from megatron.seq1f1b.runtime.call import Call  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
-from megatron.seq1f1b.runtime.interpreter import Interpreter, Services, Step  # noqa: E402
+from megatron.seq1f1b.runtime.interpreter import Interpreter, Step  # noqa: E402
 from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
 from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
@@ -124,7 +124,9 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
 
 def scheduled(step: Step, actions: Program) -> None:
     model = step.call.chunks[0]
-    services = Services(
+    interpreter = Interpreter(
+        step,
+        actions,
         communicator=Messages(),
         context=SegmentContext(),
         weight_gradients=WeightGradientStore(),
@@ -135,7 +137,7 @@ def scheduled(step: Step, actions: Program) -> None:
         around=str,
         host_memory=HostMemory(),
     )
-    Interpreter(step, services).run(actions)
+    interpreter.run()
 
 
 def bare(step: Step, actions: Program) -> None:

@@ -6,13 +6,17 @@ negotiated. `schedule/lowering.py` shows why this cannot hang. A rank may use me
 arrive.
 """
 
+import logging
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -20,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schedule import Action, Channel, Kind
-from .waits import Waits, report_if_late
+
+_log = logging.getLogger(__name__)
 
 _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
 
@@ -28,6 +33,9 @@ _GLOO_TAGS = {Kind.F: 1, Kind.B: 2}
 # up to 32 over NVLink, an eighth of an H100.
 MAX_CTAS = 4
 _NCCL_UNDEFINED = -(2**31)
+
+_PATIENCE = 0.8  # share of the timeout; after the whole timeout NCCL ends the process
+_LOOKS = 20  # in that time
 
 
 class Communicator:
@@ -64,7 +72,8 @@ class Communicator:
             self._waits.submit(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
         # By the RECV that a message belongs to; the work is None once the message has arrived.
         self._receiving: dict[tuple | None, tuple[dist.Work | None, Tensor, Channel, Action | None]] = {}
-        self._sending: deque[tuple[tuple[dist.Work, Tensor] | Future, Channel, Action | None]] = deque()
+        # Whether a message has left, and what waits until it has.
+        self._sending: deque[tuple[Callable[[], bool], Callable[[], Any], Channel, Action | None]] = deque()
         self._goes_in_turn = False
         self._connect(channels)
 
@@ -104,9 +113,12 @@ class Communicator:
             message = torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message)
         message = message.contiguous()
         work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
-        left = self._waits.submit(partial(self._wait, work, message)) if self._is_gloo else (work, message)
-        self._sending.append((left, channel, action))
-        while self._sending and (self._goes_in_turn or _has_left(self._sending[0][0])):
+        has_left, wait = work.is_completed, partial(self._wait, work, message)
+        if self._is_gloo:
+            waiting = self._waits.submit(wait)
+            has_left, wait = waiting.done, waiting.result
+        self._sending.append((has_left, wait, channel, action))
+        while self._sending and (self._goes_in_turn or self._sending[0][0]()):
             self._finish(*self._sending.popleft())
 
     def finish(self) -> None:
@@ -120,12 +132,9 @@ class Communicator:
             return {"group": self._group, "tag": _GLOO_TAGS[channel.payload]}
         return {"group": self._groups[channel.communicator]}
 
-    def _finish(self, sending: tuple[dist.Work, Tensor] | Future, channel: Channel, action: Action | None) -> None:
+    def _finish(self, _: Any, wait: Callable[[], Any], channel: Channel, action: Action | None) -> None:
         try:
-            if isinstance(sending, Future):
-                sending.result()
-            else:
-                self._wait(sending[0])
+            wait()
         except RuntimeError as error:
             raise RuntimeError(f"{_message(channel, action)} was not taken: {error}") from error
         self._settle()
@@ -231,5 +240,50 @@ def _options(group: dist.ProcessGroup) -> Any:
     return options
 
 
-def _has_left(sending: tuple[dist.Work, Tensor] | Future) -> bool:
-    return sending.done() if isinstance(sending, Future) else sending[0].is_completed()
+class Waits:
+    """A thread that runs one wait after another.
+
+    It is a daemon: a program that fails must not wait at its end for messages that no rank receives, as it would for
+    the threads of an executor of Python's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._waits: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=_wait_for_each, args=(self._waits,), name=name, daemon=True).start()
+        weakref.finalize(self, self._waits.put, None)
+
+    def submit(self, wait: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        self._waits.put((future, wait))
+        return future
+
+
+def _wait_for_each(waits: SimpleQueue) -> None:
+    while (submitted := waits.get()) is not None:
+        future, wait = submitted
+        try:
+            future.set_result(wait())
+        except Exception as error:
+            future.set_exception(error)
+        del submitted, future, wait  # else the last message lives until the next
+
+
+def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:
+    """Wait until the GPU passes the recorded `mark`; if that takes most of `timeout` from `since`, a time of
+    `time.monotonic`, log once which message is late.
+
+    With NCCL no host waits for a message, and NCCL's own report has only a number.
+    """
+    patience, is_reported = _PATIENCE * timeout.total_seconds(), False
+    while not mark.query():
+        waited = time.monotonic() - since
+        if waited >= patience and not is_reported:
+            is_reported = True
+            _log.error(
+                "%s has not come for %.0f s; look at its sender, or give a longer --distributed-timeout-minutes than "
+                "%g",
+                describe(),
+                waited,
+                timeout.total_seconds() / 60,
+            )
+        time.sleep(patience / _LOOKS)

@@ -30,7 +30,7 @@ from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
 from .call import Call
 from .communication import Communicator
 from .gradient_sync import add_up_tied_embeddings
-from .interpreter import Interpreter, Services, Step
+from .interpreter import Interpreter, Step
 from .loss import LossLedger
 from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
@@ -182,7 +182,9 @@ class PipelineExecutor:
                 recorder = around.enter_context(tracing)
             if not call.forward_only:
                 self.recorder = recorder
-            services = Services(
+            interpreter = Interpreter(
+                step,
+                program,
                 communicator=communicator,
                 context=self._context,
                 weight_gradients=self._weight_gradients,
@@ -193,7 +195,7 @@ class PipelineExecutor:
                 around=partial(self._programs.around, shape, self._segmentation.lengths(call.seq_length), step.rank),
                 host_memory=self._host_memory,
             )
-            Interpreter(step, services).run(program)
+            interpreter.run()
             sync.close()
             losses.checks.make_up()
             self._context.masks.settle()
@@ -201,7 +203,8 @@ class PipelineExecutor:
                 num_tokens = None
                 if call.config.calculate_per_token_loss:
                     num_tokens = losses.total_num_tokens(call.device)
-                    _take_from_last_stage(num_tokens, shape.placement, call.pipeline)
+                    if shape.placement.turns:  # the last stage may be on the first rank; Megatron asks the last one
+                        dist.all_reduce(num_tokens, group=call.pipeline)
                 call.config.finalize_model_grads_func(
                     call.chunks, num_tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
                 )
@@ -244,10 +247,3 @@ class PipelineExecutor:
         if plan not in self._agreed:
             check_agreement(plan)
             self._agreed.add(plan)
-
-
-def _take_from_last_stage(num_tokens: torch.Tensor, placement: Placement, pipeline: dist.ProcessGroup) -> None:
-    """Megatron takes the count from the last rank, but the last stage of a V is on the first rank."""
-    rank = placement.rank_of(placement.num_stages - 1)
-    if rank != placement.num_ranks - 1:
-        dist.broadcast(num_tokens, src=dist.get_process_group_ranks(pipeline)[rank], group=pipeline)

@@ -7,7 +7,8 @@ model.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import ClassVar
 
 import torch
 from megatron.core.pipeline_parallel.schedules import (
@@ -65,10 +66,19 @@ class Step:
         return (rows * rows_per_token(call.config, self.placement, stage), *sizes)
 
 
-@dataclass(frozen=True)
-class Services:
-    """The objects that actions use; `around(action)` describes the actions of all ranks around one."""
+_NOTHING = nullcontext()
 
+
+@dataclass(eq=False)
+class Interpreter:
+    """Runs the program of one rank for one step; its own state is empty when the step ends.
+
+    `around(action)` describes the actions of all ranks around one. The host time of a unit matters
+    (tools/benchmark_host.py): if a segment's layers take less, the GPU waits.
+    """
+
+    step: Step
+    program: Program
     communicator: Communicator
     context: SegmentContext
     weight_gradients: WeightGradientStore
@@ -79,35 +89,26 @@ class Services:
     around: Callable[[Action], str]
     host_memory: HostMemory
 
-
-class Interpreter:
-    """State of one step on one rank; it is empty when the step ends.
-
-    The host time of a unit matters (tools/benchmark_host.py): if a segment's layers take less, the GPU waits.
-    """
-
-    def __init__(self, step: Step, services: Services) -> None:
-        self._step = step
+    def __post_init__(self) -> None:
+        step = self.step
         self._call = step.call
-        self._services = services
         self._timers = step.call.config.timers
         self._last_stage = step.placement.num_stages - 1
         self._chunk_of = {stage: step.placement.chunk_of(stage) for stage in step.placement.stages_of(step.rank)}
         self._channels = channels_of(step.placement, step.rank)
         self._started_chunks: set[int] = set()
-        self._message_shapes: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._program = Program(())
+        self._message_shape = cache(step.message_shape)
         # The input and output of each forward, by (stage, micro-batch, segment), until its backward.
         self._kept: dict[tuple, tuple[Tensor | None, Tensor]] = {}
         # Outputs and gradients for a neighbouring stage, by the SEND that carries them if it is on another rank.
         self._outgoing: dict[tuple, Tensor] = {}
 
-    def run(self, program: Program) -> None:
+    def run(self) -> None:
         """Run the actions in order. A failure names the action and its neighbours, on all ranks."""
-        self._program = program
+        actions = self.program.actions
         # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
         is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
-        for position, action in enumerate(program.actions):
+        for position, action in enumerate(actions):
             try:
                 if is_profiled:
                     with record_function(str(action)):
@@ -115,37 +116,37 @@ class Interpreter:
                 else:
                     handlers[action.kind](self, action)
             except Exception as error:
-                near = " ".join(map(str, program.actions[max(position - 3, 0) : position + 4]))
-                error.add_note(f"pipeline rank {self._step.rank} failed at {action}, among {near}")
-                error.add_note(self._services.around(action))
+                near = " ".join(map(str, actions[max(position - 3, 0) : position + 4]))
+                error.add_note(f"pipeline rank {self.step.rank} failed at {action}, among {near}")
+                error.add_note(self.around(action))
                 raise
-        self._services.communicator.finish()
-        self._services.context.assert_empty()
-        self._services.weight_gradients.assert_empty()
-        self._services.host_memory.assert_empty()
+        self.communicator.finish()
+        self.context.assert_empty()
+        self.weight_gradients.assert_empty()
+        self.host_memory.assert_empty()
         assert not self._kept and not self._outgoing, f"tensors outlived the step: {[*self._kept, *self._outgoing]}"
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch, index = action
-        call, services, chunk = self._call, self._services, self._chunk_of[stage]
-        segment = self._step.segments[microbatch][index]
-        batches = self._step.batches[chunk]
+        call, chunk = self._call, self._chunk_of[stage]
+        segment = self.step.segments[microbatch][index]
+        batches = self.step.batches[chunk]
         arrived = self._input_of(action, is_forward=True)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
-        services.sync.before_forward(chunk)
+        self.sync.before_forward(chunk)
         is_last = stage == self._last_stage
-        running = services.context.running(segment, not call.forward_only)
-        moves = action[1:] in self._program.moved
-        keeping = services.host_memory.keeping(action[1:]) if moves else nullcontext()
-        with running, keeping, services.recorder.span(action), services.around_forward(stage, segment.length):
+        running = self.context.running(segment, not call.forward_only)
+        moves = action[1:] in self.program.moved
+        keeping = self.host_memory.keeping(action[1:]) if moves else _NOTHING
+        with running, keeping, self.recorder.span(action), self.around_forward(stage, segment.length):
             output, _ = forward_step(
-                services.losses.observe(call.forward_step_func, segment),
+                self.losses.observe(call.forward_step_func, segment),
                 batches and batches.at(segment),
                 call.chunks[chunk],
-                len(self._step.segments),
+                len(self.step.segments),
                 arrived,
-                services.losses.reports_of(segment),
+                self.losses.reports_of(segment),
                 call.config,
                 cp_group_size=call.groups.cp.size(),
                 collect_non_loss_data=call.collect_non_loss_data,
@@ -164,49 +165,43 @@ class Interpreter:
 
     def _backward(self, action: Action) -> None:
         kind, stage, microbatch, index = action
-        services = self._services
-        segment = self._step.segments[microbatch][index]
-        if action[1:] in self._program.moved:
-            services.host_memory.wait(action[1:])
-        services.sync.before_backward(self._chunk_of[stage])
+        segment = self.step.segments[microbatch][index]
+        if action[1:] in self.program.moved:
+            self.host_memory.wait(action[1:])
+        self.sync.before_backward(self._chunk_of[stage])
         arrived, output = self._kept.pop(action[1:])
         if stage == self._last_stage:
-            gradient, output = None, services.losses.ready_for_backward(output, segment)
+            gradient, output = None, self.losses.ready_for_backward(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
-        with services.context.running(segment, True), services.recorder.span(action):
-            if self._program.splits_backwards:
-                with services.weight_gradients.collecting(action[1:]):
-                    gradient = self._input_gradient(action, arrived, output, gradient)
+        reducing = self._reducing(Kind.I, action)
+        with self.context.running(segment, True), self.recorder.span(action):
+            if self.program.splits_backwards:
+                with self.weight_gradients.collecting(action[1:]), reducing:
+                    gradient = backward_step(arrived, output, gradient, self._call.config)
                 if kind is Kind.B:
                     self._compute_weight_gradients(action)
             else:
-                gradient = self._input_gradient(action, arrived, output, gradient)
+                with reducing:
+                    gradient = backward_step(arrived, output, gradient, self._call.config)
         if stage > 0:
             self._outgoing[Kind.SEND_B, *action[1:]] = gradient
 
-    def _input_gradient(
-        self, action: Action, arrived: Tensor | None, output: Tensor, gradient: Tensor | None
-    ) -> Tensor | None:
-        """Also computes the weight gradient, unless backwards are split."""
-        if (Kind.I, action) not in self._program.ends:
-            return backward_step(arrived, output, gradient, self._call.config)
-        with self._services.sync.last_backward(self._chunk_of[action.stage]):
-            return backward_step(arrived, output, gradient, self._call.config)
-
     def _weight_gradient(self, action: Action) -> None:
-        segment, services = self._step.segments[action.microbatch][action.segment], self._services
-        with services.context.running(segment, True), services.recorder.span(action):
+        segment = self.step.segments[action.microbatch][action.segment]
+        with self.context.running(segment, True), self.recorder.span(action):
             self._start("backward-compute")
             self._compute_weight_gradients(action)
             self._stop("backward-compute")
 
     def _compute_weight_gradients(self, action: Action) -> None:
-        if (Kind.W, action) not in self._program.ends:
-            self._services.weight_gradients.compute(action[1:])
-            return
-        with self._services.sync.last_backward(self._chunk_of[action.stage]):
-            self._services.weight_gradients.compute(action[1:])
+        with self._reducing(Kind.W, action):
+            self.weight_gradients.compute(action[1:])
+
+    def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
+        """Entered around this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
+        is_last = (half, action) in self.program.ends
+        return self.sync.last_backward(self._chunk_of[action.stage]) if is_last else _NOTHING
 
     def _input_of(self, action: Action, is_forward: bool) -> Tensor | None:
         """The activations or output gradient that an action starts from; waits for the message if there is one."""
@@ -217,7 +212,7 @@ class Interpreter:
         if (kind, stage) in self._channels:
             name = "forward-recv" if is_forward else "backward-recv"
             self._start(name)
-            tensor = self._services.communicator.receive((kind, *action[1:]))
+            tensor = self.communicator.receive((kind, *action[1:]))
             self._stop(name)
         else:  # from a neighbouring stage on this rank
             sent = (Kind.SEND_F, stage - 1) if is_forward else (Kind.SEND_B, stage + 1)
@@ -228,17 +223,15 @@ class Interpreter:
 
     def _post_receive(self, action: Action) -> None:
         kind, stage, microbatch, index = action
-        sent = self._step.segments[microbatch][index].length, stage - 1 if kind is Kind.RECV_F else stage
-        shape = self._message_shapes.get(sent)
-        if shape is None:
-            shape = self._message_shapes[sent] = self._step.message_shape(*sent)
-        self._services.communicator.post_receive(self._channels[kind, stage], shape, action)
+        length = self.step.segments[microbatch][index].length
+        shape = self._message_shape(length, stage - 1 if kind is Kind.RECV_F else stage)
+        self.communicator.post_receive(self._channels[kind, stage], shape, action)
 
     def _send(self, action: Action) -> None:
         tensor, is_forward = self._outgoing.pop(action), action.kind is Kind.SEND_F
         name = "forward-send" if is_forward else "backward-send"
         self._start(name)
-        self._services.communicator.send(self._channels[action.kind, action.stage], tensor, action)
+        self.communicator.send(self._channels[action.kind, action.stage], tensor, action)
         self._stop(name)
         self._deallocate(tensor, is_forward)
 
@@ -246,21 +239,6 @@ class Interpreter:
         """Free the storage of an output that the next stage has: the graph needs its grad_fn only."""
         if is_forward and not self._call.forward_only:
             deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
-
-    def _gather(self, action: Action) -> None:
-        self._services.sync.gather(self._chunk_of[action.stage])
-
-    def _reduce(self, action: Action) -> None:
-        self._services.sync.reduce(self._chunk_of[action.stage])
-
-    def _offload(self, action: Action) -> None:
-        self._services.host_memory.offload(action[1:], self._services.recorder.span(action))
-
-    def _reload(self, action: Action) -> None:
-        self._services.host_memory.reload(action[1:], self._services.recorder.span(action))
-
-    def _release(self, action: Action) -> None:
-        self._services.sync.release(self._chunk_of[action.stage])
 
     def _start(self, name: str) -> None:
         """Start a timer of Megatron's log; its `forward_step` and `backward_step` time themselves."""
@@ -273,7 +251,7 @@ class Interpreter:
 
     # A new kind of action adds its handler. The table is on the class, since bound methods would form a cycle that
     # keeps a step until a garbage collection.
-    HANDLERS: "dict[Kind, Handler]" = {
+    HANDLERS: ClassVar[dict[Kind, Callable[["Interpreter", Action], None]]] = {
         Kind.F: _forward,
         Kind.B: _backward,
         Kind.I: _backward,
@@ -282,12 +260,9 @@ class Interpreter:
         Kind.RECV_B: _post_receive,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
-        Kind.GATHER: _gather,
-        Kind.REDUCE: _reduce,
-        Kind.OFFLOAD: _offload,
-        Kind.RELOAD: _reload,
-        Kind.RELEASE: _release,
+        Kind.GATHER: lambda self, action: self.sync.gather(self._chunk_of[action.stage]),
+        Kind.REDUCE: lambda self, action: self.sync.reduce(self._chunk_of[action.stage]),
+        Kind.RELEASE: lambda self, action: self.sync.release(self._chunk_of[action.stage]),
+        Kind.OFFLOAD: lambda self, action: self.host_memory.offload(action[1:], self.recorder.span(action)),
+        Kind.RELOAD: lambda self, action: self.host_memory.reload(action[1:], self.recorder.span(action)),
     }
-
-
-Handler = Callable[[Interpreter, Action], None]

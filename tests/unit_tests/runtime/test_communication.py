@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.seq1f1b.runtime import communication
-from megatron.seq1f1b.runtime.communication import MAX_CTAS, Communicator, groups_per_communicator
-from megatron.seq1f1b.runtime.waits import Waits
+from megatron.seq1f1b.runtime.communication import MAX_CTAS, Communicator, Waits, groups_per_communicator
 from megatron.seq1f1b.schedule import Channel, Kind, parse_action
 
 FORWARD, BACKWARD = Channel(Kind.F, 0, 1), Channel(Kind.B, 1, 0)
