@@ -84,7 +84,7 @@ def traced(function: Callable, config: PipelineConfig, args: Namespace) -> Calla
 def watched(function: Callable, tracer: Any) -> Callable:
     """The result of `get_forward_backward_func`, which reports every action of every step to `tracer` alone."""
     if isinstance(function, PipelineExecutor):
-        function.trace_with(tracer)
+        function.tracer = tracer
         return function
     return partial(run_traced, function, tracer)
 
@@ -96,21 +96,17 @@ def _executor(
     **options: Any,
 ) -> PipelineExecutor:
     """To be called when the first step is about to run: it logs which schedule a program runs."""
-    units = f"units of at most {config.unit_tokens} tokens"
-    cut = f"segments: {config.num_segments}" if config.unit_tokens is None else units
-    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {cut}")
-    packing = None
-    if config.follows_documents:
-        cut_documents = config.cut if config.partition.follows_documents else None
-        packing = Packing(end_of_document() if end_of_document else None, cut_documents)
+    segments = f"segments: {config.num_segments}"
+    units = segments if config.unit_tokens is None else f"units of at most {config.unit_tokens} tokens"
+    warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
     executor = PipelineExecutor(
         config.schedule,
-        _segmentation(config, packing),
+        _segmentation(config, end_of_document),
         costs=config.partition.costs.of_actions if config.run.has_sizes else None,
         piece=None if config.keeps_logits else PIECE,
         **options,
     )
-    executor.trace_with(_tracer(config, iteration_now))
+    executor.tracer = _tracer(config, iteration_now)
     if config.offloads:
         executor.offload(config.offloads)
     if config.keeps_attention:
@@ -118,11 +114,13 @@ def _executor(
     return executor
 
 
-def _segmentation(config: PipelineConfig, packing: Packing | None) -> Segmentation:
+def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | None) -> Segmentation:
     cut = cache(config.cut)  # in every step
+    if not config.follows_documents:  # nor has units, which are refused where documents see one another
+        return Segmentation(config.num_segments, cut)
+    packing = Packing(end_of_document and end_of_document(), config.cut if config.partition.follows_documents else None)
     if config.unit_tokens is None:
         return Segmentation(config.num_segments, cut, packing)
-    assert packing is not None, "units are refused where documents see one another"
     return Repacking(cut, packing, config.pack)
 
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -184,14 +184,12 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
     return room.use_segment_attention(model)
 
 
-@contextmanager
-def whole_weights(model: Iterable[torch.nn.Module]) -> Iterator[None]:
+def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """The weights of these model chunks whole, for a program that reads or writes them between steps with
     `partition_state`; collective over the ranks of a pipeline stage. Does nothing where they always are."""
     from .runtime.partitioned_state import whole
 
-    with whole(model):
-        yield
+    return whole(model)
 
 
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:

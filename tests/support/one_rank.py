@@ -35,7 +35,7 @@ def forward_step(data_iterator, model):
 
 def executor(schedule: str = "1f1b", k: int = 2, tracer: Tracer | None = None) -> PipelineExecutor:
     made = PipelineExecutor(ScheduleChoice(schedule), Segmentation(k, lambda length: [length // k] * k))
-    made.trace_with(tracer)
+    made.tracer = tracer
     return made
 
 

@@ -69,7 +69,7 @@ class PipelineExecutor:
         self._segmentation = segmentation
         self._around_forward = around_forward
         self._timeout = timeout
-        self._tracer: Tracer | None = None
+        self.tracer: Tracer | None = None  # records training steps
         self.recorder: Recorder | None = None  # of the last training step
         self._reports_on_last_rank = reports_on_last_rank
         self._piece = piece
@@ -80,10 +80,6 @@ class PipelineExecutor:
         self._agreed: set[str] = set()
         self._ran_before: set[tuple] = set()
         self._failure: str | None = None
-
-    def trace_with(self, tracer: Tracer | None) -> None:
-        """Let `tracer` record the steps from now on."""
-        self._tracer = tracer
 
     def keep_attention(self) -> None:
         """Run the attention of a recomputed layer once; the repeated forward takes its results."""
@@ -128,8 +124,8 @@ class PipelineExecutor:
         communicator = self._communicator(call, placement)
         kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
         in_turn = communicator.is_on_device and kernels not in self._ran_before
-        # Otherwise the model keeps its own attention.
-        if not self._segmentation.is_trivial or self._context.kept_attention is not None:
+        is_packed, keeps = self._segmentation.packing is not None, self._context.kept_attention is not None
+        if self._segmentation.cuts_sequences or is_packed or keeps:  # else the model keeps its own attention
             attach(call.chunks, self._context)
         add_up_all_weight_gradients(call.chunks)
         num_tokens = call.seq_length * (call.micro_batch_size or 0) // call.groups.cp.size()
@@ -173,12 +169,12 @@ class PipelineExecutor:
                 heads = prediction_heads(call, shape.placement, step.rank, step.batches, self._context)
                 if heads is not None:
                     around.enter_context(patched(heads.patches()))
-            if self._tracer is None or call.forward_only:
+            if self.tracer is None or call.forward_only:
                 recorder = around.enter_context(Recorder(call.device))
             else:
                 lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
                 of_all = lengths.pop() if len(lengths) == 1 else None
-                tracing = self._tracer.step(self._programs.name, shape, call.chunks, call.pipeline, of_all)
+                tracing = self.tracer.step(self._programs.name, shape, call.chunks, call.pipeline, of_all)
                 recorder = around.enter_context(tracing)
             if not call.forward_only:
                 self.recorder = recorder

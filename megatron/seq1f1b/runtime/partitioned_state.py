@@ -131,16 +131,6 @@ class PartitionedChunk:
         self.wait_for_weights()
         self._is_lent = True
 
-    def copy_to_host(self, tensors: Iterable[Any]) -> None:
-        """Replace the `data` of Megatron's sharded tensors by copies of these weights on the host."""
-        was_whole = self.has_weights
-        self.gather()
-        self.wait_for_weights()
-        for each in tensors:
-            each.data = each.data.detach().to("cpu", copy=True)
-        if not was_whole:
-            self.release()
-
     @property
     def has_weights(self) -> bool:
         """Whether there is memory for the weights; always if no other rank has the same parameters."""
@@ -395,14 +385,15 @@ def _with_weights(
     generate: Callable, args: Any, model: Sequence[torch.nn.Module], *rest: Any, **more: Any
 ) -> dict[str, Any]:
     """Weights are saved from copies on the host, made chunk by chunk, and loaded in place."""
-    states = [unwrap_model(chunk).partitioned_state for chunk in model]
-    is_loading = (more.get("optim_sd_kwargs") or {}).get("is_loading", False)
-    if is_loading:
-        for state in states:
-            state.lend()
+    chunks = [*map(unwrap_model, model)]
+    if (more.get("optim_sd_kwargs") or {}).get("is_loading", False):
+        for chunk in chunks:
+            chunk.partitioned_state.lend()
+        return generate(args, model, *rest, **more)
     found = generate(args, model, *rest, **more)
-    if not is_loading:
-        for number, state in enumerate(states):
-            saved = nested_values(found[f"model{number}" if len(states) > 1 else "model"])
-            state.copy_to_host(each for each in saved if isinstance(each, (ShardedTensor, ShardedTensorFactory)))
+    for number, chunk in enumerate(chunks):
+        with whole([chunk]):
+            for each in nested_values(found[f"model{number}" if len(chunks) > 1 else "model"]):
+                if isinstance(each, (ShardedTensor, ShardedTensorFactory)):
+                    each.data = each.data.detach().to("cpu", copy=True)
     return found

@@ -75,7 +75,7 @@ class Repacking(Segmentation):
         if entries is not None:
             own = _exchanged(call, entries, dict(enumerate(sequences, firsts[replica])), owners, flat, firsts)
             whole = [entries.joined([own[number] for number in pack.sequences], sum(pack.lengths)) for pack in packs]
-            batches = [iterator and SegmentIterator(iter(whole)) for iterator in call.iterators]
+            batches = [iterator and SegmentIterator(map(dict, whole)) for iterator in call.iterators]
         call = copy(call)
         call.num_microbatches, call.micro_batch_size = len(packs), 1
         segments = [_segments(number, pack, flat) for number, pack in enumerate(packs)]

@@ -47,11 +47,6 @@ class Segmentation:
         self._cut = cut
 
     @property
-    def is_trivial(self) -> bool:
-        """Whether sequences are neither cut nor packed."""
-        return self.num_segments == 1 and self.packing is None
-
-    @property
     def cuts_sequences(self) -> bool:
         """Whether a sequence may be in several segments."""
         return self.num_segments != 1

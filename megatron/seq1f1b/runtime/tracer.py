@@ -1,6 +1,7 @@
 """Writes measured timelines of chosen iterations, in the format of simulated ones."""
 
 import logging
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -132,8 +133,11 @@ def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any
 
 
 def _clock() -> str:
-    """The name of this machine's start, from which `time.perf_counter` counts."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """The name of this machine's start, from which `time.perf_counter` counts; without Linux, of the machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], recorder: Recorder) -> ExitStack:

@@ -140,6 +140,19 @@ def test_chosen_iterations_are_written(alone, tmp_path):
     assert all(0 <= span["start"] <= span["end"] for span in spans)
 
 
+def test_a_machine_without_linux_has_a_clock(alone, tmp_path, monkeypatch):
+    read = Path.read_text
+
+    def read_elsewhere(path):
+        if path.name == "boot_id":
+            raise FileNotFoundError(path)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_text", read_elsewhere)
+    run(executor(tracer=Tracer(tmp_path, {1}, lambda: 1)), Stage())
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-1-pipeline-0.json"]
+
+
 def test_a_trace_that_cannot_be_written_is_a_warning(alone, tmp_path, caplog):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", Path("/proc/none")):

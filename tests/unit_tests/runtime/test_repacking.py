@@ -82,6 +82,17 @@ def test_documents_of_a_batch(alone):
     assert [(one.end, two.start) for one, two in pairwise(whole)] == [(4, 4), (8, 8)]
 
 
+def test_each_model_chunk_has_batches_of_its_own(alone):
+    """A script may change what it gets, as Megatron does for context parallelism."""
+    call = call_of()
+    call.num_microbatches, call.iterators = 1, [iter([[sequence(1, 2)]]) for _ in range(2)]
+    found = in_units().cut_step(call, Placement(1), None)
+    [[segment]] = found.segments
+    first, second = (next(batches.at(segment)) for batches in found.batches)
+    del first["tokens"]
+    assert second["tokens"].tolist() == [[1, 2]]
+
+
 def test_an_evaluation_counts_tokens(alone):
     """Not micro-batches, one of which may have none."""
     reports = [{"lm loss": torch.tensor(each)} for each in ([6.0, 2.0], [0.0, 0.0], [3.0, 1.0])]
