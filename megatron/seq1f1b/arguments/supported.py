@@ -65,7 +65,7 @@ def _is_context_parallel(settings: Mapping[str, Any]) -> bool:
 
 
 def _heads_are_no_multiple(settings: Mapping[str, Any]) -> bool:
-    heads = (settings.get("num_attention_heads") or 0) // settings["tensor_model_parallel_size"]
+    heads = (settings.get("num_attention_heads") or 0) // (settings.get("tensor_model_parallel_size") or 1)
     return "a2a" in _context_parallel_by(settings) and bool(heads % (settings.get("context_parallel_size") or 1))
 
 

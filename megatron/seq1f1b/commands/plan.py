@@ -22,7 +22,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..arguments.supported import Use, first_unsupported
+from ..arguments.supported import Use
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
 from ..planning.planner.gain import Gain
 from ..planning.planner.lengths import UnitPlan, UnitSearch
@@ -31,6 +31,7 @@ from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
 from . import plan_lengths
 from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
+from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
 from .plan_text import explained, megatron_alone, memory_by_stage, overview, short_name, title
@@ -110,7 +111,15 @@ def add_machine(parser: Parser, default: str) -> None:
     parser.add_argument("--machine", default=default, help=f"{names}, or your own file; default: {default}")
 
 
-def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
+def rules_of(args: argparse.Namespace, words: Sequence[str]) -> LaunchRules:
+    """Raises ValueError if the launch does not go with any plan."""
+    always = {Use.PARTITIONED_STATE} if read_launch(words).partition_state else set()
+    if args.lengths is not None:
+        always |= {Use.SEGMENTS, Use.UNITS}
+    return LaunchRules(kept_flags(args, words), always)
+
+
+def question(args: argparse.Namespace, words: Sequence[str], rules: LaunchRules) -> Question:
     """Raises ValueError for what is missing, unknown or does not go together."""
     if args.model is not None and (sizes := model_sizes_in(words)):
         raise ValueError(f"--model {args.model} has its own {sizes[0]}; drop one of them")
@@ -125,17 +134,9 @@ def question(args: argparse.Namespace, words: Sequence[str]) -> Question:
         global_batch_size=args.global_batch_size,
         memory_gib=None if args.device_memory is None else args.device_memory - OUTSIDE_GIB,
         host_gib=machine.device.host_memory_gib if args.host_memory is None else args.host_memory,
-        partitions_state=launch.partition_state or (None if _may_partition_state(words) else False),
+        partitions_state=launch.partition_state or None,
+        accepts=rules.accept,
     )
-
-
-def _may_partition_state(words: Sequence[str]) -> bool:
-    """Whether the flags of a launch go with --partition-state."""
-    settings: dict[str, object] = {"partition_state": True, "use_distributed_optimizer": True}
-    for flag in with_values(words):
-        name, _, value = flag.removeprefix("--").replace("=", " ", 1).partition(" ")
-        settings[name.replace("-", "_")] = int(value) if value.isdigit() else value or True
-    return first_unsupported(settings, {Use.PARTITIONED_STATE}) is None
 
 
 def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -143,7 +144,7 @@ def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
     histogram = plan_lengths.read_histogram(args.lengths)
     if args.seq_length is None:
         args.seq_length = -(-max(histogram) // _ROUND) * _ROUND
-    asked, launch = question(args, words), read_launch(words)
+    asked, launch = question(args, words, rules_of(args, words)), read_launch(words)
     search = UnitSearch(asked, histogram)
     given = None
     if launch.unit_tokens is not None:
@@ -164,10 +165,18 @@ def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan | UnitPlan, by_megatron: bool) -> list[str]:
-    """The flags of the preset, of the launch and of the plan; the last wins where a name repeats."""
+def kept_flags(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
+    """The flags of the preset and of the launch that a planner leaves as they are. Experts exchange their tokens all to
+    all, as predicted, unless the launch has the flexible dispatcher."""
     preset = [] if args.model is None else with_values(PRESETS[args.model].split()) + training_flags(args.seq_length)
-    flags = [*preset, *undecided(words), *decided_flags(best.candidate, by_megatron)]
+    flags = [*preset, *undecided(words)]
+    exchanges = "--num-experts" in " ".join(flags) and not {"flex", "--moe-token-dispatcher-type=flex"} & {*words}
+    return [*flags, "--moe-token-dispatcher-type alltoall"] if exchanges else flags
+
+
+def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan | UnitPlan, by_megatron: bool) -> list[str]:
+    """The flags that are kept, and those of the plan; the last wins where a name repeats."""
+    flags = [*kept_flags(args, words), *decided_flags(best.candidate, by_megatron)]
     return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
 
 
@@ -183,7 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
     if args.lengths is not None:
         return answer_for_lengths(args, words)
-    asked = question(args, words)
+    rules = rules_of(args, words)
+    asked = question(args, words, rules)
     given = as_given(read_launch(words), asked)
     search = Search(asked, show)
     found = search.best(args.best)
@@ -204,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if runner_up is not None:
         ours = all_flags(args, words, runner_up, by_megatron=False)
         print(f"Runner-up: this package, in {over_megatron.ours:.3f} s:\n  " + " \\\n  ".join(ours))
+    print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
     for name in not_modelled(words):
         print(f"{name} is not modelled: times and memory are those of 16 bit.")
     if ignored := unread(words):

@@ -330,9 +330,9 @@ class Search:
                 if room.host or fits(even.setup, room.device) or (lean is not even.setup and fits(lean, room.device)):
                     whole = [*by_cut, even]
                     shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in whole]
-                    for each in dict.fromkeys(whole + shares):
+                    for each in filter(self.question.accepts, dict.fromkeys(whole + shares)):
                         yield least_seconds(each.setup, machine), each
-            case Candidate():
+            case Candidate() if self.question.accepts(item):  # also what has moved to the host
                 found = self.plans[item] = predict_candidate(item, self.question)
                 yield found.prediction.seconds, found
 
@@ -351,6 +351,8 @@ class Search:
                 return None
             if 3 * setup.shape.num_units * setup.placement.num_stages > MOST_ACTIONS_OF_AUTO:
                 self.too_long_for_auto.add(candidate)
+                return None
+            if not self.question.accepts(candidate):
                 return None
             self.plans[candidate] = predict_candidate(candidate, self.question)
         found = self.plans[candidate]

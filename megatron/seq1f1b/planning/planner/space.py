@@ -1,6 +1,6 @@
 """A question to the planner, and all that Megatron's rules and ours allow as an answer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -47,6 +47,7 @@ class Question:
     With `by_megatron` Megatron's own schedules run, not those of this package.
     With `partitions_state` replicas keep shares of weights and gradients; None: under `breadth-first`, where a
     configuration does not fit otherwise.
+    `accepts` is what else a configuration has to meet, whatever its lengths.
     """
 
     model: ModelShape
@@ -63,6 +64,7 @@ class Question:
     recomputes: tuple[str, ...] = ("none", "layernorm mlp", "layernorm mlp moe", ALL_BUT_ATTENTION, FULL)
     by_megatron: bool = False
     partitions_state: bool | None = False
+    accepts: "Callable[[Candidate], bool]" = lambda candidate: True
 
     def of_megatron(self) -> "Question":
         """The same for Megatron's own schedules: 1F1B and its interleaved form on whole sequences. Logits are kept,
@@ -77,6 +79,7 @@ class Question:
             recomputes=recomputes,
             by_megatron=True,
             partitions_state=False,
+            accepts=lambda candidate: True,
         )
 
     @property

@@ -1,13 +1,18 @@
 """The flags of a plan mean what was planned, to the planner and to a training."""
 
 import shlex
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from megatron.seq1f1b.arguments import pipeline_config, run_of_arguments
+from megatron.seq1f1b.arguments.config import refuse_unsupported
+from megatron.seq1f1b.arguments.supported import Use
 from megatron.seq1f1b.commands.launch_flags import as_given, decided_flags, read_launch, undecided
+from megatron.seq1f1b.commands.launch_rules import LaunchRules
 from megatron.seq1f1b.commands.model_flags import PRESETS, model_of, preset, read_model
+from megatron.seq1f1b.commands.parsing import with_values
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention
@@ -211,6 +216,52 @@ def test_training_cuts_sequences_where_the_plan_does():
         assert config.run.layers_per_stage == setup.layers_per_stage
         assert config.schedule.name == setup.family
         assert config.run.num_microbatches == setup.num_microbatches
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("--bf16", {"bf16": True}),
+        ("--fp8-format hybrid", {"fp8": "hybrid"}),
+        ("--fp8-format=hybrid --fp8-recipe mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}),
+        ("--moe-shared-expert-overlap", {"moe_shared_expert_overlap": True}),
+        ("--moe-expert-capacity-factor 1.5", {"moe_expert_capacity_factor": 1.5}),
+        ("--window-size 128,0", {"window_size": (128, 0)}),
+        ("--window-size 128,128", {"window_size": (128, 128)}),
+        ("--log-params-norm", {"log_params_norm": True}),
+        ("--optimizer adam --save-params-interval 5", {"optimizer": "adam", "save_params_interval": 5}),
+    ],
+)
+def test_plans_are_what_training_starts_with(words, settings):
+    rules, seen = LaunchRules(with_values(words.split())), Counter()
+    families = ("1f1b", "zb-h1", "breadth-first")
+    for candidate in list(candidates(small(families=families, partitions_state=None)))[::10]:
+        setup = replace(candidate.setup, partitions_state=candidate.setup.family == "breadth-first")
+        candidate = replace(candidate, setup=setup)
+        launch = vars(read_launch(words_of(candidate, f"{WORDS} --disable-bias-linear")))
+        names = {"sequence_split_strategy", "sequence_splits", "pipeline_schedule", "offload_activations"}
+        launch = {name: value for name, value in launch.items() if value is not None and name not in names}
+        ours = ("--pipeline-schedule", "--sequence-split")
+        flags = shlex.split(" ".join(each for each in decided_flags(candidate) if each.startswith(ours)))
+        args = parsed(*flags, **(launch | settings))
+        try:
+            refuse_unsupported(args, vars(args))
+            refusal = None
+        except ValueError as error:
+            refusal = str(error)
+        assert rules.accept(candidate) == (refusal is None), refusal
+        seen[refusal is None] += 1
+    assert seen[True] and (not seen[False] or [*rules.left_out()] or "fp8" in words)
+
+
+def test_what_no_plan_goes_with_is_a_sentence():
+    with pytest.raises(ValueError, match="--use-torch-fsdp2 is not tested with our schedules"):
+        LaunchRules(["--use-torch-fsdp2"])
+    with pytest.raises(ValueError, match="--mtp-num-layers weighs predictions"):
+        LaunchRules(["--mtp-num-layers 1"], {Use.SEGMENTS, Use.UNITS})
+    assert not [*LaunchRules(["--bf16"]).left_out()]
+    (sentence,) = LaunchRules(["--log-params-norm"]).left_out()
+    assert sentence.startswith("Plans with --partition-state are left out: --log-params-norm reads weights when")
 
 
 def test_what_megatron_alone_moves_is_read_back():

@@ -1,0 +1,69 @@
+"""What the flags of a launch leave a planner to choose, by the table of features that training checks at start-up."""
+
+import shlex
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from ..arguments.supported import Use, first_unsupported
+from ..planning.planner.space import Candidate
+from .model_flags import read_model
+
+# Flags that Megatron's settings have by other names.
+_RENAMED = {"fp8_format": "fp8", "fp4_format": "fp4"}
+# What the plans for unequal lengths have by themselves, or their user is told to add.
+_OF_UNITS = {"calculate_per_token_loss": True, "keep_documents_apart": True}
+# What a planner may take or leave.
+_OPTIONAL = (Use.SEGMENTS, Use.SPLIT_BACKWARDS, Use.OFFLOAD, Use.PARTITIONED_STATE)
+
+
+class LaunchRules:
+    """The flags of a launch, each with its values, as limits of its plans.
+
+    `always` is what every plan has. Raises ValueError if the flags do not go with that: the sentence of training.
+    """
+
+    def __init__(self, flags: Sequence[str], always: Collection[Use] = ()) -> None:
+        self._settings = _settings_of(flags) | (_OF_UNITS if Use.UNITS in always else {})
+        self._always = {Use.ANY_SCHEDULE, *always}
+        self._refusal = cache(self._refusal)
+        sentence = first_unsupported(self._settings, self._always)
+        if sentence is not None:
+            raise ValueError(sentence)
+
+    def accept(self, candidate: Candidate) -> bool:
+        """Whether training would start with these flags and those of the plan."""
+        setup = candidate.setup
+        taken = {
+            Use.SEGMENTS: len(setup.segments) > 1,
+            Use.SPLIT_BACKWARDS: setup.splits_backward and setup.family != "auto",  # which then splits none
+            Use.OFFLOAD: setup.offloads > 0,
+            Use.PARTITIONED_STATE: setup.partitions_state,
+        }
+        uses = frozenset(use for use, is_taken in taken.items() if is_taken)
+        return self._refusal(uses, setup.context_parallel, setup.expert_parallel) is None
+
+    def left_out(self) -> Iterator[str]:
+        """A sentence for each choice that no plan has."""
+        for use in _OPTIONAL:
+            if sentence := self._refusal(frozenset({use}), 1, 1):
+                yield f"Plans {use.value.replace('`', '')} are left out: {sentence}."
+
+    def _refusal(self, uses: frozenset[Use], context: int, expert: int) -> str | None:
+        decided: dict[str, Any] = {"context_parallel_size": context, "expert_model_parallel_size": expert}
+        decided |= {"cp_comm_type": "all_gather", "partition_state": True, "use_distributed_optimizer": True}
+        return first_unsupported(self._settings | decided, self._always | uses)
+
+
+def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
+    """Settings by the names of Megatron's arguments; the sizes of a model in their types."""
+    settings: dict[str, Any] = {}
+    words: list[str] = []
+    for flag in flags:
+        name, is_joined, value = (given := shlex.split(flag))[0].partition("=")
+        values = [*[value][: len(is_joined)], *given[1:]]
+        words += name, *values
+        numbers = [int(value) if value.isdigit() else value for value in values]
+        key = name.removeprefix("--").replace("-", "_")
+        settings[_RENAMED.get(key, key)] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
+    return settings | vars(read_model(words))
