@@ -60,6 +60,7 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
@@ -237,6 +238,8 @@ def forward_step(data_iterator, model):
             data_iterator, micro_batch_size, get_attr_wrapped_model(model, "vp_stage")
         )
     timers("batch-generator").stop()
+    if packing is not None and model.training and get_attr_wrapped_model(model, "vp_stage") in (None, 0):
+        update_seqlen_stats_from_cu_seqlens(packing.cu_seqlens_q)  # for the logged FLOPs
     with straggler:
         output = model(
             tokens,

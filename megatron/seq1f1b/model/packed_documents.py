@@ -24,14 +24,18 @@ class Piece(NamedTuple):
     end: int
 
 
+def document_start(starts: Sequence[int], token: int, first_token: int = 0) -> int:
+    """Where the document of a token begins, not before `first_token`, of documents that begin at `starts`."""
+    return max(starts[bisect_right(starts, token) - 1], first_token)
+
+
 def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) -> list[Piece]:
     """The pieces of documents that begin at `starts`, in the segment of the tokens `start` to `end`.
 
     No keys are seen before `first_token`, so a document that begins earlier begins there.
     """
-    first = bisect_right(starts, start) - 1
-    last = bisect_right(starts, end - 1)
-    bounds = [max(starts[first], first_token), *starts[first + 1 : last], end]
+    inner = starts[bisect_right(starts, start) : bisect_right(starts, end - 1)]
+    bounds = [document_start(starts, start, first_token), *inner, end]
     return [Piece(first_key, max(first_key, start), stop) for first_key, stop in pairwise(bounds)]
 
 

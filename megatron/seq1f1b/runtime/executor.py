@@ -36,7 +36,7 @@ from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
 from .recorder import Reading, Recorder
-from .segmentation import Segmentation
+from .segmentation import Apart, Segmentation
 from .tracer import Tracer
 
 
@@ -98,7 +98,11 @@ class PipelineExecutor:
 
     def last_step(self) -> Reading | None:
         """The measurements of the last training step, if there was one."""
-        return self.recorder and self.recorder.reading()._replace(tokens=self._segmentation.num_tokens)
+        return self.recorder and self.recorder.reading()
+
+    def documents(self) -> Apart | None:
+        """The documents of the last training step, if they are kept apart."""
+        return self._segmentation.apart
 
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.

@@ -18,12 +18,14 @@ _FEW = 8  # ranks whose values are all in the line
 def print_rank_last(
     args: Callable[[], Namespace],
     last_step: Callable[[], Reading | None],
+    real_tokens: Callable[[], float | None],
     upstream: Callable[[str], None],
     message: str,
 ) -> None:
     """Megatron's function, with additions to the line of an iteration; called on all ranks with the same message.
 
-    `args` gives Megatron's arguments, `last_step` the measurements of this rank, None without our schedules.
+    `args` gives Megatron's arguments, `last_step` the measurements of this rank, None without our schedules,
+    `real_tokens` the tokens of a step without padding, None where no sequence is packed.
     """
     line, batch = _LINE.search(message), _BATCH.search(message)
     if line is None or batch is None:
@@ -32,8 +34,7 @@ def print_rank_last(
     flags, iteration = args(), int(line["iteration"])
     seconds = float(line["milliseconds"]) / 1e3
     readings = _of_all_stages(last_step())
-    tokens = readings[0].tokens if readings else 0
-    tokens = tokens or int(batch[1]) * flags.seq_length
+    tokens = real_tokens() or int(batch[1]) * flags.seq_length
     values = {"tokens-per-second-per-gpu": tokens / seconds / flags.world_size}
     unit = "GPU" if _is_on_gpu() else "process"
     words = [f"tokens/s per {unit}: {values['tokens-per-second-per-gpu']:.1f}"]

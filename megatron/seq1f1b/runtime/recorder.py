@@ -30,13 +30,11 @@ class PeakMemory:
 
 class Reading(NamedTuple):
     """One rank in one step: seconds in actions, seconds from its start to the end of its last action, bytes beyond
-    those before it; tokens of all replicas if padding is left out, else 0.
-    """
+    those before it."""
 
     busy: float
     duration: float
     peak_memory: float
-    tokens: float = 0.0
 
 
 class Recorder:

@@ -22,7 +22,7 @@ from .call import Call
 from .data import SegmentIterator
 from .interpreter import Step
 from .partitioned_state import is_partitioned
-from .segmentation import Packing, Segmentation, document_starts, reads_data, segments_of, send_to_all_ranks
+from .segmentation import Apart, Packing, Segmentation, document_starts, reads_data, segments_of, send_to_all_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Repacking(Segmentation):
         shares = self._pack(flat, len(lengths), alike)
         packs = shares[replica]
         if not call.forward_only:
-            self.num_tokens = sum(flat)
+            self.apart = Apart.of(len(packs), (flat[number] for pack in packs for number in pack.sequences))
             self._report(flat, [pack for share in shares for pack in share])
         owners = {number: owner for owner, share in enumerate(shares) for pack in share for number in pack.sequences}
         batches: list[SegmentIterator | None] = [None] * len(call.iterators)

@@ -3,10 +3,10 @@
 The rank that reads the data finds the starts of documents and sends them to all ranks of a model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,20 @@ class Packing:
     cut: Callable[[int, Documents], Sequence[int]] | None = None
 
 
+class Apart(NamedTuple):
+    """What a step of one replica keeps apart: micro-batches, the tokens of all documents, and the sum of squares of
+    their lengths."""
+
+    microbatches: int
+    tokens: int
+    squares: int
+
+    @classmethod
+    def of(cls, microbatches: int, lengths: Iterable[int]) -> "Apart":
+        lengths = list(lengths)
+        return cls(microbatches, sum(lengths), sum(length**2 for length in lengths))
+
+
 class Segmentation:
     """`num_segments` segments of the lengths `cut(sequence_length)`; whole sequences by default.
 
@@ -43,7 +57,7 @@ class Segmentation:
     ) -> None:
         self.num_segments = num_segments
         self.packing = packing
-        self.num_tokens = 0  # of the last training step in all replicas, if padding is left out
+        self.apart: Apart | None = None  # in the last training step, if documents are
         self._cut = cut
 
     @property
@@ -66,10 +80,14 @@ class Segmentation:
         batches = [iterator and SegmentIterator(iterator, check if checks else None) for iterator in call.iterators]
         documents: Sequence[Documents | None] = [None] * call.num_microbatches
         if self.packing is not None:
-            documents = documents_of_step(call, placement, batches, self.packing.end_of_document)
+            documents = packed = documents_of_step(call, placement, batches, self.packing.end_of_document)
+            if not call.forward_only:
+                rows = chain.from_iterable(packed)
+                lengths = (end - start for row in rows for start, end in pairwise((*row, call.seq_length)))
+                self.apart = Apart.of(call.num_microbatches, lengths)
         segments = [
-            segments_of(number, self.lengths(call.seq_length, packed), packed)
-            for number, packed in enumerate(documents)
+            segments_of(number, self.lengths(call.seq_length, within), within)
+            for number, within in enumerate(documents)
         ]
         return Step(call, placement, call.pipeline.rank(), segments, batches)
 

@@ -13,6 +13,9 @@ from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from ..patches import Patch, wrapping
@@ -20,16 +23,26 @@ from ..ranks import end_with_parent, warn_on_rank_0
 from . import corpora
 from .iteration_log import print_rank_last
 from .recorder import Reading
+from .segmentation import Apart
 
 _log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
-    """Wraps functions of Megatron's training loop; `args` gives its arguments, `last_step` this rank's measurements."""
+    """Wraps functions of Megatron's training loop; `args` gives its arguments, `last_step` this rank's measurements,
+    `documents` what the last step of this replica kept apart."""
 
-    def __init__(self, args: Callable[[], Namespace], last_step: Callable[[], Reading | None]) -> None:
+    def __init__(
+        self,
+        args: Callable[[], Namespace],
+        last_step: Callable[[], Reading | None],
+        documents: Callable[[], Apart | None],
+    ) -> None:
         self._args = args
         self._last_step = last_step
+        self._documents = documents
+        self._tokens: float | None = None  # of the last step in all replicas, without padding
+        self._microbatches: float | None = None  # of a replica in that step, in the mean
 
     def patches(self) -> tuple[Patch, ...]:
         training = "megatron.training.training"
@@ -37,8 +50,18 @@ class TrainingLoop:
             (f"{training}.training_log", self.training_log, "averages the first two losses into the second line"),
             (
                 f"{training}.print_rank_last",
-                partial(print_rank_last, self._args, self._last_step),
+                partial(print_rank_last, self._args, self._last_step, lambda: self._tokens),
                 "shows neither tokens per second nor idle ranks",
+            ),
+            (
+                f"{training}.consume_seqlen_stats_in_iteration",
+                self.count_documents,
+                "counts the pieces of documents that segments have, once for each model chunk",
+            ),
+            (
+                "megatron.core.transformer.moe.moe_logging.MoEMetricsTracker.report",
+                self.report_experts,
+                "divides by the micro-batches of the flags, but units make others",
             ),
             (f"{training}.save_checkpoint_and_time", self.save, "does not name the last checkpoint if it fails"),
             (f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
@@ -74,6 +97,22 @@ class TrainingLoop:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
         is_extra = is_first_iteration and iteration % self._args().log_interval != 0
         return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_extra, **more)
+
+    def count_documents(self, upstream: Callable) -> tuple[float | None, float | None]:
+        """The tokens of all documents of a step, and the squares of their lengths; both None where none are packed."""
+        tokens, squares = upstream()
+        apart = self._documents()
+        if apart is not None:
+            replicas = parallel_state.get_data_parallel_group()
+            sums = torch.tensor(apart, dtype=torch.float64, device=torch.cuda.current_device())
+            dist.all_reduce(sums, group=replicas)
+            microbatches, tokens, squares = sums.tolist()
+            self._microbatches = microbatches / replicas.size()
+        self._tokens = tokens
+        return tokens, squares
+
+    def report_experts(self, upstream: Callable, tracker: Any, loss_scale: float, *rest: Any, **more: Any) -> str:
+        return upstream(tracker, 1 / self._microbatches if self._microbatches else loss_scale, *rest, **more)
 
     def report_theoretical_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:
         """Only with Megatron's own schedules; the block at the start estimates ours."""

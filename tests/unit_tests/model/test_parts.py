@@ -31,6 +31,18 @@ def test_attention_and_gradients_stay_within_documents(k, documents, dtype, tole
     assert worst_error(results, expected(*tensors, grad, documents=documents)) <= tolerance
 
 
+@pytest.mark.parametrize("cuts", [(3, 11, 12, 25, 40, 47), (6, 24, 26, 44)])
+@pytest.mark.parametrize("starts", [(0, 5, 14, 22, 33, 41), (0, 20), (0, 2, 30, 46)])
+@pytest.mark.parametrize("window", [None, 7])
+def test_one_sequence_within_documents(window, starts, cuts):
+    """Segments inside of one document have a single call, those between two have several."""
+    *tensors, grad = inputs(LENGTH, (1, 4, 2, 8, 8), torch.float64)
+    documents = (starts,)
+    results = run(attention(8, window=window), tensors, grad, segments_of([0, *cuts, LENGTH], documents))
+    wanted = expected(*tensors, grad, documents=documents, window=window)
+    assert worst_error(results, wanted) <= 1e-13
+
+
 def test_a_flattened_batch_is_an_error():
     query = torch.randn(8, 1, 2, 8)
     layer = attention(8)

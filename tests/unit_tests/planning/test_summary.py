@@ -86,7 +86,7 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     monkeypatch.setattr(iteration_log, "_is_on_gpu", lambda: True)
     args = argparse.Namespace(seq_length=64, world_size=2, tensorboard_log_interval=1)
     for message in (LINE.format("1.5"), "something else"):
-        iteration_log.print_rank_last(lambda: args, lambda: readings[0], lines.append, message)
+        iteration_log.print_rank_last(lambda: args, lambda: readings[0], lambda: None, lines.append, message)
     line, other = lines
     assert other == "something else" and line.startswith(LINE.format("1.5"))
     assert " tokens/s per GPU: 512.0 |" in line
@@ -96,5 +96,5 @@ def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
     assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
     assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
     args.tensorboard_log_interval, written = 0, {}  # as Megatron takes it where nothing is written
-    iteration_log.print_rank_last(lambda: args, lambda: readings[0], lines.append, LINE.format("1.5"))
+    iteration_log.print_rank_last(lambda: args, lambda: readings[0], lambda: None, lines.append, LINE.format("1.5"))
     assert lines[-1] == line and not written

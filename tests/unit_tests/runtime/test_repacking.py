@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.seq1f1b.partition import packs_of_step
-from megatron.seq1f1b.runtime import Packing, Repacking
+from megatron.seq1f1b.runtime import Packing, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Placement
 
 
@@ -61,6 +61,18 @@ def test_lists_of_sequences(alone):
     assert first["tokens"].tolist() == [[1, 2, 3, 4]] and second["tokens"].tolist() == [[5, 6, 7, 3]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and second["position_ids"].tolist() == [[4, 5, 0, 0]]
     assert found.segments[0][0].documents == ((0, 6, 7),)
+
+
+def test_what_was_apart_in_the_last_step_of_a_training(alone):
+    units = in_units()
+    batch = [sequence(1, 2, 3, 4, 5, 6), sequence(7)]
+    units.cut_step(call_of(batch), Placement(1), None)
+    units.cut_step(call_of(batch, batch, forward_only=True), Placement(1), None)
+    assert units.apart == (1, 7, 37)
+    rows = Segmentation(2, lambda length: (6, 6), Packing(9))
+    tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
+    rows.cut_step(call_of({"tokens": tokens}, size=2), Placement(1), None)
+    assert rows.apart == (1, 24, 9 + 36 + 9 + 144)
 
 
 def test_documents_of_a_batch(alone):

@@ -3,17 +3,19 @@
 from argparse import Namespace
 
 import pytest
+import torch
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.seq1f1b.cpu.redirects import REDIRECTS
 from megatron.seq1f1b.patches import patched
-from megatron.seq1f1b.runtime import training_loop
+from megatron.seq1f1b.runtime import Apart, training_loop
 from megatron.seq1f1b.runtime.training_loop import TrainingLoop
 
 
-def loop(**args) -> TrainingLoop:
-    return TrainingLoop(lambda: Namespace(**args), lambda: None)
+def loop(documents=None, **args) -> TrainingLoop:
+    return TrainingLoop(lambda: Namespace(**args), lambda: None, lambda: documents)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,15 @@ def test_the_first_iteration_is_printed_within_an_interval(log_interval, iterati
 
     loop(log_interval=log_interval).training_log(upstream, {}, {}, 0.1, iteration, is_first_iteration=True)
     assert seen == [prints_besides]
+
+
+def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: torch.distributed.group.WORLD)
+    apart = Apart.of(4, [3, 5, 1])
+    for documents, counted, scale in ((None, (7.0, 50.0), 0.5), (apart, (9.0, 35.0), 0.25)):
+        found = loop(documents)
+        assert found.count_documents(lambda: (7.0, 50.0)) == counted
+        assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)
 
 
 def test_without_a_folder_nothing_is_saved(caplog):

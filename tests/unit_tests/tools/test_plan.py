@@ -59,7 +59,7 @@ def test_a_partitioned_state_is_planned_unless_a_flag_forbids_it(capsys, more, i
     words += f" --device-memory 2.7 --host-memory 0 --best 1 {more}"
     assert commands.main(["plan", *words.split()]) == 0
     printed = capsys.readouterr().out
-    assert ("--partition-state" in printed) == ("breadth-first, shares" in printed) == is_partitioned
+    assert ("\n  --partition-state" in printed) == ("breadth-first, shares" in printed) == is_partitioned
 
 
 def test_what_a_prediction_ignores_is_listed_and_comes_back(capsys):

@@ -7,7 +7,7 @@ from itertools import batched
 import torch
 from torch import Tensor
 
-from ..packed_documents import CumulativeLengths, Documents, pieces
+from ..packed_documents import CumulativeLengths, Documents, document_start, pieces
 from ..segment import Segment
 from .interface import DocumentKernel, Gradients, Kernel, Saved
 
@@ -38,8 +38,10 @@ def on_parts(
     first_key = 0 if window is None else max(0, start - window)
     key = first_key, tuple(runs), device
     if key not in made:
-        made[key] = tuple(_calls(start, first_key, runs, documents, device))
-    return InCalls(kernel, made[key])
+        in_window = (document_start(starts, start, first_key) for starts in documents or ())
+        seen = min(in_window, default=first_key)
+        made[key] = tuple(_calls(start, seen, runs, documents, device)), seen - first_key
+    return InCalls(kernel, *made[key])
 
 
 def _calls(
@@ -72,12 +74,18 @@ def _calls(
 
 @dataclass(frozen=True)
 class InCalls:
-    """Runs `kernel` once for every call; no two calls share a query. A single call copies nothing."""
+    """Runs `kernel` once for every call on the keys from `first` on; no two calls share a query.
+
+    However many calls a segment has, its keys reach back as far as those of the next one, whose gradients find their
+    rows. A single call copies nothing.
+    """
 
     kernel: Kernel
     calls: tuple[Call, ...]
+    first: int
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        key, value = key[self.first :], value[self.first :]
         whole = query.new_empty(*query.shape[:3], value.shape[3]) if len(self.calls) > 1 else None
         statistics: list[Tensor] = []
         for queries, keys, lengths in self.calls:
@@ -89,6 +97,7 @@ class InCalls:
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
         query, key, value, output, statistics = saved
+        key, value = key[self.first :], value[self.first :]
         by_call = batched(statistics, len(statistics) // len(self.calls))
         grads = (
             self.kernel.backward(
@@ -98,7 +107,6 @@ class InCalls:
         )
         if len(self.calls) == 1:
             return Gradients(*map(_as_sequences, next(grads)))
-        # Keys that no call sees get no gradient.
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         grad_sink = None
         for (queries, keys, _), of_call in zip(self.calls, grads, strict=True):
