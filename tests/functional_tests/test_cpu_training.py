@@ -4,7 +4,7 @@ import pytest
 
 from support.checks import few_of
 from support.files import write_corpus
-from support.launch import PRETRAIN, ROOT, TINY_GPT, torchrun
+from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT, torchrun
 
 MOCK = (*TINY_GPT, "--mock-data")
 
@@ -47,7 +47,7 @@ def reference(launch, weights, evaluated):
 
 def test_loss_falls(reference):
     losses = reference.losses()
-    assert len(losses) == 5
+    assert len(losses) == ITERATIONS
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -77,12 +77,12 @@ def test_bf16(launch, weights, reference):
 )
 def test_checkpoint_resumes_exactly(launch, tmp_path, flags):
     flags = [*MOCK, *flags.split(), "--save", tmp_path, "--load", tmp_path]
-    whole = launch(2, [*flags, "--save-interval", 3, "--exit-interval", 5]).check().losses()
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    whole = launch(2, [*flags, "--save-interval", 2, "--exit-interval", ITERATIONS]).check().losses()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     rest = launch(2, [*flags, "--save-interval", 100]).check().losses()
-    assert len(whole) == 5
+    assert len(whole) == ITERATIONS
     # To the last digit that is printed
-    assert rest == pytest.approx(whole[3:], abs=3e-6)
+    assert rest == pytest.approx(whole[2:], abs=3e-6)
 
 
 @pytest.mark.exhaustive
@@ -96,7 +96,7 @@ def test_checkpoints_are_saved_by_a_new_python_as_on_a_gpu(tmp_path):
 
 def test_recompute_repeats_dropout(launch):
     """Also inside tensor parallelism, where upstream keeps a random state of its own."""
-    flags = [*MOCK, "--tensor-model-parallel-size", 2, "--train-iters", 3]
+    flags = [*MOCK, "--tensor-model-parallel-size", 2]
     flags += ["--attention-dropout", 0.2, "--hidden-dropout", 0.2]
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     stored = launch(2, flags).check()
@@ -120,5 +120,5 @@ def test_indexed_data_and_blends(launch, tmp_path):
 def test_under_torchrun():
     """The command that a user types, without any of our flags; test_launch_scripts.py has it with some."""
     job = torchrun(PRETRAIN, 2, [*MOCK, "--pipeline-model-parallel-size", 2]).check()
-    assert len(job.losses()) == 5
+    assert len(job.losses()) == ITERATIONS
     assert job.log.count("No GPU is visible") <= 1

@@ -55,7 +55,7 @@ def test_documents_matter(launch, training, masked):
 def test_losses_are_those_of_megatrons_own_mask(launch, training, masked, flags):
     job = launch(2, [*training, *PIPELINE, *RESET, *flags.split()]).check()
     assert job.losses() == pytest.approx(masked.losses(), abs=1e-5)
-    assert len(job.losses("lm loss value")) >= 3
+    assert len(job.losses("lm loss value")) >= 2
     assert job.losses("lm loss value") == pytest.approx(masked.losses("lm loss value"), abs=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_conversations(launch, tmp_path):
             chat = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
             file.write(json.dumps({"messages": chat}) + "\n")
 
-    flags = [*TINY_GPT, *PIPELINE, *EVALUATE, "--train-iters", "3", "--split", "80,20,0"]
+    flags = [*TINY_GPT, *PIPELINE, *EVALUATE, "--split", "80,20,0"]
     flags[flags.index("NullTokenizer")] = "SFTTokenizer"
     flags += ["--sft", "--sft-tokenizer-prompt-format", "identity", "--tokenizer-model", tmp_path / "tokenizer"]
     flags += ["--data-path", tmp_path / "chats.jsonl"]

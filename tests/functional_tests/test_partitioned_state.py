@@ -29,7 +29,7 @@ def test_messages_do_not_grow_with_micro_batches(launch, tmp_path):
     """In a step W weights of a stage are gathered twice, but for those of the two chunks that end the forward and begin
     the backward, and their gradients are reduced once: (DP - 1)/DP of each goes between replicas."""
     flags = ("--num-layers", 8, "--partition-state", "--train-iters", 1)
-    few, many = (measured(launch, tmp_path / str(count), *flags, "--global-batch-size", 2 * count) for count in (4, 16))
+    few, many = (measured(launch, tmp_path / str(count), *flags, "--global-batch-size", 2 * count) for count in (2, 6))
     # With words and positions in the first chunk, words and the last norm in the last.
     stages = {"first": parameters(4, 64) + 64 * (128 + 64), "last": parameters(4, 64) + 64 * (128 + 2)}
     once = {"first": parameters(2, 64), "last": parameters(2, 64) + 64 * (128 + 2)}

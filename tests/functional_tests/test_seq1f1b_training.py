@@ -10,7 +10,7 @@ import pytest
 
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved, read_timeline, write_csv
 from support.checks import few_of
-from support.launch import PRETRAIN, ROOT, TINY_GPT
+from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 FOREIGN = Path(__file__).parent / "scripts" / "foreign_script.py"
@@ -74,12 +74,12 @@ LOGGED = {"z_loss": "z-loss", "load_balancing_loss": "aux_loss", "mtp_1 loss": "
 
 
 def assert_same_losses(ours, own, flags=""):
-    assert len(own.losses()) == 5 and ours.losses() == pytest.approx(own.losses(), abs=1e-5)
+    assert len(own.losses()) == ITERATIONS and ours.losses() == pytest.approx(own.losses(), abs=1e-5)
     # Before, between and after training steps.
     assert len(own.losses("lm loss value")) >= 3
     assert ours.losses("lm loss value") == pytest.approx(own.losses("lm loss value"), abs=1e-5)
     for kind, word in LOGGED.items():
-        assert len(own.losses(kind)) == (5 if word in flags else 0)
+        assert len(own.losses(kind)) == (ITERATIONS if word in flags else 0)
         for tolerance in ({"rel": 1e-5}, {"abs": 1e-5}):
             assert ours.losses(kind) == pytest.approx(own.losses(kind), **tolerance)
 
@@ -119,9 +119,9 @@ def test_losses_of_context_parallel_ranks_are_those_of_one(launch):
 def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
     """Also its parameters are gathered before its first forward ends; all of it is in the trace."""
     flags = f"{CHUNKS} --pipeline-schedule breadth-first --sequence-splits 2 --global-batch-size 16 {align}"
-    trace = ("--eval-iters", 0, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", 4)
+    trace = ("--eval-iters", 0, "--pipeline-trace", tmp_path, "--pipeline-trace-iterations", 3)
     launch(4, [*PIPELINE, *flags.split(), *trace]).check()
-    traces = [read_timeline(tmp_path / f"iteration-4-pipeline-{first}.json") for first in (0, 1)]
+    traces = [read_timeline(tmp_path / f"iteration-3-pipeline-{first}.json") for first in (0, 1)]
     for timeline, rank in itertools.product(traces, range(2)):
         placement, spans = timeline.shape.placement, timeline.ranks[rank]
         first, last = placement.stages_of(rank)
@@ -158,13 +158,13 @@ PARTITIONED = {
 
 @pytest.mark.parametrize("case", few_of(PARTITIONED, ("breadth-first", "TP 2 with SP", "bf16")))
 def test_a_partitioned_state_trains_as_a_whole_one(launch, case):
-    """The same losses and gradient norms, digit for digit, of twenty steps of Adam."""
+    """The same losses and gradient norms, digit for digit, of six steps of Adam."""
     flags = PARTITIONED[case].split()
     overlap = OVERLAP.split()[: 1 if "--no-overlap" in flags else 3]
-    flags = [*TINY_GPT, "--mock-data", *overlap, "--train-iters", "20", *(f for f in flags if f != "--no-overlap")]
+    flags = [*TINY_GPT, "--mock-data", *overlap, "--train-iters", "6", *(f for f in flags if f != "--no-overlap")]
     whole, partitioned = (launch(4, [*flags, *more]).check() for more in ((), ("--partition-state",)))
     assert partitioned.losses() == whole.losses()
-    assert partitioned.losses("grad norm") == whole.losses("grad norm") and len(whole.losses("grad norm")) == 20
+    assert partitioned.losses("grad norm") == whole.losses("grad norm") and len(whole.losses("grad norm")) == 6
     assert partitioned.losses("lm loss value") == whole.losses("lm loss value")
 
 
@@ -186,10 +186,10 @@ def test_bf16_falls_like_megatrons_own(launch):
 
 @pytest.mark.parametrize("flags, segments", [([], 1), (["--sequence-splits", "4"], 4)], ids=["Megatron's own", "ours"])
 def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segments):
-    trace = ["--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "2", "4"]
+    trace = ["--pipeline-trace", tmp_path, "--pipeline-trace-iterations", "2", "3"]
     launch(2, [*PIPELINE, *trace, *flags]).check()
-    assert {path.name for path in tmp_path.iterdir()} == {f"iteration-{i}-pipeline-0.json" for i in (2, 4)}
-    timeline = read_timeline(tmp_path / "iteration-4-pipeline-0.json")
+    assert {path.name for path in tmp_path.iterdir()} == {f"iteration-{i}-pipeline-0.json" for i in (2, 3)}
+    timeline = read_timeline(tmp_path / "iteration-3-pipeline-0.json")
     assert (timeline.shape.num_microbatches, timeline.shape.num_segments) == (4, segments)
     for rank, spans in enumerate(timeline.ranks):
         assert len(spans) == len(set(span.action for span in spans)) == 2 * 4 * segments
@@ -224,10 +224,10 @@ def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
 def test_such_a_script_with_chunks_in_a_v_or_context_parallelism(launch, tmp_path):
     """It asks Megatron for its rank, not for its chunk, and ties the embedding by ranks of its own."""
     chunks = [FOREIGN, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", "--sequence-splits", "2"]
-    saved = launch(2, [*chunks, "--save", tmp_path / "saved", "--save-interval", "3"], script=OVERLAY).check()
+    saved = launch(2, [*chunks, "--save", tmp_path / "saved", "--save-interval", "2"], script=OVERLAY).check()
     in_a_v = ("--pipeline-schedule", "auto", "--pipeline-placement", "v", "--load", tmp_path / "saved")
-    again = launch(2, [*chunks, *in_a_v, "--ckpt-step", "3"], script=OVERLAY).check()
-    assert again.losses() == pytest.approx(saved.losses()[3:], abs=1e-5)
+    again = launch(2, [*chunks, *in_a_v, "--ckpt-step", "2"], script=OVERLAY).check()
+    assert again.losses() == pytest.approx(saved.losses()[2:], abs=1e-5)
 
     shared = [*TINY_GPT, "--mock-data", "--context-parallel-size", "2", "--cp-comm-type", "a2a"]
     whole = ("--pipeline-schedule", "1f1b")

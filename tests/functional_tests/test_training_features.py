@@ -8,7 +8,7 @@ import re
 import pytest
 
 from support.files import write_corpus
-from support.launch import TINY_GPT
+from support.launch import ITERATIONS, TINY_GPT
 
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 SEGMENTS = ("--sequence-splits", "4")
@@ -119,7 +119,7 @@ def corpus(tmp_path_factory):
 def test_a_part_without_documents_is_left_out(launch, corpus, split, evaluations, left_out):
     flags = [*TINY_GPT, "--data-path", corpus, "--split", split, "--eval-iters", evaluations, "--eval-interval", 2]
     job = launch(2, [*flags, "--pipeline-model-parallel-size", 2, "--sequence-splits", 2]).check()
-    assert len(job.losses()) == 5
+    assert len(job.losses()) == ITERATIONS
     for part in ("valid", "test"):
         assert job.log.count(f"There is no {part} part") == (part in left_out)
 
@@ -137,7 +137,7 @@ def test_without_documents_to_train_on_all_ranks_end(launch, corpus):
 
 def test_a_run_goes_on_for_longer_than_planned(launch, tmp_path):
     """With the flag that the launchers pass."""
-    flags = [*TINY_GPT, "--mock-data", "--save", tmp_path, "--load", tmp_path, "--save-interval", 3]
+    flags = [*TINY_GPT, "--mock-data", "--save", tmp_path, "--load", tmp_path, "--save-interval", 2]
     flags.append("--override-opt-param-scheduler")
-    launch(1, [*flags, "--train-iters", 3]).check()
-    assert len(launch(1, [*flags, "--train-iters", 6]).check().losses()) == 3
+    launch(1, [*flags, "--train-iters", 2]).check()
+    assert len(launch(1, [*flags, "--train-iters", 4]).check().losses()) == 2

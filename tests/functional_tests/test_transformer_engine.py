@@ -11,7 +11,7 @@ import pytest
 from functional_tests.equality.suites import groups, representatives
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
 from support.checks import few_of
-from support.launch import ROOT, TINY_GPT, Launcher
+from support.launch import ITERATIONS, ROOT, TINY_GPT, Launcher
 
 FOLDER = Path(__file__).parent
 # Made by scripts/setup.sh, away from other packages.
@@ -50,13 +50,13 @@ TRAINING = (*TINY_GPT, "--mock-data", "--transformer-impl", "transformer_engine"
 
 def test_segments_train_as_whole_sequences_under_megatron(launch, tmp_path):
     """Its own attention runs on GPUs only; ours takes its place without segments, too."""
-    whole = launch(2, [*TRAINING, "--train-iters", "3"]).check().losses()
-    assert len(whole) == 3
-    segments = launch(2, [*TRAINING, "--train-iters", "3", "--sequence-splits", "4"]).check().losses()
+    whole = launch(2, [*TRAINING]).check().losses()
+    assert len(whole) == ITERATIONS
+    segments = launch(2, [*TRAINING, "--sequence-splits", "4"]).check().losses()
     assert segments == pytest.approx(whole, abs=1e-5)
     write_csv(build("zb-h1", Shape(Placement(2), 4, 2)), tmp_path / "mine.csv")
     flags = "--pipeline-schedule-file", str(tmp_path / "mine.csv"), "--sequence-splits", "2"
-    with_weight_gradients_apart = launch(2, [*TRAINING, "--train-iters", "3", *flags]).check().losses()
+    with_weight_gradients_apart = launch(2, [*TRAINING, *flags]).check().losses()
     assert with_weight_gradients_apart == pytest.approx(whole, abs=1e-5)
 
 

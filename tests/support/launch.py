@@ -24,11 +24,12 @@ PRETRAIN = ROOT / "pretrain_gpt.py"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""} | dict.fromkeys(THREADS, "1")
 
+ITERATIONS = 3
 # A GPT that trains in a tenth of a second an iteration, and as well on 1, 2 or 4 ranks.
 TINY_GPT = (
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"),
     *("--seq-length", "64", "--max-position-embeddings", "64"),
-    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "5", "--lr", "1e-3"),
+    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", str(ITERATIONS), "--lr", "1e-3"),
     *("--attention-dropout", "0", "--hidden-dropout", "0"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127"),
     *("--make-vocab-size-divisible-by", "64", "--num-workers", "0"),

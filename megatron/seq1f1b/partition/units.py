@@ -15,8 +15,8 @@ from .by_formula import even
 class Pack:
     """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens.
 
-    Only the first sequence may be in more than one segment. The last segment ends with tokens of no sequence where
-    its length has to be a multiple.
+    Only the first sequence may be in more than one segment, unless packs were made alike. The last segment ends with
+    tokens of no sequence where its length has to be a multiple.
     """
 
     sequences: tuple[int, ...]

@@ -44,7 +44,7 @@ class References:
         self._found = {}
 
     def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
-        """For each case: reports of training, gradients, logged auxiliary losses, reports of evaluation."""
+        """For each case: reports, gradients, logged auxiliary losses."""
         ranks = Layout(
             tensor=layout.tensor,
             sequence_parallel=layout.sequence_parallel,
@@ -63,7 +63,6 @@ class References:
                 self._found[key] = (
                     *run(forward_backward_no_pipelining, chunks, whole, 0, 1),
                     logged(whole.m, model.layers, model.auxiliary),
-                    run(forward_backward_no_pipelining, chunks, whole, 0, 1, forward_only=True)[0],
                 )
             found.append(self._found[key])
         return found
@@ -147,24 +146,29 @@ def compare(
     chunks = build(model, layout)
     first, replicas = parallel_state.get_data_parallel_rank(), replicas_of(layout)
     for (name, case), expected in zip(cases.items(), expectations, strict=True):
-        expected_reports, expected_grads, expected_logs, expected_evaluation = expected
+        expected_reports, expected_grads, expected_logs = expected
         cut = segmentation(case)
         piece = piece_of(case, layout)
         schedule = ScheduleChoice(case.family, layout.style)
         executor = PipelineExecutor(schedule, cut, piece=piece)
-        step = partial(run, executor, chunks, case, first, replicas, groups=groups_of(layout))
+        step = partial(run, executor, chunks, first=first, step=replicas, groups=groups_of(layout))
         if model.offloads:
             executor.offload(model.offloads)
         if model.keeps_attention:
             executor.keep_attention()
-        evaluations = [step(forward_only=True)[0]]
+        # An evaluation of fewer micro-batches, the training step, and an evaluation.
+        evaluated, _ = step(case=replace(case, m=1), forward_only=True)
         with counted_attention() as kept:
-            reports, grads = step()
+            reports, grads = step(case=case)
         logs = logged(case.m, model.layers, model.auxiliary)
-        evaluations.append(step(forward_only=True)[0])
+        evaluated_again, _ = step(case=case, forward_only=True)
 
         errors = {name: error(grad, expected_grads[name]) for name, grad in grads.items()}
-        for got, wanted in ((reports, expected_reports), *((each, expected_evaluation) for each in evaluations)):
+        for got, wanted in (
+            (evaluated, expected_reports[:replicas]),
+            (reports, expected_reports),
+            (evaluated_again, expected_reports),
+        ):
             if case.packed == "units":
                 got, wanted = in_all(got, wanted, layout)
             else:
@@ -176,7 +180,7 @@ def compare(
         wrong = sorted((size, name) for name, size in errors.items() if not size <= TOLERANCE[model.dtype])
         if model.keeps_attention:
             with without_recomputation(chunks), counted_attention() as plain:
-                _, plain_grads = step()
+                _, plain_grads = step(case=case)
             logged(case.m, model.layers, model.auxiliary)  # and forgotten
             wrong += [
                 (inf, f"{each}, not bitwise") for each, grad in grads.items() if not grad.equal(plain_grads[each])

@@ -135,8 +135,7 @@ def test_a_cpu_takes_the_better_of_long_and_equal_segments():
         assert max(segment_times(lengths, bottleneck_time(costs))) < 1.02 * best
 
 
-MODEL = ModelShape(32, 4096, 16384, 32, 128, 51200)
-COST = bottleneck_time(analytic_costs(MODEL, [8] * 4, A100))
+COST = pace(GPT_7B)
 EVERY_TOKEN = range(97)
 DOCUMENTS = ((0, 5, 6, 40, 96 - 1), (0,), (0, 48))
 
