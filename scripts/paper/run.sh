@@ -24,10 +24,11 @@ run_table() {
         }
     fi
     mkdir -p "$LOGS"
-    local launches name gpus flags words
+    local launches name gpus flags words found=0
     launches=$("$PYTHON" tools/paper_launches.py "$table")
     while IFS=$'\t' read -r name gpus flags; do
         [[ $name =~ $pattern ]] || continue
+        found=1
         read -ra words <<<"$flags"
         if [ "$mode" = --dry-run ]; then
             echo "== $name"
@@ -39,6 +40,10 @@ run_table() {
             ! grep -q 'elapsed time per iteration' "$LOGS/$name.part" || mv "$LOGS/$name.part" "$LOGS/$name.log"
         fi
     done <<<"$launches"
+    ((found)) || {
+        echo "error: no run of $table matches $pattern; tools/paper_launches.py $table lists them." >&2
+        exit 1
+    }
 }
 
 # run GPUS FLAG...: one training run on that many GPUs of the allocation.

@@ -11,7 +11,7 @@ from support.launch import TINY_GPT
 
 END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
 PIPELINE = ("--pipeline-model-parallel-size", "2")
-EVALUATE = ("--eval-iters", "2", "--eval-interval", "2")
+EVALUATE = ("--eval-iters", "1", "--eval-interval", "2")
 # Three chunks on a rank, which are gathered and reduced in turns.
 PARTITIONED = ("--pipeline-model-parallel-layout", "E|t|t|t|t|L", "--use-distributed-optimizer", "--partition-state")
 RESET = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")

@@ -14,7 +14,7 @@ from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 FOREIGN = Path(__file__).parent / "scripts" / "foreign_script.py"
-MODEL = (*TINY_GPT, "--mock-data", "--eval-iters", "2", "--eval-interval", "2")
+MODEL = (*TINY_GPT, "--mock-data", "--eval-iters", "1", "--eval-interval", "2")
 PIPELINE = (*MODEL, "--pipeline-model-parallel-size", "2")
 
 LATENT = (

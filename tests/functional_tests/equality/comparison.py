@@ -182,9 +182,7 @@ def compare(
             with without_recomputation(chunks), counted_attention() as plain:
                 _, plain_grads = step(case=case)
             logged(case.m, model.layers, model.auxiliary)  # and forgotten
-            wrong += [
-                (inf, f"{each}, not bitwise") for each, grad in grads.items() if not grad.equal(plain_grads[each])
-            ]
+            wrong += not_bitwise(grads, plain_grads)
             wrong += [(inf, f"{kept.calls} calls of kernels, not {plain.calls}")] * (kept.calls != plain.calls)
         if model.offloads:
             has_moved = Kind.OFFLOAD in {span.action.kind for span in executor.recorder.spans()}
@@ -194,9 +192,7 @@ def compare(
                 executor.keep_attention()
             _, plain_grads = run(executor, chunks, case, first, replicas, groups=groups_of(layout))
             logged(case.m, model.layers, model.auxiliary)  # and forgotten
-            wrong += [
-                (inf, f"{each}, not bitwise") for each, grad in grads.items() if not grad.equal(plain_grads[each])
-            ]
+            wrong += not_bitwise(grads, plain_grads)
         # Megatron keeps what it logs in fp32.
         wrong += [
             (logs[name] / value - 1, name)
@@ -204,6 +200,10 @@ def compare(
             if not isclose(logs[name], value, rel_tol=2e-6)
         ]
         yield name, Verdict(len(grads), max(errors.values(), default=0.0), wrong)
+
+
+def not_bitwise(grads: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> list[tuple[float, str]]:
+    return [(inf, f"{name}, not bitwise") for name, grad in grads.items() if not grad.equal(plain[name])]
 
 
 def piece_of(case: Case, layout: Layout) -> int | None:

@@ -76,6 +76,12 @@ def test_a_list_of_runs_that_fails_ends_the_launcher(tmp_path):
     assert run.returncode == 1, run.stdout
 
 
+def test_a_pattern_that_no_run_matches_is_refused(tmp_path):
+    run = launcher("--dry-run", "7c", LOGS=str(tmp_path))
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("error: no run of seq1f1b_7b matches 7c; ")
+
+
 def test_the_logs_of_a_job_join_the_table(tmp_path):
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
