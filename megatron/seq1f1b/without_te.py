@@ -49,11 +49,6 @@ def _sized_for_latents(
         attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
 
 
-def _in_16_bits(init: Callable, checkpoint: Any, fp8: Any = None) -> None:
-    """`CheckpointWithoutOutput.__init__`, for a recomputed part of a layer such as its norm, without fp8."""
-    init(checkpoint, None)
-
-
 def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options: Any) -> None:
     """`ColumnParallelLinear.__init__` for an output layer, without apex's extension for fused weight gradients.
 
@@ -100,15 +95,6 @@ def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None
             state["step"] = state["step"].clone()
 
 
-def _set_all_but_steps(set_states: Callable, self: Any, model_param: torch.Tensor, tensors: dict) -> None:
-    """`DistributedOptimizer._set_main_param_and_optimizer_states` for tensors without steps.
-
-    Upstream's copies into every tensor of a parameter's state, but a checkpoint has no number of steps for each
-    parameter.
-    """
-    set_states(self, model_param, {**tensors, "step": None})
-
-
 _CORE = "megatron.core"
 _PARALLEL = f"{_CORE}.tensor_parallel"
 _OPTIMIZER = f"{_CORE}.optimizer.distrib_optimizer.DistributedOptimizer"
@@ -123,7 +109,9 @@ LOCAL_LAYERS = (
 )
 RECOMPUTATION = (
     wrapping(
-        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__", _in_16_bits, "looks for fp8 in Transformer Engine"
+        f"{_PARALLEL}.random.CheckpointWithoutOutput.__init__",  # of a recomputed part of a layer, such as its norm
+        lambda init, checkpoint, fp8=None: init(checkpoint, None),
+        "looks for fp8 in Transformer Engine",
     ),
 )
 OUTPUT_LAYER = (
@@ -135,6 +123,8 @@ TORCH_ADAM = (
     ),
     wrapping(f"{_OPTIMIZER}.load_state_dict", _load_with_steps, "lets parameters share one counter of steps"),
     wrapping(
-        f"{_OPTIMIZER}._set_main_param_and_optimizer_states", _set_all_but_steps, "overwrites the number of steps"
+        f"{_OPTIMIZER}._set_main_param_and_optimizer_states",
+        lambda set_states, self, parameter, tensors: set_states(self, parameter, {**tensors, "step": None}),
+        "copies into every tensor of a parameter's state, but a checkpoint has no number of steps for each parameter",
     ),
 )

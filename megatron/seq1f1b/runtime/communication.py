@@ -11,9 +11,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -74,24 +73,16 @@ class Communicator:
         self._receiving: dict[tuple | None, tuple[dist.Work | None, Tensor, Channel, Action | None]] = {}
         # Whether a message has left, and what waits until it has.
         self._sending: deque[tuple[Callable[[], bool], Callable[[], Any], Channel, Action | None]] = deque()
-        self._goes_in_turn = False
+        # Every send and receive ends before its call returns, for programs with messages in turn.
+        self.goes_in_turn = False
         self._connect(channels)
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """Inside, every send and receive ends before its call returns; for programs with messages in turn."""
-        self._goes_in_turn = True
-        try:
-            yield
-        finally:
-            self._goes_in_turn = False
 
     def post_receive(self, channel: Channel, shape: tuple[int, ...], action: Action | None = None) -> None:
         """Post a buffer for the next message of a channel, which belongs to the RECV `action`."""
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
-        if self._goes_in_turn:
+        if self.goes_in_turn:
             self._await(work, channel, action)
             work = None
         self._receiving[action] = work, buffer, channel, action
@@ -118,7 +109,7 @@ class Communicator:
             waiting = self._waits.submit(wait)
             has_left, wait = waiting.done, waiting.result
         self._sending.append((has_left, wait, channel, action))
-        while self._sending and (self._goes_in_turn or self._sending[0][0]()):
+        while self._sending and (self.goes_in_turn or self._sending[0][0]()):
             self._finish(*self._sending.popleft())
 
     def finish(self) -> None:
@@ -155,7 +146,7 @@ class Communicator:
 
     def _settle(self) -> None:
         """With messages in turn, the host waits, too."""
-        if self._goes_in_turn and self.is_on_device:
+        if self.goes_in_turn and self.is_on_device:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _wait(self, work: dist.Work, message: Tensor | None = None) -> None:

@@ -127,7 +127,7 @@ class PipelineExecutor:
         lengths = self._segmentation.lengths(call.seq_length)
         communicator = self._communicator(call, placement)
         kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
-        in_turn = communicator.is_on_device and kernels not in self._ran_before
+        communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
         is_packed, keeps = self._segmentation.packing is not None, self._context.kept_attention is not None
         if self._segmentation.cuts_sequences or is_packed or keeps:  # else the model keeps its own attention
             attach(call.chunks, self._context)
@@ -141,12 +141,13 @@ class PipelineExecutor:
         try:
             check = partial(self._context.masks.require_causal, may_be_inverted=True)
             step = self._segmentation.cut_step(call, placement, check)
-            program = self._programs.program(step.shape, lengths, step.rank, call.forward_only, in_turn)
+            program = self._programs.program(
+                step.shape, lengths, step.rank, call.forward_only, communicator.goes_in_turn
+            )
             if is_partitioned(call.chunks):
                 program = program.with_partitioned_state
             self._context.splits_backwards = program.splits_backwards
-            with communicator.in_turn() if in_turn else nullcontext():
-                reports = self._run(step, program, communicator)
+            reports = self._run(step, program, communicator)
             self._ran_before.add(kernels)
         except BaseException as error:
             if placement.num_ranks > 1:

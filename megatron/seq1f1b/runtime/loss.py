@@ -5,19 +5,23 @@ a mean of segment means is wrong as soon as segments or masks are uneven. But al
 forward when its first backward starts, so the division waits until then.
 """
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model import Segment
-from .loss_checks import LossChecks
+
+_log = logging.getLogger(__name__)
 
 _OF_SEGMENTS = "; with --sequence-splits its report has to be a dictionary of the same numbers for every segment"
 
@@ -151,3 +155,60 @@ def _joined(*outputs: Any) -> Any:
     """Outputs [b, n, ...] joined along the tokens; anything else as a list."""
     are_cut = all(isinstance(output, Tensor) and output.dim() > 1 for output in outputs)
     return torch.cat(outputs, dim=1) if are_cut else list(outputs)
+
+
+class LossChecks:
+    """Megatron's checks of the loss in one step (NaN, infinity, jumps), once for each micro-batch, at its end.
+
+    A check reads a number on the host, which waits for the GPU, and it is meant for the loss of a whole micro-batch:
+    that of a segment varies more.
+    """
+
+    def __init__(self) -> None:
+        # By micro-batch and message: the result of each segment, what rejects it, and the call of `validate_result`.
+        self._put_off: dict[tuple[int, str], tuple[dict[int, Tensor], Callable, Callable]] = {}
+
+    @contextmanager
+    def of(self, segment: Segment) -> Iterator[None]:
+        """Inside, calls of `validate_result` of Megatron's rerun state machine for a loss of `segment` are put off."""
+        machine = get_rerun_state_machine()
+
+        def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
+            check = partial(type(machine).validate_result, machine, message=message, **options)
+            if isinstance(result, Tensor):
+                made = self._put_off.setdefault((segment.microbatch, message), ({}, rejection_func, check))
+                made[0][segment.index] = result.detach().clone()  # Megatron divides the loss in place
+            else:
+                check(result, rejection_func)
+
+        machine.validate_result = put_off
+        try:
+            yield
+        finally:
+            del machine.validate_result
+
+    def make_up(self) -> None:
+        """Run each check on the sum over the segments of a micro-batch.
+
+        Raises the exception of `validate_result`, with a note that names the rejected segments.
+        """
+        for (microbatch, message), put_off in self._put_off.items():
+            _make_up(f"{message} in micro-batch {microbatch}", *put_off)
+
+
+def _make_up(place: str, results: dict[int, Tensor], rejects: Callable, check: Callable) -> None:
+    notes = []
+
+    def rejects_sum(total: Tensor) -> Any:
+        is_rejected = rejects(total)
+        if is_rejected:
+            found = [index for index, result in results.items() if rejects(result)]
+            notes.append(f"{place}, of its segments in {found or 'the sum'}")
+            _log.error("%s", notes[0])
+        return is_rejected
+
+    try:
+        check(sum(results.values()), rejects_sum)
+    except Exception as error:
+        error.add_note(notes[0] if notes else place)
+        raise

@@ -260,7 +260,11 @@ def patches() -> PatchTable:
         wrapping(
             f"{_DDP}._start_bucket_group_param_sync", _unless_gathered_later, "gathers after the optimizer's step"
         ),
-        wrapping(f"{_DDP}.finish_grad_sync", _finished, "takes gradients to be whole"),
+        wrapping(
+            f"{_DDP}.finish_grad_sync",
+            lambda _, ddp, *args, **options: ddp.partitioned_state.lend_gradients(),
+            "takes gradients to be whole",
+        ),
         wrapping(f"{_DDP}.zero_grad_buffer", _cleared, "leaves the shares of gradients"),
         wrapping(f"{_BUFFER}.reset", _unless_empty, "writes zeros to gradients that are not there"),
         wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
@@ -307,10 +311,6 @@ def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
 def _unless_gathered_later(start: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
     if not _is_empty(group.buckets[0].param_data):
         start(ddp, group, force_sync)
-
-
-def _finished(finish: Callable, ddp: Any, force_all_reduce: bool = False) -> None:
-    ddp.partitioned_state.lend_gradients()
 
 
 def _cleared(zero: Callable, ddp: Any) -> None:

@@ -184,9 +184,9 @@ class OnDevice(Communicator):
         super().__init__(*args)
         self.is_on_device = True
 
-    def in_turn(self):
-        OnDevice.turns += 1
-        return super().in_turn()
+    def finish(self):
+        OnDevice.turns += self.goes_in_turn
+        super().finish()
 
     def _settle(self) -> None:
         """There is no stream to wait for."""

@@ -139,11 +139,11 @@ def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
     wires.works = [Work(), Work()]
     received, sent = wires.works
     action = parse_action("0RECV_B0.0")
-    with wires.communicator.in_turn():
-        wires.communicator.post_receive(BACKWARD, (1,), action)
-        assert received.timeout == TIMEOUT and waits == ["stream"]
-        wires.communicator.send(FORWARD, torch.ones(1))
-        assert sent.timeout == TIMEOUT and waits == ["stream"] * 2
+    wires.communicator.goes_in_turn = True
+    wires.communicator.post_receive(BACKWARD, (1,), action)
+    assert received.timeout == TIMEOUT and waits == ["stream"]
+    wires.communicator.send(FORWARD, torch.ones(1))
+    assert sent.timeout == TIMEOUT and waits == ["stream"] * 2
     received.error = "waited for twice"
     wires.communicator.receive(action)
     wires.communicator.finish()
