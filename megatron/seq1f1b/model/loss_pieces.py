@@ -152,11 +152,18 @@ def _alias(weight: Tensor) -> Tensor:
 
 
 def _gradient(weight: Tensor, alias: Tensor) -> Tensor | None:
-    """The gradient of the weight: zeros, for its hooks, if `main_grad` has it."""
+    """The gradient of the weight: zeros, for its hooks, if its `main_grad` takes all of it.
+
+    Hooks leave out a gradient where a fused product, of kept logits in an earlier call, has marked the weight.
+    """
     if not weight.requires_grad:
         return None
-    is_added = alias.main_grad is getattr(weight, "main_grad", None)
-    return torch.zeros_like(weight) if is_added else alias.main_grad.to(weight.dtype)
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return alias.main_grad.to(weight.dtype)
+    if alias.main_grad is not main_grad:
+        main_grad += alias.main_grad
+    return torch.zeros_like(weight)
 
 
 _LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"

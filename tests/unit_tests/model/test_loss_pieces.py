@@ -130,7 +130,7 @@ def test_weight_gradients_of_pieces_are_not_left_for_later(groups):
 
 @pytest.mark.parametrize("of_main_grad", [None, torch.bfloat16, torch.float32])
 def test_gradients_of_pieces_add_up_in_fp32(groups, of_main_grad):
-    """Those of 16-bit weights, to one rounding; to none in a `main_grad` in fp32, which hooks then add nothing to."""
+    """Those of 16-bit weights, to one rounding; in a `main_grad`, which hooks add nothing to, to its own."""
     head = Head(dtype=torch.bfloat16)
     weight = head.output_layer.weight
     hidden, labels, _ = batch()
@@ -143,11 +143,11 @@ def test_gradients_of_pieces_add_up_in_fp32(groups, of_main_grad):
     if of_main_grad is not None:
         weight.main_grad = torch.ones_like(weight, dtype=of_main_grad)
     head(hidden, labels).sum().backward()
-    if of_main_grad is torch.float32:
-        assert not weight.grad.any()
-        torch.testing.assert_close(weight.main_grad, 1 + expected)
-    else:
+    if of_main_grad is None:
         assert torch.equal(weight.grad, expected.bfloat16())
+    else:
+        assert not weight.grad.any()
+        torch.testing.assert_close(weight.main_grad, (1 + expected).to(of_main_grad), rtol=1e-6, atol=1e-5)
 
 
 def test_fused_products_add_to_the_same_sum(groups, monkeypatch):
