@@ -47,8 +47,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One step. Segments are multiples of `multiple` tokens; `packed` is how a batch marks the documents of its
-    sequences, which "units" of as many tokens as the first segment take apart.
+    """One step of `m` micro-batches of `batch` sequences. Segments are multiples of `multiple` tokens; `packed` is how
+    a batch marks the documents of its sequences, which "units" of as many tokens as the first segment take apart.
     """
 
     family: str
@@ -58,10 +58,12 @@ class Case:
     mask: str
     packed: str | None = None
     multiple: int = 2
+    batch: int = 2
 
     @property
     def label(self) -> str:
         words = (self.family, f"k{self.k}", f"m{self.m}", self.split, self.mask, self.packed)
+        words += (f"b{self.batch}",) * (self.batch != 2)
         return "-".join(filter(None, words))
 
     @property

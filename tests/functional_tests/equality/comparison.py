@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from functional_tests.equality.cases import Case, Layout
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
 from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
-from functional_tests.equality.step import BATCH, logged, run
+from functional_tests.equality.step import logged, run
 from megatron.seq1f1b.model import host_memory, latents, loss_pieces
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
@@ -56,7 +56,7 @@ class References:
         found = []
         for case in cases:
             lengths = case.lengths if case.mask == "segment" else None
-            key = model, ranks, case.m * replicas_of(layout), case.mask, lengths, case.packed
+            key = model, ranks, case.m * replicas_of(layout), case.mask, lengths, case.packed, case.batch
             if key not in self._found:
                 chunks = chunks or build(model, ranks)
                 whole = replace(case, m=case.m * replicas_of(layout))
@@ -208,7 +208,7 @@ def not_bitwise(grads: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) 
 
 def piece_of(case: Case, layout: Layout) -> int | None:
     """A fifth of the logits of a micro-batch on a rank: 11 tokens or less. A step of one micro-batch keeps them all."""
-    return None if case.m == 1 else BATCH * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
+    return None if case.m == 1 else case.batch * SEQUENCE * VOCABULARY // (5 * layout.context * layout.tensor)
 
 
 def segmentation(case: Case) -> Segmentation:

@@ -73,7 +73,7 @@ def run(schedule, chunks, case: Case, first: int, step: int, forward_only: bool 
             model=chunks,
             num_microbatches=len(data),
             seq_length=SEQUENCE,
-            micro_batch_size=BATCH,
+            micro_batch_size=case.batch,
             forward_only=forward_only,
             pg_collection=groups,
         )
@@ -104,17 +104,17 @@ def gather_sharded_gradients(chunks) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
-BATCH, END = 2, 6
+END = 6
 
 
 def batches(case: Case, first: int, step: int):
     """Micro-batches `first`, `first + step`, … of random tokens; `mask` zeroes some, or all of one segment."""
     for microbatch in range(first, case.m * step, step):
         generator = torch.Generator().manual_seed(100 + microbatch)
-        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-        loss_mask = torch.ones(BATCH, SEQUENCE)
+        tokens = torch.randint(VOCABULARY, (case.batch, SEQUENCE + 1), generator=generator)
+        loss_mask = torch.ones(case.batch, SEQUENCE)
         if case.mask == "random":
-            loss_mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < 0.3 + 0.2 * microbatch).float()
+            loss_mask = (torch.rand(case.batch, SEQUENCE, generator=generator) < 0.3 + 0.2 * microbatch).float()
         elif case.mask == "segment":
             start = sum(case.lengths[: microbatch % case.k])
             loss_mask[:, start : start + case.lengths[microbatch % case.k]] = 0 if case.k > 1 else 1
@@ -122,7 +122,7 @@ def batches(case: Case, first: int, step: int):
             "tokens": tokens[:, :-1],
             "labels": tokens[:, 1:],
             "loss_mask": loss_mask.double(),  # since Megatron divides sums of it
-            "position_ids": torch.arange(SEQUENCE).expand(BATCH, -1),
+            "position_ids": torch.arange(SEQUENCE).expand(case.batch, -1),
         }
         if case.packed == "apart":
             yield from apart(batch | packed(tokens[:, :-1], "tokens"), microbatch)
@@ -147,7 +147,7 @@ def packed(tokens: torch.Tensor, form: str) -> dict:
     tokens = torch.where(tokens < END, 0, tokens)
     starts = torch.nn.functional.pad(tokens[:, :-1] == 0, (1, 0), value=True)
     documents = starts.cumsum(dim=1)
-    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    positions = torch.arange(SEQUENCE).expand(len(tokens), -1)
     entries = {"tokens": tokens, "position_ids": positions - torch.where(starts, positions, 0).cummax(dim=1).values}
     if form in ("mask", "rolls"):
         sees = (documents[:, :, None] == documents[:, None, :]).tril()

@@ -78,6 +78,10 @@ DOCUMENTS = [
         (5, 5, "documents", "cu_seqlens"),
         (7, 2, "uneven", "cu_seqlens"),
     )
+] + [
+    # On a CPU a segment within one document has one call of a kernel, others have several.
+    Case("1f1b", 5, 2, "uneven", "random", "cu_seqlens", batch=1),
+    Case("1f1b", 7, 2, "documents", "random", "tokens", batch=1),
 ]
 UNITS = [
     Case(family, k, m, "even", "random", "units")
