@@ -95,7 +95,10 @@ def read_machine(machine: str | Path) -> Machine:
         raise ValueError(f"--machine {machine}: {path} is not TOML: {error}") from error
     try:
         node = dict(data["node"])
-        devices = int(node.pop("devices"))
+        devices, mean_error = node.pop("devices"), data.get("error", Machine.error)
+        if type(devices) is not int or devices < 1:
+            raise ValueError(f"devices = {devices!r} is no whole number above 0")
+        _check("error", mean_error, may_be_0=True)
         return Machine(
             name=path.stem,
             device=_part(Device, data["device"]),
@@ -103,7 +106,7 @@ def read_machine(machine: str | Path) -> Machine:
             devices_per_node=devices,
             node=_part(Link, node),
             network=_part(Link, data["network"]),
-            error=float(data.get("error", Machine.error)),
+            error=mean_error,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"--machine {machine}: {path} lacks a constant or has a wrong one: {error}") from error
@@ -113,12 +116,16 @@ def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) 
     """Raises TypeError for a constant that is missing or unknown, ValueError for one that is no positive number."""
     slow = tuple(map(tuple, values.get("slow_attention", ())))
     for name, value in values.items():
-        for number in sum(slow, ()) if name == "slow_attention" else (value,):
-            # Only what a host takes can be nothing.
-            is_number = isinstance(number, int | float) and 0 <= number < inf and (number > 0 or kind is Host)
-            if name != "name" and not is_number:
-                raise ValueError(f"{name} = {value!r} is no number above 0")
+        if name != "name":
+            for number in sum(slow, ()) if name == "slow_attention" else (value,):
+                _check(name, number, may_be_0=kind is Host)
     return kind(**values | ({"slow_attention": slow} if slow else {}))
+
+
+def _check(name: str, value: object, may_be_0: bool = False) -> None:
+    """Raises ValueError for what is no positive number."""
+    if not isinstance(value, int | float) or not 0 <= value < inf or (value == 0 and not may_be_0):
+        raise ValueError(f"{name} = {value!r} is no number above 0")
 
 
 MIB, GIB = 2**20, 2**30

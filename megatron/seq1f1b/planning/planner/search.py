@@ -14,7 +14,7 @@ from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
 from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
-from ..costs.step_memory import Memory, kept, rank_memory, static_memory
+from ..costs.step_memory import Memory, host_bytes, kept, rank_memory, static_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator.step import Prediction, predict
 from .space import (
@@ -181,15 +181,24 @@ def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
 
 
 def memory_in_flight(setup: TrainingSetup) -> Iterator[Memory]:
-    """The memory of `fullest_ranks`. A full pipeline holds few micro-batches; `breadth-first` holds all."""
-    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
-    if setup.family != "breadth-first" and setup.num_microbatches > few:
-        setup = replace(setup, num_microbatches=few)
+    """The memory of `fullest_ranks`."""
     share = 0.0 if setup.offloads_modules else setup.offloads
-    if share:  # sizes do not depend on it
-        setup = replace(setup, offloads=0.0)
+    sizes = replace(setup, offloads=0.0) if share else setup  # which do not depend on it
     for rank in fullest_ranks(setup):
-        yield rank_memory(setup, _order(setup.family, setup.shape, rank, share), rank)
+        yield rank_memory(sizes, _in_flight(setup, rank, share), rank)
+
+
+def host_in_flight(setup: TrainingSetup) -> float:
+    """The most that one of `fullest_ranks` has in the memory of its host, where whole units move."""
+    return max(host_bytes(setup, _in_flight(setup, rank, setup.offloads)) for rank in fullest_ranks(setup))
+
+
+def _in_flight(setup: TrainingSetup, rank: int, share: float) -> list[Action]:
+    """The actions of a rank in a step as long as memory needs: a full pipeline holds few micro-batches, `breadth-first`
+    all."""
+    few = 2 * ceil(setup.pipeline_parallel / len(setup.segments)) + 2
+    count = setup.num_microbatches if setup.family == "breadth-first" else min(setup.num_microbatches, few)
+    return _order(setup.family, Shape(setup.placement, count, len(setup.segments)), rank, share)
 
 
 @lru_cache(maxsize=1 << 16)

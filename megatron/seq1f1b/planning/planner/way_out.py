@@ -1,12 +1,14 @@
 """Why a question has no plan, and the nearest question that has one."""
 
+from bisect import bisect_right
 from dataclasses import replace
 from itertools import takewhile
 
 from ..costs.machine import GIB
 from ..costs.step_memory import Memory
-from .search import least_bytes, memory_in_flight
-from .space import Question, cuts, schedules, setups
+from ..costs.training_setup import TrainingSetup
+from .search import host_in_flight, least_bytes, memory_in_flight
+from .space import Question, Room, cuts, schedules, setups
 
 _DOUBLINGS = 12
 # How many of the set-ups that need least memory are predicted in full.
@@ -39,17 +41,28 @@ def by_use(memory: Memory) -> str:
 
 
 def _leanest(question: Question) -> Memory | None:
-    """The memory of the fullest rank of the configuration that needs least; None without a layout."""
+    """The memory of the fullest rank of the configuration that needs least, with as much on its host as that holds;
+    None without a layout."""
     lean = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
     evenly = (
         next(cuts(setup, *schedule), None)
         for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]
         for schedule in schedules(lean, setup)
     )
-    away = 1.0 if question.room.host else 0.0
-    setups_away = (replace(each.setup, offloads=away) for each in evenly if each is not None)
-    fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in setups_away)
+    away = (_mostly_away(each.setup, question.room) for each in evenly if each is not None)
+    fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in away)
     return min(fullest, key=lambda memory: memory.total, default=None)
+
+
+def _mostly_away(setup: TrainingSetup, room: Room) -> TrainingSetup:
+    """The set-up with as many sixteenths of its activations on the host as that has room for."""
+
+    def away(sixteenths: int) -> TrainingSetup:
+        return replace(setup, offloads=sixteenths / 16)
+
+    if not room.host:
+        return setup
+    return away(bisect_right(range(1, 17), room.host, key=lambda sixteenths: host_in_flight(away(sixteenths))))
 
 
 def _nearest(question: Question) -> str:

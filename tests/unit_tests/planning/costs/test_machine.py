@@ -40,6 +40,9 @@ def test_an_unknown_machine_is_answered_with_those_there_are():
         ("latency = 20e-6", ""),
         ("bandwidth = 360e9 ", "bandwidth = -1 "),
         ("peak_flops = 989e12", "peak_flops = 0"),
+        ("devices = 8", "devices = 0"),
+        ("devices = 8", "devices = 0.5"),
+        ("error = 0.045", "error = -1"),
     ],
 )
 def test_a_wrong_constant_is_named(tmp_path, old, new):

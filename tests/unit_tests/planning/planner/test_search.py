@@ -161,16 +161,19 @@ def test_what_cannot_be_divided_is_a_sentence_with_a_way_out():
     assert Search(small(num_devices=7, global_batch_size=7)).best()
 
 
-def test_what_does_not_fit_names_the_nearest_that_does():
-    question = small(memory_gib=0.9)
+@pytest.mark.parametrize(
+    "changes", [{"memory_gib": 0.9}, {"num_devices": 1, "memory_gib": 2.0, "host_gib": 0.1}], ids=["device", "host"]
+)
+def test_what_does_not_fit_names_the_nearest_that_does(changes):
+    question = linked(1e12, **changes)
     assert Search(question).best() == []
     sentence = str(way_out(question))
     assert "no configuration fits" in sentence
     named = {"--gpus": "num_devices", "--seq-length": "sequence_length"}
     words = sentence.replace(",", " ").split()
-    changes = [{named[flag]: int(value)} for flag, value in zip(words, words[1:], strict=False) if flag in named]
-    assert changes
-    assert all(Search(small(memory_gib=0.9, **change)).best() for change in changes)
+    found = [{named[flag]: int(value)} for flag, value in zip(words, words[1:], strict=False) if flag in named]
+    assert found
+    assert all(Search(replace(question, **change)).best() for change in found)
 
 
 def test_a_frontier_is_what_nothing_beats():
