@@ -221,7 +221,7 @@ def _(setup: PaperSetup, stage: int, start: int, end: int) -> float:
     if setup.frees_late and setup.token_shares > 1:
         # Of each layer stay two gathered gradients of outputs and two gradients of gathered inputs, while what the
         # layer kept is freed.
-        for layer, count in setup.stage_layers(stage).items():
+        for layer, count in setup.stage_layers[stage].items():
             stays = 4 * layer_bytes.whole_input(setup, end - start)
             most += count * max(0.0, stays - layer_bytes.layer_activation(setup, layer, start, end))
     return most

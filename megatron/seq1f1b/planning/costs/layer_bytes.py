@@ -188,7 +188,7 @@ def whole_input(setup: TrainingSetup, length: int) -> float:
 
 def routed_bytes(setup: TrainingSetup, stage: int, length: int) -> float:
     """What the forward of a segment holds of tokens that are on their way to experts, beside what it keeps."""
-    layers = (blocks_of(setup.model, layer) for layer in setup.stage_layers(stage))
+    layers = (blocks_of(setup.model, layer) for layer in setup.stage_layers[stage])
     return max((_routed(setup, each, length) for blocks in layers for each in blocks), default=0.0)
 
 
@@ -200,7 +200,7 @@ def _routed(setup: TrainingSetup, block: Block, length: int) -> float:
 @singledispatch
 def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end)."""
-    return max((_layer(setup.alone, layer, start, end) for layer in setup.stage_layers(stage)), default=0.0)
+    return max((_layer(setup.alone, layer, start, end) for layer in setup.stage_layers[stage]), default=0.0)
 
 
 @lru_cache(maxsize=1 << 16)

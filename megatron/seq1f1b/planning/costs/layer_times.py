@@ -83,7 +83,7 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
         each = replace(setup, cp_comm_type=way)
         times = (
             (count, layer_time(each, machine, 0, setup.sequence_length, layer))
-            for layer, count in setup.stage_layers(0).items()
+            for layer, count in setup.stage_layers[0].items()
         )
         return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
 

@@ -1,8 +1,9 @@
 """How long the actions of a training step take on a machine, and what follows the last of them. Seconds."""
 
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import cache, lru_cache, singledispatch
 from itertools import chain
+from operator import add
 
 from ...schedule import Costs
 from .blocks import BYTES
@@ -63,7 +64,7 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
         return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
     alone, last = setup.alone, setup.placement.num_stages - 1
     rows = {
-        stage: _rows(alone, machine, tuple(setup.stage_layers(stage).items()), stage == 0, stage == last)
+        stage: _rows(alone, machine, tuple(setup.stage_layers[stage].items()), stage == 0, stage == last)
         for stage in set(setup.alike)
     }
     return [rows[stage] for stage in setup.alike]
@@ -76,7 +77,7 @@ def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> t
     more, since fewer units are in flight there.
     """
     alone, placement = setup.alone, setup.placement
-    layers = tuple(alone.stage_layers(0).items())
+    layers = tuple(alone.stage_layers[0].items())
     layer, first, last = (
         sum(map(sum, _rows(alone, machine, *kind)))
         for kind in ((layers, False, False), ((), True, False), ((), False, True))
@@ -112,26 +113,23 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[t
     `parts` tensor-parallel ranks send a part each; without sequence parallelism the receivers gather the parts.
     """
     senders = max(1, min(machine.devices_per_node, setup.pipeline_stride) * parts // setup.tensor_parallel)
+    stages = range(setup.placement.num_stages)
+    devices = [setup.placement.rank_of(stage) * setup.pipeline_stride for stage in stages]
 
-    def time(source: int, destination: int, length: int) -> float:
-        size = BYTES * setup.rows(length) * setup.model.hidden_size
-        seconds = message_time(machine, source, destination, size / parts, senders)
-        return seconds if setup.sequence_parallel else seconds + all_gather_time(machine, setup.tensor_group, size)
+    @cache
+    def row(source: int, destination: int) -> Row:
+        sizes = [BYTES * setup.rows(length) * setup.model.hidden_size for length in setup.segments]
+        times = (message_time(machine, source, destination, size / parts, senders) for size in sizes)
+        if setup.sequence_parallel:
+            return tuple(times)
+        gathered = (all_gather_time(machine, setup.tensor_group, size) for size in sizes)
+        return tuple(map(add, times, gathered))
 
-    tables, stages, found = [], setup.placement.num_stages, dict[tuple[int, int], Row]()
-    for step in (1, -1):
-        table = []
-        for stage in range(stages):
-            there = stage + step
-            if not 0 <= there < stages:
-                table.append((0.0,) * len(setup.segments))
-                continue
-            source, destination = (setup.placement.rank_of(each) * setup.pipeline_stride for each in (stage, there))
-            if (source, destination) not in found:
-                found[source, destination] = tuple(time(source, destination, length) for length in setup.segments)
-            table.append(found[source, destination])
-        tables.append(tuple(table))
-    return tuple(tables)
+    nothing = (0.0,) * len(setup.segments)
+    return tuple(
+        tuple(row(devices[stage], devices[stage + step]) if stage + step in stages else nothing for stage in stages)
+        for step in (1, -1)
+    )
 
 
 def replica_times(setup: TrainingSetup, machine: Machine, parameters: float, experts: float) -> tuple[float, float]:

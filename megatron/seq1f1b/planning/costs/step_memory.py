@@ -85,12 +85,12 @@ def _kept(setup: TrainingSetup, stage: int, after: Kind) -> tuple[Kept, ...]:
         logits = loss_kept(setup, length, after is Kind.I) if is_last else 0.0
         hidden = head_kept(setup, length, after is Kind.I) if is_last else 0.0
         if after is Kind.I:
-            layers = setup.stage_layers(stage).items()
+            layers = setup.stage_layers[stage].items()
             of_layers = sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers)
             found.append(Kept(of_layers + hidden, logits=logits))
             continue
         sizes = (hidden, 0.0, 0.0)
-        for layer, count in setup.stage_layers(stage).items():
+        for layer, count in setup.stage_layers[stage].items():
             of_layer = _layer_kept(setup.alone, layer, *span)
             sizes = (sizes[0] + count * of_layer[0], sizes[1] + count * of_layer[1], sizes[2] + count * of_layer[2])
         found.append(Kept(*sizes, logits))
@@ -114,7 +114,7 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple
 
 
 def _of_layers(setup: TrainingSetup, stage: int, of_layer: Callable[[int], float]) -> float:
-    return sum(count * of_layer(layer) for layer, count in setup.stage_layers(stage).items())
+    return sum(count * of_layer(layer) for layer, count in setup.stage_layers[stage].items())
 
 
 @lru_cache(maxsize=1 << 14)
@@ -281,7 +281,7 @@ def _keys_values_gradients(setup: TrainingSetup, stage: int) -> tuple[list[float
     later: list[float] = []
     for part in setup.parts or (setup,):
         in_all = _of_layers(part, stage, partial(layer_keys_values_gradients, part))
-        in_place = max((layer_freed_by_attention(part, layer) for layer in part.stage_layers(stage)), default=0.0)
+        in_place = max((layer_freed_by_attention(part, layer) for layer in part.stage_layers[stage]), default=0.0)
         none = [0.0] * (len(part.segments) - 1)
         arising += [*none, in_all - in_place]
         later += [*none, in_place]
@@ -358,7 +358,7 @@ def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[tuple[float,
         if has_loss and keeps_logits(setup):  # these are counted with the unit
             loss -= loss_kept(setup, length)
         # Two layers are on their way, or at work.
-        moving = 2 * max((layer_moved(setup, layer, *span) for layer in setup.stage_layers(stage)), default=0)
+        moving = 2 * max((layer_moved(setup, layer, *span) for layer in setup.stage_layers[stage]), default=0)
         if kind not in (Kind.B, Kind.I):
             found.append((loss, moving + whole_input(setup, length) + routed))
             continue

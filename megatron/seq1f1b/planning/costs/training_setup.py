@@ -200,15 +200,12 @@ class TrainingSetup:
         """Rows in the products of a rank, for `tokens` tokens of every sequence."""
         return self.micro_batch_size * tokens / self.context_parallel
 
-    def stage_layers(self, stage: int) -> Mapping[int, int]:
-        """How many layers of each kind a stage has, by the number of the first of its kind in the model.
+    @cached_property
+    def stage_layers(self) -> list[Mapping[int, int]]:
+        """By stage, how many layers of each kind it has, by the number of the first of its kind in the model.
 
         The layers of prediction heads are on the last stage, and as the last one of the model.
         """
-        return self._stage_layers[stage]
-
-    @cached_property
-    def _stage_layers(self) -> list[Mapping[int, int]]:
         ends = accumulate(self.layers_per_stage)
         found = [
             layer_kinds(self.model, range(end - count, end))
@@ -223,7 +220,7 @@ class TrainingSetup:
     def alike(self) -> list[int]:
         """For each stage the first one with the same layers and ends."""
         last, first = self.placement.num_stages - 1, dict[object, int]()
-        kinds = ((frozenset(self.stage_layers(stage).items()), stage == 0, stage == last) for stage in range(last + 1))
+        kinds = ((frozenset(self.stage_layers[stage].items()), stage == 0, stage == last) for stage in range(last + 1))
         return [first.setdefault(kind, stage) for stage, kind in enumerate(kinds)]
 
     def layer_parameters(self, layer: int = 0) -> float:
@@ -247,7 +244,7 @@ class TrainingSetup:
     def _stage_parameters(self, stage: int) -> tuple[float, float]:
         """The first stage holds the embedding, the last the projection to the vocabulary, and for prediction heads the
         projections that join their inputs and another embedding."""
-        layers, last = self.stage_layers(stage).items(), self.placement.num_stages - 1
+        layers, last = self.stage_layers[stage].items(), self.placement.num_stages - 1
         count = sum(many * self.layer_parameters(layer) for layer, many in layers)
         count += self.embedding_parameters * ((stage == 0) + (stage == last))
         count += self.model.learned_positions * self.model.hidden_size * (stage == 0)

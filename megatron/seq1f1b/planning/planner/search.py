@@ -74,10 +74,9 @@ class _Scheduled(NamedTuple):
 
 
 class _TooLarge(NamedTuple):
-    """A candidate that fits once a part of it moves to the host, and other cuts of it, in case that is not enough."""
+    """Cuts of a set-up, the fastest first, that may fit once something of them moves to the host."""
 
-    candidate: Candidate
-    others: tuple[Candidate, ...]
+    cuts: tuple[Candidate, ...]
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
@@ -313,7 +312,7 @@ class Search:
                 yield least, candidate
                 return
             if room.host and item.family == "1f1b" and number == 0:
-                yield least, _TooLarge(candidate, tuple(each for _, each in by_cut[1:]))
+                yield least, _TooLarge(tuple(each for _, each in by_cut))
 
     def _closer_bounds(self, item: object) -> Iterator[tuple[float, Any]]:
         """What an item is refined to, with lower bounds."""
@@ -373,13 +372,10 @@ def _by_exchange(by_cut: Sequence[tuple[float, Any]]) -> list[list[tuple[float, 
     return [[each for each in by_cut if each[1].setup.hides_tensor_exchange == hides] for hides in (True, False)]
 
 
-def _moved(item: _TooLarge, room: Room) -> Iterator[Any]:
-    """The candidate with what has to move to the host, or the next cut if that is not enough."""
-    setup = fitted(item.candidate.setup, room)
-    if setup is not None:
-        yield replace(item.candidate, setup=setup)
-    elif item.others:
-        yield _TooLarge(item.others[0], item.others[1:])
+def _moved(item: _TooLarge, room: Room) -> Iterator[Candidate]:
+    """The first of the cuts that fits, with what has to move to the host."""
+    setups = ((each, fitted(each.setup, room)) for each in item.cuts)
+    return islice((replace(each, setup=setup) for each, setup in setups if setup is not None), 1)
 
 
 def _has_room(plan: Plan, room: Room) -> bool:

@@ -66,7 +66,7 @@ def test_expert_parallelism_divides_the_experts_and_their_state():
 def test_layers_without_experts_are_counted_as_such():
     model = replace(SETUP.model, expert_layers=tuple(range(1, 32)))
     setup = replace(SETUP, model=model)
-    assert [setup.stage_layers(stage) for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
+    assert [setup.stage_layers[stage] for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
     assert setup.parameters[0][1] == 7 / 8 * setup.parameters[1][1]
 
 
