@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, chain, pairwise
 from math import fsum, log2
-from operator import add
 from typing import NamedTuple
 
 from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, channels_of, partition_state
@@ -175,8 +174,6 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> list[tuple
 
     A chunk has gradients from its first backward until the next chunk ends, by when its reduction is over.
     """
-    if not _moves_state(setup):
-        return [(0.0, 0.0)] * len(actions)
     found = []
     parameters = [sum(each) for each in setup.parameters]
     last = {action.stage: action for action in actions}
@@ -202,8 +199,12 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> list[tuple
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
     """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
     stages, actions = setup.placement.stages_of(rank), list(_when_freed(actions))
-    waiting, whole = _messages_waiting(setup, actions, rank), _whole_chunks(setup, actions)
-    number, gradients = _peak(setup, actions, stages, [*map(add, waiting, map(sum, whole))])
+    waiting = beside = _messages_waiting(setup, actions, rank)
+    whole = [(0.0, 0.0)] * len(actions)
+    if _moves_state(setup):
+        whole = _whole_chunks(setup, actions)
+        beside = [messages + sum(chunks) for messages, chunks in zip(waiting, whole, strict=True)]
+    number, gradients = _peak(setup, actions, stages, beside)
     kind, stage, _, segment = actions[number]
     loss, working = _running(setup, setup.alike[stage], kind)[segment]
     units = _in_flight(actions[: number + 1])
@@ -332,14 +333,14 @@ def _in_flight(actions: Sequence[Action]) -> list[tuple[int, int, Kind]]:
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
     """The actions, each OFFLOAD where its memory is free: at the next one, or at its own RELOAD."""
-    leaving = None
+    leaving = back = None
     for action in actions:
         is_offload = action.kind is Kind.OFFLOAD
-        if leaving is not None and (is_offload or action == leaving._replace(kind=Kind.RELOAD)):
+        if leaving is not None and (is_offload or action == back):
             yield leaving
             leaving = None
         if is_offload:
-            leaving = action
+            leaving, back = action, action._replace(kind=Kind.RELOAD)
         else:
             yield action
 
