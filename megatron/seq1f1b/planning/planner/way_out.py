@@ -62,7 +62,9 @@ def _mostly_away(setup: TrainingSetup, room: Room) -> TrainingSetup:
 
     if not room.host:
         return setup
-    return away(bisect_right(range(1, 17), room.host, key=lambda sixteenths: host_in_flight(away(sixteenths))))
+    if host_in_flight(away(16)) <= room.host:  # as usual
+        return away(16)
+    return away(bisect_right(range(1, 16), room.host, key=lambda sixteenths: host_in_flight(away(sixteenths))))
 
 
 def _nearest(question: Question) -> str:
