@@ -10,12 +10,14 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
@@ -39,6 +41,9 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     for chunk in use_segment_attention(others):
         if not hasattr(chunk, "segment_context"):
             chunk.register_forward_pre_hook(_without_packed_format, with_kwargs=True)
+            for module in chunk.modules():
+                if isinstance(module, (TransformerBlock, HybridStack)) and module.config.recompute_granularity:
+                    module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
         chunk.segment_context = context
         keep_latents(chunk)
         followers = [module for module in chunk.modules() if isinstance(module, _FOLLOWERS)]
@@ -157,6 +162,16 @@ def _without_packed_format(chunk: torch.nn.Module, args: tuple, kwargs: dict) ->
             "--sequence-splits"
         )
     return args, {name: value for name, value in kwargs.items() if name != "packed_seq_params"}
+
+
+def _with_gradient(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+    """Let the input of recomputed layers require a gradient, also if an embedding before them is frozen.
+
+    Else Megatron repeats no forward in the backward: the layers get no gradients, and their caches are not released.
+    """
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if torch.is_grad_enabled() and isinstance(hidden, Tensor):
+        hidden.requires_grad_()
 
 
 def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megatron.seq1f1b.model import (
     Segment,
@@ -179,3 +180,28 @@ def test_chunks_share_rotary_positions_while_one_needs_them(monkeypatch):
         RotaryEmbedding.forward.cache_clear()  # Megatron's
         assert left() is None
         assert torch.equal(rotaries[1](6), whole[4:10])
+
+
+class Decoder(TransformerBlock):
+    """Recomputed layers, as far as their input matters."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(recompute_granularity="full", cuda_graph_impl="none")
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+
+def test_recomputed_layers_learn_behind_a_frozen_embedding():
+    """Megatron repeats a forward only in the backward of its input."""
+    decoder = Decoder()
+    chunk = torch.nn.ModuleDict({"decoder": decoder})
+    for _ in range(2):
+        attach([chunk], SegmentContext())
+    hidden = [torch.ones(1) for _ in range(3)]
+    with torch.no_grad():
+        assert not decoder(hidden[0]).requires_grad
+    assert decoder(hidden[1]).requires_grad and decoder(hidden_states=hidden[2]).requires_grad
+    assert decoder(None) is None  # of a later stage, which gets its input as a message
+    assert len(decoder._forward_pre_hooks) == 1
