@@ -6,6 +6,7 @@ covered.
 
 import contextlib
 import importlib
+import logging
 import os
 import sys
 from importlib.util import find_spec
@@ -87,11 +88,6 @@ REDIRECTS = (
     Patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", stand_ins.get_rng_state, _RANDOM),
     Patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", stand_ins.set_rng_state, _RANDOM),
     Patch(
-        "megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork",
-        upstream.fork,
-        "warns when the CPU's generator moves, as here it must; hides nothing",
-    ),
-    Patch(
         "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
         upstream.on_cpu,
         "passes tensors as split sizes, which all-to-all does not take; hides a wait of the host for each layer "
@@ -155,4 +151,6 @@ def apply() -> None:
     if find_spec("transformer_engine") is not None and find_spec("transformer_engine_torch") is None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     patched(REDIRECTS[len(of_torch) :])
+    # It warns whenever the generator of the CPU moves between forks, as here it must.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.msg)
     patched(without_te.repairs())

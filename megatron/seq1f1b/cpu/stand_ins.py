@@ -133,9 +133,9 @@ def stay(tensor, *args, **kwargs):
 
 
 def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
-    """`Tensor.type` that names a CPU tensor as upstream's checks expect it."""
+    """`Tensor.type` that names a tensor, also one without values, as upstream's checks expect it."""
     if dtype is None:
-        return type_method(tensor).replace("torch.", "torch.cuda.", 1)
+        return f"torch.cuda.{type_method(tensor).rpartition('.')[2]}"
     return type_method(tensor, dtype, *args, **kwargs)
 
 

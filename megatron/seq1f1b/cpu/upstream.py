@@ -1,6 +1,5 @@
 """Replacements of what `megatron.core` and `megatron.training` do only for a GPU."""
 
-import contextlib
 import functools
 import logging
 import sys
@@ -105,25 +104,3 @@ def build_loader_with_own_generator(build_data_loader, *args, **kwargs):
     if isinstance(loader, torch.utils.data.DataLoader):
         loader.generator = torch.Generator()
     return loader
-
-
-@contextlib.contextmanager
-def fork(tracker, name="model-parallel-rng"):
-    """`CudaRNGStatesTracker.fork`: run a block with the random state `name` of `tracker`.
-
-    Upstream's own warns each time that a fork draws from the CPU's generator, which here it must.
-    """
-    if name not in tracker.states_:
-        raise KeyError(f"random state {name} was never added to the tracker")
-    outer_name, outer_state = tracker._current_state_name, torch.get_rng_state()
-    if outer_name in tracker.states_:
-        tracker.states_[outer_name] = outer_state
-    torch.set_rng_state(tracker.states_[name])
-    tracker._current_state_name = name
-    try:
-        yield
-    finally:
-        tracker.states_[name] = torch.get_rng_state()
-        # A nested fork of the outer name has moved that state on.
-        torch.set_rng_state(tracker.states_.get(outer_name, outer_state))
-        tracker._current_state_name = outer_name

@@ -1,16 +1,23 @@
-"""What `--dry-run` does to a training script: Megatron's `pretrain` rehearses instead of training."""
+"""What `--dry-run` does to a training script: Megatron's `pretrain` rehearses, in one process per pipeline stage."""
 
 import json
+import multiprocessing
+import os
 import sys
+import tempfile
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from tqdm import tqdm
 
 from ..patches import Patch, PatchTable, wrapping
+from ..ranks import end_with_parent
 from ..report import plot_memory
 
 # Arguments of Megatron in a rehearsal, which reads no checkpoint and no values, writes no file and starts no process.
@@ -26,6 +33,7 @@ _INSTEAD = {
 }
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
+_LONGEST = 4000  # characters of what a stage has printed
 
 
 def prepare(environment: Mapping[str, str]) -> None:
@@ -99,7 +107,6 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     from megatron.training import get_args
 
     from ..planning.costs.machine import GIB
-    from .launch import rehearse
     from .report import RehearsalReport
     from .stage import Stage
     from .stand_ins import check, in_words, stood_for
@@ -107,7 +114,7 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     launch = get_args()
     check(launch)
     vars(launch).update(_INSTEAD)
-    stages = rehearse(
+    stages = run_stages(
         lambda: Stage(launch, watched).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
     )
     report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
@@ -117,6 +124,63 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     for problem in report.problems:
         print(f"error: {problem}.", file=sys.stderr)
     raise SystemExit(1 if report.problems else 0)
+
+
+def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[int]) -> list[Any]:
+    """The reports of the stages, in the order of `ranks`, their global ranks; ends the program as soon as one fails.
+
+    `run_stage` runs the stage of `args.rank`. Each stage has a fork of this process, which has imported and parsed
+    everything already.
+    """
+    context = multiprocessing.get_context("fork")
+    num_at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting, running, reports = list(ranks), {}, {}
+    with tqdm(total=len(ranks), desc="Rehearsing pipeline stages", disable=None, leave=False) as bar:
+        try:
+            while waiting or running:
+                while waiting and len(running) < num_at_once:
+                    rank = waiting.pop(0)
+                    log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, it is closed with its process
+                    result, end = context.Pipe(duplex=False)
+                    process = context.Process(target=_run, args=(run_stage, args, rank, end, log), daemon=True)
+                    process.start()
+                    end.close()
+                    running[result] = rank, process, log
+                for result in wait(list(running), timeout=1):
+                    rank, process, log = running[result]
+                    try:
+                        reports[rank] = result.recv()
+                    except EOFError:
+                        process.join()
+                        raise SystemExit(_failure(rank, process.exitcode, log)) from None
+                    del running[result]
+                    bar.update()
+                bar.refresh()
+        finally:
+            for _, process, _ in running.values():
+                process.kill()
+    return [reports[rank] for rank in ranks]
+
+
+def _failure(rank: int, exit_code: int, log: IO[str]) -> int | str:
+    """Print the end of a stage's log, which has its error; returns its exit code, or a sentence if it was killed."""
+    log.seek(0)
+    sys.stderr.write(log.read()[-_LONGEST:])
+    return exit_code if exit_code > 0 else f"error: the process of rank {rank} was ended by signal {-exit_code}."
+
+
+def _run(run_stage: Callable[[], Any], args: Namespace, rank: int, end: Connection, log: IO[str]) -> None:
+    """Run one stage in its process: send its report to `end`, print to `log`, and end with the program."""
+    end_with_parent()
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    os.environ["RANK"] = str(rank)
+    args.rank = rank
+    try:
+        end.send(run_stage())
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 def _ranks_of_first_pipeline(args: Namespace) -> range:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..model.kv_cache import Rows
 from ..schedule import MOVE_KINDS, Action, Kind, Shape
 from .ledger import Category, Ledger
-from .messages import Message
+from .report import Message
 
 _SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 

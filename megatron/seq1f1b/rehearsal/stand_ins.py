@@ -182,11 +182,6 @@ def _own_object_everywhere(object_list: list[Any], obj: Any, group: dist.Process
     object_list[:] = [obj] * len(object_list)
 
 
-def _type_without_device(type_method: Callable, tensor: Tensor, *args: Any, **options: Any) -> Any:
-    found = type_method(tensor, *args, **options)
-    return found.replace(".meta.", ".") if isinstance(found, str) else found
-
-
 def _own_counts_of_all(gather: Callable, own: Tensor, group: dist.ProcessGroup, *args: Any, **options: Any) -> Tensor:
     if own.is_meta or group.size() == 1:
         return gather(own, group, *args, **options)
@@ -262,7 +257,6 @@ _TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_paral
 _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 
 _FOR_FAKES = (
-    wrapping("torch.Tensor.type", _type_without_device, "names the device, which Megatron's optimizers check"),
     wrapping("torch.distributed.new_group", _fake_group, "makes gloo or NCCL look for the other ranks"),
     Patch("torch.distributed.batch_isend_irecv", _one_after_the_other, "looks for what batches tensors of a device"),
     Patch("torch.distributed.all_gather_object", _own_object_everywhere, "reads sizes that others would send"),

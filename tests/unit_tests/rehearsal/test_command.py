@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 
 from megatron.seq1f1b.rehearsal import prepare
-from megatron.seq1f1b.rehearsal.launch import rehearse
+from megatron.seq1f1b.rehearsal.command import run_stages
 from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, stood_for
 
 
@@ -86,7 +86,7 @@ def test_numbers_of_eight_bits_are_named_as_not_modelled():
 )
 def test_a_stage_that_fails_ends_the_program(capsys, fail, code):
     with pytest.raises(SystemExit) as end:
-        rehearse(lambda: os.write(2, b"what it printed") and fail(), Namespace(), [4])
+        run_stages(lambda: os.write(2, b"what it printed") and fail(), Namespace(), [4])
     assert end.value.code == code and capsys.readouterr().err == "what it printed"
 
 
@@ -98,7 +98,7 @@ def test_stages_end_when_the_program_is_killed(tmp_path):
             print(os.getpid(), file=file, flush=True)
         time.sleep(600)
 
-    program = get_context("fork").Process(target=rehearse, args=(endless_stage, Namespace(), range(8)))
+    program = get_context("fork").Process(target=run_stages, args=(endless_stage, Namespace(), range(8)))
     program.start()
     num_stages = min(8, len(os.sched_getaffinity(0)))
     while not pids.exists() or len(pids.read_text().splitlines()) < num_stages:

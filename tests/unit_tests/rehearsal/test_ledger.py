@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, workspace_bytes
-from megatron.seq1f1b.rehearsal.messages import at
 from megatron.seq1f1b.rehearsal.operators import ExpertCounts, NeedsValues, WithoutValues
+from megatron.seq1f1b.rehearsal.report import at
 
 
 def counting(run=lambda function, args, kwargs: function(*args, **kwargs)):

@@ -7,8 +7,7 @@ import pytest
 
 from megatron.seq1f1b.planning.costs.machine import GIB, bytes_outside
 from megatron.seq1f1b.rehearsal.ledger import Category, Moment
-from megatron.seq1f1b.rehearsal.messages import Message, mismatches
-from megatron.seq1f1b.rehearsal.report import RehearsalReport, StageReport
+from megatron.seq1f1b.rehearsal.report import Message, RehearsalReport, StageReport, mismatches
 from megatron.seq1f1b.report import plot_memory
 
 MOMENT = "in the forward of stage 0 for segment 0 of micro-batch 0"
