@@ -70,11 +70,6 @@ def queue_of_forks(get_write_results_queue):
     return functools.partial(get_write_results_queue, mp_mode="fork")
 
 
-def newest_architecture():
-    # Upstream demands CUDA_DEVICE_MAX_CONNECTIONS=1 for old GPUs.
-    return 10
-
-
 def on_cpu(tensor, as_numpy=False, record_stream=False):
     """`maybe_move_tensor_to_cpu`; upstream's ignores `as_numpy` if there is nothing to move."""
     return tensor.numpy() if as_numpy and tensor is not None else tensor

@@ -13,7 +13,7 @@ that count is known then, and the gradients are those of the unsegmented loss.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
@@ -27,20 +27,9 @@ from torch.autograd.function import once_differentiable
 
 from ..patches import wrapping
 
-
-class _Balance(NamedTuple):
-    """A balance loss of Megatron: its name, and what it sums over."""
-
-    kind: str
-    by_sequence: bool = False
-    over_step: bool = False
-
-
-_BALANCES = (
-    _Balance("aux_loss"),
-    _Balance("seq_aux_loss", by_sequence=True),
-    _Balance("global_aux_loss", over_step=True),
-)
+# Megatron's names. The second sums over the tokens of each sequence, the third over those of a step.
+_BY_SEQUENCE, _OVER_STEP = "seq_aux_loss", "global_aux_loss"
+_BALANCES = "aux_loss", _BY_SEQUENCE, _OVER_STEP
 
 
 class _Tally:
@@ -91,7 +80,7 @@ class _Product(torch.autograd.Function):
 
 
 def _apply_balance(
-    balance: _Balance,
+    balance: str,
     router: TopKRouter,
     of_whole_sequences: Callable[..., Tensor],
     probs: Tensor,
@@ -102,7 +91,7 @@ def _apply_balance(
 ) -> Tensor:
     """Attach a balance loss to `probs` and log it; all arguments are [tokens, experts]."""
     segment = router.segment_context.segment
-    coefficient = router.get_aux_loss_coeff(balance.kind)
+    coefficient = router.get_aux_loss_coeff(balance)
     if segment is None or segment.is_whole_sequence or coefficient <= 0:
         return of_whole_sequences(probs, scores, routing_map, *shape, **kwargs)
     if kwargs.get("with_padding_mask"):
@@ -110,7 +99,7 @@ def _apply_balance(
             "a balance loss of experts got a padding_mask, which is not cut into segments; drop --sequence-splits"
         )
     context, group = router.segment_context, _group(router, balance)
-    sequences = shape[1] if balance.by_sequence else 1
+    sequences = shape[1] if balance == _BY_SEQUENCE else 1
     tally = _noted(router, balance, routing_map, sequences)
     release = partial(context.release, (router, balance), segment.microbatch) if segment.is_first else None
     # Of the whole micro-batch, or of each sequence if the loss is taken by sequence.
@@ -124,9 +113,9 @@ def _apply_balance(
         probs,
         coefficient,
         loss,
-        balance.kind.replace("aux_loss", "load_balancing_loss"),
+        balance.replace("aux_loss", "load_balancing_loss"),
         group,
-        needs_dp_avg=not balance.over_step,
+        needs_dp_avg=balance != _OVER_STEP,
         valid_token_count=tokens * sequences,
     )
 
@@ -146,15 +135,15 @@ def _routing(
             fused=router.config.moe_router_fusion,
         )
         for balance in _balances(router):
-            _noted(router, balance, chosen, logits.shape[1] if balance.by_sequence else 1)
+            _noted(router, balance, chosen, logits.shape[1] if balance == _BY_SEQUENCE else 1)
     return routing(logits, padding_mask=padding_mask)
 
 
-def _noted(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences: int) -> _Tally:
+def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int) -> _Tally:
     """The tally of the running micro-batch, with the tokens of each expert in the running segment."""
 
     def make() -> _Tally:
-        if not balance.over_step:
+        if balance != _OVER_STEP:
             return _Tally()
         router.ga_steps += 1
         dtype = torch.promote_types(router.ga_steps.dtype, torch.float32)  # in 16-bit models they have 16 bits
@@ -165,7 +154,7 @@ def _noted(router: TopKRouter, balance: _Balance, routing_map: Tensor, sequences
     tally.counts[segment.index], *_ = get_tokens_per_expert_and_token_count(
         routing_map.reshape(-1, sequences * router.num_experts), _group(router, balance)
     )
-    if is_complete and balance.over_step:
+    if is_complete and balance == _OVER_STEP:
         router.global_tokens_per_expert += sum(tally.counts.values())
     return tally
 
@@ -193,15 +182,15 @@ FOLLOWS = (
     wrapping(f"{_ROUTER}.apply_z_loss", _apply_z_loss, "averages over a segment instead of a sequence"),
     wrapping(f"{_ROUTER}.routing", _routing, "has no losses, and so no counts, until a forward is repeated"),
     *(
-        wrapping(f"{_ROUTER}._apply_{balance.kind}", partial(_apply_balance, balance), "multiplies sums over a segment")
+        wrapping(f"{_ROUTER}._apply_{balance}", partial(_apply_balance, balance), "multiplies sums over a segment")
         for balance in _BALANCES
     ),
 )
 
 
-def _balances(router: TopKRouter) -> list[_Balance]:
-    return [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance.kind) > 0]
+def _balances(router: TopKRouter) -> list[str]:
+    return [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
 
 
-def _group(router: TopKRouter, balance: _Balance) -> torch.distributed.ProcessGroup:
-    return router.tp_dp_cp_group if balance.over_step else router.tp_cp_group
+def _group(router: TopKRouter, balance: str) -> torch.distributed.ProcessGroup:
+    return router.tp_dp_cp_group if balance == _OVER_STEP else router.tp_cp_group
