@@ -30,6 +30,13 @@ def check(args: Namespace) -> None:
             "error: Megatron's own schedules with packed documents cannot be rehearsed, since its local layers ignore "
             "where documents end; rehearse with --sequence-splits"
         )
+    by_ring = sorted({*args.cp_comm_type} - {"a2a", "all_gather"})
+    if args.context_parallel_size > 1 and by_ring:
+        raise SystemExit(
+            f"error: --cp-comm-type {by_ring[0]} cannot be rehearsed, since Transformer Engine's kernels "
+            "send keys and values around the ring; rehearse with --cp-comm-type a2a, or all_gather if there are more "
+            "context-parallel ranks than heads, which keep as much for the backward"
+        )
 
 
 def is_fused_on_gpu(args: Namespace) -> bool:

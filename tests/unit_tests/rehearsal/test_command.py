@@ -38,6 +38,8 @@ LAUNCH = Namespace(
     pipeline_schedule=None,
     pipeline_schedule_file=None,
     unit_tokens=None,
+    context_parallel_size=1,
+    cp_comm_type=["p2p"],
 )
 
 
@@ -45,6 +47,10 @@ LAUNCH = Namespace(
     "flags, sentence",
     [
         ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "error: --moe-token-dispatcher-type flex"),
+        (
+            {"context_parallel_size": 2},
+            "error: --cp-comm-type p2p cannot be rehearsed.* rehearse with --cp-comm-type a2a",
+        ),
         ({"sft": True}, "error: Megatron's own schedules with packed documents .* rehearse with --sequence-splits"),
     ],
 )
@@ -53,6 +59,7 @@ def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
     with pytest.raises(SystemExit, match=sentence):
         check(Namespace(**vars(LAUNCH) | flags))
     check(Namespace(**vars(LAUNCH) | {"num_experts": 8, "sft": True, "sequence_splits": 4}))
+    check(Namespace(**vars(LAUNCH) | {"context_parallel_size": 2, "cp_comm_type": ["a2a"]}))
 
 
 @pytest.mark.parametrize(
