@@ -43,7 +43,7 @@ def prepare(environment: Mapping[str, str]) -> None:
     command = "WORLD_SIZE=64 python pretrain_gpt.py ... --dry-run"
     if "TORCHELASTIC_RUN_ID" in environment or environment.get("RANK", "0") != "0":
         raise SystemExit(f"error: --dry-run plays all ranks in one program, so start it without torchrun: {command}")
-    if not environment.get("WORLD_SIZE", "").isdigit():
+    if not environment.get("WORLD_SIZE", "").isdigit() or int(environment["WORLD_SIZE"]) == 0:
         raise SystemExit(f"error: --dry-run needs the number of GPUs of the real launch: {command}")
 
 

@@ -20,6 +20,8 @@ _SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the 
 
 def check(args: Namespace) -> None:
     """End the program if the launch is one that cannot be rehearsed."""
+    if args.skip_train:
+        raise SystemExit("error: --skip-train leaves no training step to rehearse; drop it")
     if args.num_experts and args.moe_token_dispatcher_type == "flex":
         raise SystemExit(
             "error: --moe-token-dispatcher-type flex sends tokens by kernels that a rehearsal lacks; rehearse with "

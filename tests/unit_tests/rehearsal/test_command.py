@@ -18,6 +18,7 @@ from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, stood_f
     "environment, sentence",
     [
         ({}, "needs the number of GPUs of the real launch: WORLD_SIZE=64"),
+        ({"WORLD_SIZE": "0"}, "needs the number of GPUs of the real launch: WORLD_SIZE=64"),
         ({"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "1", "RANK": "0"}, "start it without torchrun"),
         ({"WORLD_SIZE": "8", "RANK": "3"}, "start it without torchrun"),
     ],
@@ -29,6 +30,7 @@ def test_a_wrong_start_ends_with_one_sentence(environment, sentence):
 
 
 LAUNCH = Namespace(
+    skip_train=False,
     num_experts=None,
     moe_token_dispatcher_type="allgather",
     sft=False,
@@ -46,6 +48,7 @@ LAUNCH = Namespace(
 @pytest.mark.parametrize(
     "flags, sentence",
     [
+        ({"skip_train": True}, "error: --skip-train leaves no training step to rehearse; drop it"),
         ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "error: --moe-token-dispatcher-type flex"),
         (
             {"context_parallel_size": 2},
