@@ -287,7 +287,7 @@ _FOR_FAKES = (
         lambda: _share_storage,
         "compiles what shares memory of tensors, which here have none",
     ),
-    Patch("megatron.seq1f1b.runtime.communication._has_left", _always, "tests work that nobody does"),
+    Patch("torch.distributed.Work.is_completed", _always, "tests work that nobody does"),
     Patch(f"{_SEGMENTATION}.documents_of_step", _documents_of_step, "looks for documents in tokens"),
     Patch(f"{_REPACKING}.Repacking._sequences", lambda *_: [], "looks for documents in tokens"),
     Patch(f"{_REPACKING}._of_all_replicas", _lengths_of_step, "lengths are those of documents in tokens"),

@@ -9,9 +9,10 @@ from multiprocessing import get_context
 
 import pytest
 
+from megatron.seq1f1b.patches import owner_of
 from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
-from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, stood_for
+from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, patches, stood_for
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,12 @@ def test_attention_is_fused_where_transformer_engine_computes_it(device, layers,
     replaced = {"transformer_impl": layers}
     args = Namespace(device=device, replaced_on_cpu=replaced, attention_backend=Namespace(name=backend))
     assert is_fused_on_gpu(args) == is_fused
+
+
+def test_what_a_stage_replaces_is_there():
+    replaced = {"transformer_impl": "transformer_engine", "apply_rope_fusion": True}
+    table = patches(Namespace(device="cuda", replaced_on_cpu=replaced), print)
+    assert not [patch.target for patch in table if not hasattr(*owner_of(patch.target))]
 
 
 def test_numbers_of_eight_bits_are_named_as_not_modelled():
