@@ -37,7 +37,7 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
 IN_CHUNKS = (
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule breadth-first"
 )
-EXPERTS = (
+SPREAD_EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --swiglu --disable-bias-linear"
 )
 CHUNKS = f"{OVERLAP} --num-layers-per-virtual-pipeline-stage 1"
@@ -140,7 +140,7 @@ def test_a_chunk_reduces_while_the_other_goes_backward(launch, tmp_path, align):
 
 PARTITIONED = {
     "breadth-first": f"{IN_CHUNKS} --sequence-splits 2 --eval-iters 1 --eval-interval 3",
-    "without overlap": f"{IN_CHUNKS} {EXPERTS} --no-overlap",
+    "without overlap": f"{IN_CHUNKS} {SPREAD_EXPERTS} --no-overlap",
     "bf16": f"{IN_CHUNKS} --bf16",
     "one chunk, DP 4": "--pipeline-schedule 1f1b --sequence-splits 4",
     "V": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --pipeline-placement v "
@@ -149,7 +149,7 @@ PARTITIONED = {
     "TP 2 with SP": "--pipeline-schedule 1f1b --tensor-model-parallel-size 2 --sequence-parallel --sequence-splits 2",
     "CP 2": "--pipeline-schedule 1f1b --context-parallel-size 2 --cp-comm-type a2a --sequence-splits 2 "
     "--no-create-attention-mask-in-dataloader",
-    "experts": f"{IN_CHUNKS} {EXPERTS}",
+    "experts": f"{IN_CHUNKS} {SPREAD_EXPERTS}",
     "recomputation": f"{IN_CHUNKS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "loss per token": f"{IN_CHUNKS} --calculate-per-token-loss",
     "offload": f"{IN_CHUNKS} --offload-activations 1",
