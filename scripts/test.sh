@@ -2,7 +2,7 @@
 # Set up, then run the linters and the tests: the unit and the functional ones.
 #
 #   bash scripts/test.sh                  # the last lines have the time of each tier
-#   bash scripts/test.sh -m unit          # one process; other arguments go to pytest, too: -k zb-h1
+#   bash scripts/test.sh -m unit          # those without ranks; other arguments go to pytest, too: -k zb-h1
 #   bash scripts/test.sh --exhaustive     # every case of every matrix
 set -euo pipefail
 cd "$(dirname "$0")/.."
