@@ -2,7 +2,7 @@
 # Train the same small GPT twice on two CPU processes, with Megatron's own 1F1B and with Seq1F1B, on real text: the
 # Python files of the standard library. Then lay time, memory, losses and timelines side by side.
 #
-#   bash scripts/quickstart.sh                      # about seven minutes on two cores
+#   bash scripts/quickstart.sh                      # about eight minutes on two cores
 #   TRAIN_ITERS=5 bash scripts/quickstart.sh        # a first look
 #   OUTPUT=/somewhere bash scripts/quickstart.sh    # a new folder, or one of an earlier quick start; default: ./quickstart
 set -euo pipefail
