@@ -161,13 +161,11 @@ def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -
     layout, stages = launch.pipeline_model_parallel_layout, placement.num_stages
     if layout is not None:
         layers = tuple(stage.count("t") for stage in _stages_of(layout))
-    elif len(parts := hybrid_stages(vars(launch))) > 1:
-        layers = tuple(map(len, parts))
-    elif not any(vars(launch)[name] for name in _UNEVEN):
-        layers = even_layers(num_layers, stages)
-    else:
+    elif len(hybrid_stages(vars(launch))) > 1 or any(vars(launch)[name] for name in _UNEVEN):
         chunks = {"virtual_pipeline_model_parallel_size": placement.num_chunks}
         layers = layers_per_stage(vars(launch) | chunks | {"num_layers": num_layers})
+    else:
+        layers = even_layers(num_layers, stages)
     if len(layers) != stages or sum(layers) != num_layers or (layout is None and min(layers) < 1):
         raise ValueError(
             f"these flags put {list(layers)} layers on {stages} pipeline stages, which do not make {num_layers}; drop "

@@ -60,8 +60,9 @@ def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
     settings: dict[str, Any] = {}
     words: list[str] = []
     for flag in flags:
-        name, is_joined, value = (given := shlex.split(flag))[0].partition("=")
-        values = [*[value][: len(is_joined)], *given[1:]]
+        word, *values = shlex.split(flag)
+        name, is_joined, value = word.partition("=")
+        values = [value, *values] if is_joined else values
         words += name, *values
         numbers = [int(value) if value.isdigit() else value for value in values]
         key = name.removeprefix("--").replace("-", "_")
