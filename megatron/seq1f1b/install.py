@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from .runtime import Apart, Reading
-
 _log = logging.getLogger(__name__)
 
 # Versions of megatron-core that were seen to train.
@@ -255,14 +253,6 @@ class Overlay:
             raise ValueError("the script must call megatron.seq1f1b.validate with its parsed arguments before pretrain")
         return self.config
 
-    def last_step(self) -> Reading | None:
-        """What our executor measured on this rank in the last training step."""
-        return None if self.executor is None else self.executor.last_step()
-
-    def documents(self) -> Apart | None:
-        """What the last training step of this replica kept apart."""
-        return None if self.executor is None else self.executor.documents()
-
     def _communicators_of_segments(self, initialize: Callable[[], None]) -> None:
         """Megatron's function, with buffers for the tokens of a segment: all have equally many."""
         parsed = _megatron_args()
@@ -336,7 +326,7 @@ def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> P
         rows.append(net.parsing())
         from .runtime.training_loop import TrainingLoop
 
-        rows += TrainingLoop(_megatron_args, overlay.last_step, overlay.documents).patches()
+        rows += TrainingLoop(_megatron_args, lambda: overlay.executor).patches()
     if add_flags:
         reason = "neither takes our flags nor validates them"
         rows += [

@@ -3,5 +3,5 @@
 from .executor import PipelineExecutor
 from .recorder import Reading
 from .repacking import Repacking
-from .segmentation import Apart, Packing, Segmentation
+from .segmentation import Packing, Segmentation
 from .tracer import Tracer, run_traced

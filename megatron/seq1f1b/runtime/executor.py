@@ -204,7 +204,7 @@ class PipelineExecutor:
                 num_tokens = None
                 if call.config.calculate_per_token_loss:
                     num_tokens = losses.total_num_tokens(call.device)
-                    if shape.placement.turns:  # the last stage may be on the first rank; Megatron asks the last one
+                    if shape.placement.turns:  # the loss may be on the first rank, but Megatron takes the last one's
                         dist.all_reduce(num_tokens, group=call.pipeline)
                 call.config.finalize_model_grads_func(
                     call.chunks, num_tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce

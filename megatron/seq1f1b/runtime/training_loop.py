@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,24 +23,19 @@ from ..ranks import end_with_parent, warn_on_rank_0
 from . import corpora
 from .iteration_log import print_rank_last
 from .recorder import Reading
-from .segmentation import Apart
+
+if TYPE_CHECKING:
+    from .executor import PipelineExecutor
 
 _log = logging.getLogger(__name__)
 
 
 class TrainingLoop:
-    """Wraps functions of Megatron's training loop; `args` gives its arguments, `last_step` this rank's measurements,
-    `documents` what the last step of this replica kept apart."""
+    """Wraps functions of Megatron's training loop; `args` gives its arguments, `executor` what runs our schedules."""
 
-    def __init__(
-        self,
-        args: Callable[[], Namespace],
-        last_step: Callable[[], Reading | None],
-        documents: Callable[[], Apart | None],
-    ) -> None:
+    def __init__(self, args: Callable[[], Namespace], executor: Callable[[], PipelineExecutor | None]) -> None:
         self._args = args
-        self._last_step = last_step
-        self._documents = documents
+        self._executor = executor
         self._tokens: float | None = None  # of the last step in all replicas, without padding
         self._microbatches: float | None = None  # of a replica in that step, in the mean
 
@@ -98,10 +93,15 @@ class TrainingLoop:
         is_extra = is_first_iteration and iteration % self._args().log_interval != 0
         return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_extra, **more)
 
+    def _last_step(self) -> Reading | None:
+        executor = self._executor()
+        return None if executor is None else executor.last_step()
+
     def count_documents(self, upstream: Callable) -> tuple[float | None, float | None]:
         """The tokens of all documents of a step, and the squares of their lengths; both None where none are packed."""
         tokens, squares = upstream()
-        apart = self._documents()
+        executor = self._executor()
+        apart = None if executor is None else executor.documents()
         if apart is not None:
             replicas = parallel_state.get_data_parallel_group()
             sums = torch.tensor(apart, dtype=torch.float64, device=torch.cuda.current_device())
@@ -112,6 +112,7 @@ class TrainingLoop:
         return tokens, squares
 
     def report_experts(self, upstream: Callable, tracker: Any, loss_scale: float, *rest: Any, **more: Any) -> str:
+        """With the mean over the micro-batches that ran, where documents are kept apart."""
         return upstream(tracker, 1 / self._microbatches if self._microbatches else loss_scale, *rest, **more)
 
     def report_theoretical_memory(self, upstream: Callable, args: Namespace, *rest: Any, **more: Any) -> None:

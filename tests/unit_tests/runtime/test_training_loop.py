@@ -1,6 +1,7 @@
 """Wrappers of functions of Megatron's training loop."""
 
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron.seq1f1b.cpu.redirects import REDIRECTS
 from megatron.seq1f1b.patches import patched
-from megatron.seq1f1b.runtime import Apart, training_loop
+from megatron.seq1f1b.runtime import training_loop
+from megatron.seq1f1b.runtime.segmentation import Apart
 from megatron.seq1f1b.runtime.training_loop import TrainingLoop
 
 
 def loop(documents=None, **args) -> TrainingLoop:
-    return TrainingLoop(lambda: Namespace(**args), lambda: None, lambda: documents)
+    return TrainingLoop(lambda: Namespace(**args), lambda: SimpleNamespace(documents=lambda: documents))
 
 
 @pytest.mark.parametrize(
