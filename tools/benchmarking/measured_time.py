@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.seq1f1b.planning.costs.traced_costs import Point
+from megatron.seq1f1b.planning.costs.traced_costs import TimedSegment
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MeasuredTime:
         return length * float(np.interp(length, self.lengths, self.per_token))
 
 
-def fit(points: Sequence[Point]) -> MeasuredTime:
+def fit(points: Sequence[TimedSegment]) -> MeasuredTime:
     alone = {point.length: point.seconds for point in points if point.prefix == 0}
     after = [point for point in points if point.prefix]
     rows = [[x / t for x in (1, length, prefix, length * prefix)] for length, prefix, t in after]

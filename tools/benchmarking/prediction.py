@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from megatron.seq1f1b.partition import segment_times
-from megatron.seq1f1b.planning.costs.traced_costs import Point
+from megatron.seq1f1b.planning.costs.traced_costs import TimedSegment
 from megatron.seq1f1b.planning.simulator.lowered import execute_lowered
 from megatron.seq1f1b.schedule import Costs, Kind, lower
 
@@ -28,13 +28,13 @@ def profile_of(runs: Sequence[Variant]) -> Profile:
     }
 
 
-def _points(run: Variant, stage: int, kind: Kind) -> Iterator[Point]:
+def _points(run: Variant, stage: int, kind: Kind) -> Iterator[TimedSegment]:
     seconds = defaultdict(list)
     for action, start, end in (span for step in run.spans for rank in step for span in rank):
         if (action.kind, action.stage) == (kind, stage):
             seconds[action.segment].append(end - start)
     for segment, (start, end) in enumerate(pairwise(accumulate(run.lengths, initial=0))):
-        yield Point(end - start, start, median(seconds[segment]))
+        yield TimedSegment(end - start, start, median(seconds[segment]))
 
 
 def predicted_seconds(variant: Variant, profile: Profile, message_seconds: float) -> float:

@@ -26,7 +26,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "compare": ("compare", "lay training runs side by side"),
         "profile": ("profile", "measure this machine, for predictions of plan"),
         "preprocess": ("preprocess", "turn text into the .bin/.idx pair that Megatron trains on"),
-        "completion": ("completion", "print what makes bash complete commands and flags"),
     }
 )
 

@@ -23,7 +23,7 @@ from ..planning.costs.operations import flash_time, matmul_time
 from .parsing import Parser, output_path
 
 if TYPE_CHECKING:
-    from .profile_clock import Clock
+    from .device_timer import DeviceTimer
 
 # The heads for which the rates of a machine file hold.
 _HEADS, _HEAD_DIM = 16, 128
@@ -43,29 +43,29 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings(action="ignore"):  # of the packages that Megatron does without
-        from .profile_clock import Clock
+        from .device_timer import DeviceTimer
 
-    clock = Clock()
-    base = read_machine(args.machine or clock.nearest)
-    found = replace(base, device=measured_device(base.device, clock), **measured_links(base, clock))
-    clock.close()
-    if clock.rank == 0:
+    timer = DeviceTimer()
+    base = read_machine(args.machine or timer.nearest)
+    found = replace(base, device=measured_device(base.device, timer), **measured_links(base, timer))
+    timer.close()
+    if timer.rank == 0:
         text = as_toml(found, base)
         args.output.write_text(text)
         print(f"{text}\n{args.output} written. Predict with it by seq1f1b plan --machine {args.output}")
 
 
-def measured_device(base: Device, clock: Clock) -> Device:
+def measured_device(base: Device, timer: DeviceTimer) -> Device:
     """`base` with what this device reaches of its peaks."""
-    latency, longest = clock.small_kernel(), clock.longest
-    base = replace(base, name=clock.name, kernel_latency=latency, **clock.sizes)
+    latency, longest = timer.small_kernel(), timer.longest
+    base = replace(base, name=timer.name, kernel_latency=latency, **timer.sizes)
     at_peak = replace(base, matmul_efficiency=1.0, flash_forward=1.0, flash_backward=1.0, kernel_latency=0.0)
 
     def attention(queries: int, backward: bool = False) -> float:
         """The share of the peak that the last queries of the longest sequence reach."""
         seen = pairs(longest - queries, longest, None)
         least = flash_time(at_peak, queries, longest, seen, _HEADS, _HEAD_DIM, 1, backward)
-        return least / (clock.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
+        return least / (timer.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
 
     forward = attention(longest)
     factors = ((queries, forward / attention(queries)) for queries in _FEW_QUERIES)
@@ -74,35 +74,35 @@ def measured_device(base: Device, clock: Clock) -> Device:
     sides = (longest, longest // 2)
     return replace(
         base,
-        matmul_efficiency=fmean(matmul_time(at_peak, n, n, n) / (clock.product(n) - latency) for n in sides),
-        memory_efficiency=_LARGE / base.memory_bandwidth / (clock.move(_LARGE) - latency),
+        matmul_efficiency=fmean(matmul_time(at_peak, n, n, n) / (timer.product(n) - latency) for n in sides),
+        memory_efficiency=_LARGE / base.memory_bandwidth / (timer.move(_LARGE) - latency),
         flash_forward=forward,
         flash_backward=attention(longest, backward=True),
         full_speed_rows=next((queries for queries in _FEW_QUERIES if queries > slowest), slowest),
         slow_attention=tuple((queries + 1, factor) for queries, factor in slow),
-        host_bandwidth=clock.host_rate(),
+        host_bandwidth=timer.host_rate(),
     )
 
 
-def measured_links(base: Machine, clock: Clock) -> dict[str, Link]:
+def measured_links(base: Machine, timer: DeviceTimer) -> dict[str, Link]:
     """What passes inside a node and between nodes, as far as there are ranks."""
 
     def link(old: Link, in_node: bool, peer: int) -> Link:
-        size = clock.ranks_in_node if in_node else clock.num_ranks
-        rate = 2 * _LARGE * (size - 1) / size / clock.all_reduce(_LARGE, in_node)
-        latency = clock.message(_SMALL, peer)
+        size = timer.ranks_in_node if in_node else timer.num_ranks
+        rate = 2 * _LARGE * (size - 1) / size / timer.all_reduce(_LARGE, in_node)
+        latency = timer.message(_SMALL, peer)
         return replace(
             old,
-            bandwidth=rate if in_node else rate * clock.ranks_in_node,  # of a whole node to others
-            message_bandwidth=_LARGE / (clock.message(_LARGE, peer) - latency),
+            bandwidth=rate if in_node else rate * timer.ranks_in_node,  # of a whole node to others
+            message_bandwidth=_LARGE / (timer.message(_LARGE, peer) - latency),
             latency=latency,
         )
 
     links = {}
-    if clock.ranks_in_node > 1:
+    if timer.ranks_in_node > 1:
         links["node"] = link(base.node, True, 1)
-    if clock.num_ranks > clock.ranks_in_node:
-        links["network"] = link(base.network, False, clock.ranks_in_node)
+    if timer.num_ranks > timer.ranks_in_node:
+        links["network"] = link(base.network, False, timer.ranks_in_node)
     return links
 
 

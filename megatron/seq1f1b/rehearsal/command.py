@@ -107,9 +107,9 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     from megatron.training import get_args
 
     from ..planning.costs.machine import GIB
+    from .fakes import check, launch_in_words, stood_for
     from .report import RehearsalReport
     from .stage import Stage
-    from .stand_ins import check, in_words, stood_for
 
     launch = get_args()
     check(launch)
@@ -117,7 +117,7 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     stages = run_stages(
         lambda: Stage(launch, watched).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
     )
-    report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
+    report = RehearsalReport(launch_in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
     print(report.as_text(), flush=True)
     if launch.dry_run_output is not None:
         _write(report.as_json(), launch.dry_run_output)

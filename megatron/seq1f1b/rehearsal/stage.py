@@ -13,11 +13,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from ..model import use_segment_attention
 from ..patches import Patch, patched, wrapping
 from ..planning.costs.machine import bytes_outside
+from .fakes import fake_batches, is_fused_on_gpu, patches
 from .ledger import Category
 from .operators import ExpertCounts, WithoutValues
-from .recorder import StepRecorder
 from .report import StageReport
-from .stand_ins import fake_batches, is_fused_on_gpu, patches
+from .step_recorder import StepRecorder
 
 
 class _Ended(BaseException):

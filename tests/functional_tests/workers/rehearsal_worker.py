@@ -16,8 +16,8 @@ import torch.distributed as dist  # noqa: E402
 from megatron.training import training  # noqa: E402
 
 from megatron.seq1f1b.executors import watched  # noqa: E402
-from megatron.seq1f1b.rehearsal.recorder import StepRecorder  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
+from megatron.seq1f1b.rehearsal.step_recorder import StepRecorder  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 
 

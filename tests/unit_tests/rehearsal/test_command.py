@@ -12,7 +12,7 @@ import pytest
 from megatron.seq1f1b.patches import owner_of
 from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
-from megatron.seq1f1b.rehearsal.stand_ins import check, is_fused_on_gpu, patches, stood_for
+from megatron.seq1f1b.rehearsal.fakes import check, is_fused_on_gpu, patches, stood_for
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,3 @@ def test_a_reader_that_closes_the_pipe_sees_no_error():
     command.stdout.close()
     assert command.wait(timeout=patient(120)) == 1
     assert command.stderr.read() == ""
-
-
-def test_bash_completes_commands_and_flags(capsys):
-    assert commands.main(["completion"]) == 0
-    script = capsys.readouterr().out
-    typed = "COMP_WORDS=(seq1f1b plan --glo) COMP_CWORD=2; _seq1f1b; echo ${COMPREPLY[@]}"
-    typed += "; COMP_WORDS=(seq1f1b pre) COMP_CWORD=1; _seq1f1b; echo ${COMPREPLY[@]}"
-    run = subprocess.run(["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, timeout=patient(60))
-    assert run.stdout == "--global-batch-size\npreprocess\n", run.stderr

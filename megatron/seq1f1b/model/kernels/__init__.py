@@ -7,8 +7,8 @@ forward.
 """
 
 from .adapted import RunOnce, WithSink
-from .choice import KernelChoice
 from .flash import CudaFlash
 from .interface import AttentionRule, DocumentKernel, Gradients, Kernel, Saved
+from .kernel_choice import KernelChoice
 from .parts import on_parts
 from .unfused import default_generator

@@ -17,7 +17,7 @@ from ...schedule import UNUSABLE, Kind, Timeline, read_timeline, reason
 from .stage_costs import AnalyticTime, StageCost
 
 
-class Point(NamedTuple):
+class TimedSegment(NamedTuple):
     """A segment of `length` tokens after `prefix` tokens took `seconds`."""
 
     length: int
@@ -63,10 +63,10 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
     for action, start, end in (span for spans in timeline.ranks for span in spans):
         seconds[action.kind, action.stage, action.segment].append(end - start)
 
-    def points(stage: int, *kinds: Kind) -> list[Point]:
+    def points(stage: int, *kinds: Kind) -> list[TimedSegment]:
         """What all actions of these kinds took together."""
         times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(lengths))]
-        return [Point(*point) for point in zip(lengths, starts, times, strict=True)]
+        return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
 
     costs, errors = [], []
     for stage in range(timeline.shape.num_stages):
@@ -80,7 +80,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
     return tuple(costs), FitError(mean(errors), max(errors))
 
 
-def fit_time(points: Sequence[Point]) -> AnalyticTime:
+def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
     """The time with the least squares of the relative errors and no negative part."""
     rows = np.array(
         [[x / time for x in (1, length, length * (2 * prefix + length + 1) / 2)] for length, prefix, time in points]
@@ -102,6 +102,6 @@ def fit_time(points: Sequence[Point]) -> AnalyticTime:
     return best
 
 
-def _relative_errors(time: AnalyticTime, points: Sequence[Point]) -> list[float]:
+def _relative_errors(time: AnalyticTime, points: Sequence[TimedSegment]) -> list[float]:
     """|fitted − measured| / measured of every point."""
     return [abs(time(prefix, prefix + length) - seconds) / seconds for length, prefix, seconds in points]

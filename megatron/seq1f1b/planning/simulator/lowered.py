@@ -40,7 +40,7 @@ def execute_lowered(
 
 
 @dataclass
-class _Queue:
+class _Messages:
     """The messages of one channel, in the order of its sends."""
 
     sent: list[tuple[float, float]] = field(default_factory=list)  # when, and how long it takes
@@ -64,7 +64,7 @@ class _Machine:
         self, lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None, copies: Table = ()
     ) -> None:
         self.schedule, self.costs, self.collectives, self.copies = lowered, costs, collectives, copies
-        queues: defaultdict[Channel, _Queue] = defaultdict(_Queue)
+        queues: defaultdict[Channel, _Messages] = defaultdict(_Messages)
         placement = lowered.shape.placement
         # By kind of message and stage.
         self.channels = {
@@ -91,7 +91,7 @@ class _Machine:
         in_order = (tuple(sorted(spans, key=lambda span: span.start)) for spans in self.spans)
         return Timeline(self.schedule.shape, tuple(in_order), "s")
 
-    def _advance(self, rank: int) -> Iterator[_Queue]:
+    def _advance(self, rank: int) -> Iterator[_Messages]:
         """Runs a rank; yields the queue whenever it has to wait for the next message of one."""
         spans, channels, costs = self.spans[rank], self.channels, self.costs
         f, i, w = costs.f, costs.i, costs.w

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import CPU_CORE, AnalyticTime, action_costs, analytic_costs
-from megatron.seq1f1b.planning.costs.traced_costs import Point, fit_time, read_traced_costs, traced_costs
+from megatron.seq1f1b.planning.costs.traced_costs import TimedSegment, fit_time, read_traced_costs, traced_costs
 from megatron.seq1f1b.schedule import Placement, Shape, Timeline, build, simulate, write_timeline
 
 MODEL = ModelShape(4, 256, 1024, 4, 64, 512)
@@ -46,12 +46,12 @@ def test_equal_segments_tell_a_part_per_pair_too():
 )
 def test_fit_finds_the_parts_of_a_time(time):
     bounds = [(0, 900), (900, 1500), (1500, 1900), (1900, 2100)]
-    fitted = fit_time([Point(end - start, start, time(start, end)) for start, end in bounds])
+    fitted = fit_time([TimedSegment(end - start, start, time(start, end)) for start, end in bounds])
     assert fitted(300, 1000) == pytest.approx(time(300, 1000), rel=1e-6)
 
 
 def test_no_part_of_a_time_is_negative():
-    fitted = fit_time([Point(100, 0, 1.0), Point(200, 100, 1.5), Point(300, 300, 1.0)])
+    fitted = fit_time([TimedSegment(100, 0, 1.0), TimedSegment(200, 100, 1.5), TimedSegment(300, 300, 1.0)])
     assert min(fitted.fixed, fitted.per_token, fitted.per_pair) >= 0
 
 

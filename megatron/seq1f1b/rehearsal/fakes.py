@@ -58,7 +58,7 @@ def _is_packed(args: Namespace) -> bool:
     return bool(args.sft or args.reset_attention_mask or args.dataloader_inter_document_masking)
 
 
-def in_words(args: Namespace) -> str:
+def launch_in_words(args: Namespace) -> str:
     """The launch in one line."""
     sizes = {
         "TP": args.tensor_model_parallel_size,
@@ -261,7 +261,7 @@ def _always(*args: Any) -> bool:
 
 
 _SEGMENTATION, _REPACKING = "megatron.seq1f1b.runtime.segmentation", "megatron.seq1f1b.runtime.repacking"
-_CHOICE = "megatron.seq1f1b.model.kernels.choice.KernelChoice"
+_CHOICE = "megatron.seq1f1b.model.kernels.kernel_choice.KernelChoice"
 _TRAINING, _PARALLEL = "megatron.training.training", "megatron.core.tensor_parallel"
 _OBJECTS = ("broadcast_object_list", "send_object_list", "recv_object_list")
 

@@ -14,7 +14,7 @@ from ..model.kernels import AttentionRule, KernelChoice, Saved
 _REPEATS, _SMALL_KERNELS = 5, 200
 
 
-class Clock:
+class DeviceTimer:
     """Median seconds of operations that all ranks run at once, in bf16 on a GPU and in fp32 on a CPU."""
 
     def __init__(self) -> None:
