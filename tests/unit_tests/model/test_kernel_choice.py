@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, choice
+from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, kernel_choice
 from megatron.seq1f1b.model.kernels.adapted import Padded
 from megatron.seq1f1b.model.kernels.flash import FlashAttention4
 from support.kernel_packages import flash_attention_4, transformer_engine
@@ -53,7 +53,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_choice(monkeypatch, flags, sizes, dtype, device, dropout, expected):
     transformer_engine(monkeypatch)
     flash_attention_4(monkeypatch)
-    monkeypatch.setattr(choice, "why_not", lambda number: None)
+    monkeypatch.setattr(kernel_choice, "why_not", lambda number: None)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
     query, value = (tensor(size, dtype, device == "cuda") for size in sizes)
     kernel = KernelChoice(**flags, has_dropout=dropout > 0).kernel(AttentionRule(0.125, dropout), query, value)
