@@ -24,11 +24,11 @@ from .arguments import (
 from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
-from .patches import PatchTable, patched, rebound, wrapping
 from .planning.advice import advice
 from .planning.run_costs import RunCosts
 from .planning.summary import copies_summary, summary
-from .ranks import is_rank_0, warn_on_rank_0
+from .process.patches import PatchTable, patched, rebound, wrapping
+from .process.ranks import is_rank_0, warn_on_rank_0
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     upstream = schedules.get_forward_backward_func
     overlay = Overlay(upstream, patches, keywords)
     if is_library:
-        from .executors import ProgramExecutor
+        from .runtime.from_config import ProgramExecutor
 
         if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
             options.pipeline_schedule = "1f1b"
@@ -101,9 +101,7 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
         overlay.patches.enter_context(patched(_patches(overlay, net, is_library, add_flags)))
     overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
     if is_rehearsal:
-        from .executors import watched
-
-        overlay.patches.enter_context(patched(rehearsal.patches(watched)))
+        overlay.patches.enter_context(patched(rehearsal.patches()))
 
 
 def check_version(version: str) -> None:
@@ -149,7 +147,7 @@ def validate(args: Namespace) -> PipelineConfig:
     check(args)
     vars(args).update(config.in_force())
     if config.schedule is not None and is_rank_0() and not args.dry_run:
-        from .executors import attention_kernel
+        from .runtime.from_config import attention_kernel
 
         print(summary(config, costs, attention_kernel(config)), flush=True)
     overlay = _installed()
@@ -214,7 +212,7 @@ class Overlay:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
         self.config = config
         if config.places_chunks_in_a_v:
-            from . import v_chunks
+            from .runtime import v_chunks
 
             self.patches.enter_context(patched(v_chunks.patches()))
         if config.partitions_state:
@@ -234,7 +232,7 @@ class Overlay:
             return self.executor
         from megatron.training import get_tokenizer
 
-        from .executors import traced, training_executor
+        from .runtime.from_config import traced, training_executor
 
         config, parsed = self.pipeline_config(), _megatron_args()
         if config.schedule is None:
@@ -311,7 +309,7 @@ def _megatron_args() -> Namespace:
 
 def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
     """What `install` binds; nothing of megatron.training in a program that does without it."""
-    from . import without_te
+    from .model import without_te
     from .model.attach import LOCAL_ATTENTION
 
     helpers = wrapping(

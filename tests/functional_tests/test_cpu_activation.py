@@ -25,8 +25,9 @@ import torch
 torch.cuda.is_available = lambda: True
 sys.argv = ["script"]
 import megatron.seq1f1b
-from megatron.seq1f1b import cpu, without_te
-from megatron.seq1f1b.patches import owner_of
+from megatron.seq1f1b import cpu
+from megatron.seq1f1b.model import without_te
+from megatron.seq1f1b.process.patches import owner_of
 megatron.seq1f1b.install(sequence_splits=2)
 assert not cpu.is_active()
 repairs = without_te.LOCAL_LAYERS + without_te.TORCH_ADAM
@@ -36,7 +37,7 @@ print("repaired")
 BEFORE_AND_AFTER = """
 from megatron.seq1f1b import cpu
 from megatron.seq1f1b.cpu.redirects import REDIRECTS, is_active
-from megatron.seq1f1b.patches import owner_of
+from megatron.seq1f1b.process.patches import owner_of
 
 def bound():
     return [getattr(*owner_of(patch.target)) for patch in REDIRECTS]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.seq1f1b.patches import Patch, patched
+from megatron.seq1f1b.process.patches import Patch, patched
 from support import te_operators
 
 PACKAGE, EXTENSION = "transformer_engine", "transformer_engine_torch"

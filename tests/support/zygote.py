@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 
-from megatron.seq1f1b.ranks import end_with_parent
+from megatron.seq1f1b.process.ranks import end_with_parent
 
 # What every rank would import otherwise.
 COMMON = (
@@ -30,7 +30,7 @@ COMMON = (
     "megatron.core.datasets.helpers",
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text.models",  # and transformers
-    "megatron.seq1f1b.executors",
+    "megatron.seq1f1b.runtime.from_config",
     "megatron.seq1f1b.runtime.training_loop",
     "megatron.training.datasets.sft_dataset",
 )

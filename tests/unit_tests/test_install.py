@@ -10,7 +10,7 @@ from megatron.core import package_info
 
 import megatron.seq1f1b
 from megatron.seq1f1b.install import TESTED, _names_of, check_version
-from megatron.seq1f1b.patches import Patch, patched
+from megatron.seq1f1b.process.patches import Patch, patched
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -40,7 +40,7 @@ def files(room: str) -> list[Path]:
     return [single] if single.is_file() else sorted((ROOT / room).rglob("*.py"))
 
 
-CORE = {"schedule", "partition", "model", "runtime", "v_chunks", "arguments", "executors"}
+CORE = {"schedule", "partition", "process", "model", "runtime", "arguments"}
 AROUND = {"planning", "rehearsal", "report", "cpu", "commands"}
 
 

@@ -18,10 +18,10 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
 from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
-from megatron.seq1f1b.patches import patched
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet
+from megatron.seq1f1b.process.patches import patched
+from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 from megatron.seq1f1b.schedule import Placement
-from megatron.seq1f1b.v_chunks import at_stage, building
 
 
 def use_ranks(num_chunks: int, context_parallel_size: int = 1) -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..partition import STRATEGIES
-from ..ranks import warn_on_rank_0
+from ..process.ranks import warn_on_rank_0
 from ..schedule import FAMILY_NAMES, PLACEMENTS, splitting_families
 
 _log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
-from ..patches import Patch, wrapping
-from ..ranks import Peers, is_rank_0, rank
+from ..process.patches import Patch, wrapping
+from ..process.ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
 # What some functions do, with values of their `args`: their tracebacks do not name the flag.

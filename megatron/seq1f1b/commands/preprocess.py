@@ -29,7 +29,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ..arguments.flags import value
-from ..ranks import end_with_parent
+from ..process.ranks import end_with_parent
 from ..schedule import UNUSABLE, reason, written_whole
 from .parsing import Parser, count
 

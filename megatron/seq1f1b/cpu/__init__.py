@@ -7,7 +7,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 
-from ..ranks import warn_on_rank_0
+from ..process.ranks import warn_on_rank_0
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from importlib.util import find_spec
 
 import torch
 
-from megatron.seq1f1b import without_te
 from megatron.seq1f1b.cpu import recurrent, stand_ins, upstream
-from megatron.seq1f1b.patches import Patch, patched, wrapping
+from megatron.seq1f1b.process.patches import Patch, patched, wrapping
 
 _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
@@ -153,4 +152,6 @@ def apply() -> None:
     patched(REDIRECTS[len(of_torch) :])
     # It warns whenever the generator of the CPU moves between forks, as here it must.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(lambda record: "CPU RNG" not in record.msg)
-    patched(without_te.repairs())
+    from ..model.without_te import repairs  # imports Megatron
+
+    patched(repairs())

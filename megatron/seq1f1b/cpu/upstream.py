@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from ..ranks import is_rank_0, warn_on_rank_0
+from ..process.ranks import is_rank_0, warn_on_rank_0
 
 _log = logging.getLogger(__name__)
 _tell_once = functools.cache(functools.partial(warn_on_rank_0, _log))  # a script may parse its arguments repeatedly
@@ -82,7 +82,7 @@ def build_from_local_layers(build_model, self, *args, **kwargs):
     """
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    from megatron.seq1f1b.local_hybrid import local_hybrid_spec
+    from megatron.seq1f1b.model.local_hybrid import local_hybrid_spec
 
     config = self._model_config
     if config.hybrid_stack_spec is None or config.hybrid_stack_spec is hybrid_stack_spec:

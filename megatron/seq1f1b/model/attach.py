@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from ..patches import Patch, patched_on, wrapping
+from ..process.patches import Patch, patched_on, wrapping
 from . import experts, recurrent_layers
 from .attention import SegmentAttention
 from .head_exchange import HeadExchange

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import patched_on, wrapping
+from ..process.patches import patched_on, wrapping
 from .attention import SegmentAttention
 from .kernels import Gradients
 from .kv_cache import KVCache

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from torch import Tensor
 
-from ..patches import Patch, patched_on, wrapping
+from ..process.patches import Patch, patched_on, wrapping
 from .loss_pieces import keeps_logits
 from .weight_gradient import WeightGradientStore, accumulated
 

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import patched_on, wrapping
+from ..process.patches import patched_on, wrapping
 
 PIECE = 2**26  # logits: 256 MiB in fp32, and enough rows for a product at full speed
 WORTH = 8  # pieces, 2 GiB; fewer are kept, since the repeated product can take a tenth of a small model's last stage

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..patches import Patch, PatchTable, wrapping
+from ..process.patches import Patch, PatchTable, wrapping
 from .segment import Segment, SegmentContext
 
 

@@ -19,7 +19,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..patches import wrapping
+from ..process.patches import wrapping
 from .packed_documents import pieces
 from .segment import Segment, SegmentContext
 

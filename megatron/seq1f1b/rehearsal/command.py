@@ -16,8 +16,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from ..patches import Patch, PatchTable, wrapping
-from ..ranks import end_with_parent
+from ..process.patches import Patch, PatchTable, wrapping
+from ..process.ranks import end_with_parent
 from ..report import plot_memory
 
 # Arguments of Megatron in a rehearsal, which reads no checkpoint and no values, writes no file and starts no process.
@@ -47,11 +47,8 @@ def prepare(environment: Mapping[str, str]) -> None:
         raise SystemExit(f"error: --dry-run needs the number of GPUs of the real launch: {command}")
 
 
-def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
-    """What `install` binds for a rehearsal.
-
-    `watched(function, tracer)` makes a forward-backward function report its steps to `tracer`.
-    """
+def patches() -> PatchTable:
+    """What `install` binds for a rehearsal."""
     return (
         wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
@@ -62,7 +59,7 @@ def patches(watched: Callable[[Callable, Any], Callable]) -> PatchTable:
         ),
         Patch("megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"),
         *(
-            wrapping(f"{module}.pretrain", partial(_rehearse, watched), "trains instead of rehearsing")
+            wrapping(f"{module}.pretrain", _rehearse, "trains instead of rehearsing")
             for module in ("megatron.training.training", "megatron.training")
         ),
     )
@@ -102,7 +99,7 @@ def _vocabulary_size(args: Namespace) -> int | None:
     return _GPT2_WORDS
 
 
-def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) -> None:
+def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     """Rehearse the launch instead of Megatron's `pretrain`, print what was found and end the program."""
     from megatron.training import get_args
 
@@ -115,7 +112,7 @@ def _rehearse(watched: Callable, pretrain: Callable, *args: Any, **kwargs: Any) 
     check(launch)
     vars(launch).update(_INSTEAD)
     stages = run_stages(
-        lambda: Stage(launch, watched).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
+        lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
     )
     report = RehearsalReport(launch_in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
     print(report.as_text(), flush=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..model import Documents
 from ..model.kernels import CudaFlash
-from ..patches import Patch, PatchTable, wrapping
+from ..process.patches import Patch, PatchTable, wrapping
 from ..runtime.call import Call
 
 _SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest

@@ -11,8 +11,9 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..model import use_segment_attention
-from ..patches import Patch, patched, wrapping
 from ..planning.costs.machine import bytes_outside
+from ..process.patches import Patch, patched, wrapping
+from ..runtime.from_config import watched
 from .fakes import fake_batches, is_fused_on_gpu, patches
 from .ledger import Category
 from .operators import ExpertCounts, WithoutValues
@@ -25,14 +26,10 @@ class _Ended(BaseException):
 
 
 class Stage:
-    """One pipeline stage, which goes through Megatron's `pretrain` up to the end of its first step.
+    """One pipeline stage, which goes through Megatron's `pretrain` up to the end of its first step."""
 
-    `watched(function, recorder)` makes a forward-backward function report its actions to the recorder.
-    """
-
-    def __init__(self, args: Namespace, watched: Callable[[Callable, StepRecorder], Callable]) -> None:
+    def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._watched = watched
         self.recorder = StepRecorder(
             ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
         )
@@ -105,7 +102,7 @@ class Stage:
     def _step(self, train_step: Callable, *args: Any, **kwargs: Any) -> None:
         step = inspect.signature(train_step).bind(*args, **kwargs)
         optimizer = step.arguments["optimizer"]
-        run = self._watched(step.arguments["forward_backward_func"], self.recorder)
+        run = watched(step.arguments["forward_backward_func"], self.recorder)
 
         def run_then_optimizer(**options: Any) -> Any:
             reports = run(**options)

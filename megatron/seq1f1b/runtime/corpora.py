@@ -10,8 +10,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
 
-from ..patches import Patch, wrapping
-from ..ranks import warn_on_rank_0
+from ..process.patches import Patch, wrapping
+from ..process.ranks import warn_on_rank_0
 
 _log = logging.getLogger(__name__)
 

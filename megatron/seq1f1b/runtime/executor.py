@@ -24,8 +24,8 @@ from ..model import (
     link_rate,
     refuse_attention_to_later_tokens,
 )
-from ..patches import patched
-from ..ranks import check_agreement
+from ..process.patches import patched
+from ..process.ranks import check_agreement
 from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
 from .call import Call
 from .communication import Communicator

@@ -22,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..patches import PatchTable, wrapping
+from ..process.patches import PatchTable, wrapping
 from .gradient_sync import GradientSync
 
 _DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"

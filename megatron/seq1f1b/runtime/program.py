@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 
-from ..ranks import warn_on_rank_0
+from ..process.ranks import warn_on_rank_0
 from ..schedule import (
     COMPUTE_KINDS,
     Action,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model import Segment
-from ..ranks import warn_on_rank_0
+from ..process.ranks import warn_on_rank_0
 from ..schedule import Placement
 from .call import Call
 from .data import SegmentIterator

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..patches import patched, patched_on, wrapping
+from ..process.patches import patched, patched_on, wrapping
 from ..schedule import Action, Kind, Placement, Shape, Span, Timeline, write_timeline
 from .recorder import Recorder
 

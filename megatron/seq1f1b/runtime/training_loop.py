@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from ..patches import Patch, wrapping
-from ..ranks import end_with_parent, warn_on_rank_0
+from ..process.patches import Patch, wrapping
+from ..process.ranks import end_with_parent, warn_on_rank_0
 from . import corpora
 from .iteration_log import print_rank_last
 from .recorder import Reading

@@ -25,8 +25,8 @@ from megatron.seq1f1b.model import host_memory, latents, loss_pieces
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.partition import balanced, packs_of_step
-from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.costs.stage_costs import AnalyticTime
+from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
 from megatron.seq1f1b.schedule import Kind, ScheduleChoice
 

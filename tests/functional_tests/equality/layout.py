@@ -18,8 +18,8 @@ from functional_tests.equality.cases import Layout
 from functional_tests.equality.models import Model
 from megatron.seq1f1b.model import use_segment_attention
 from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
-from megatron.seq1f1b.patches import patched
-from megatron.seq1f1b.v_chunks import at_stage, building
+from megatron.seq1f1b.process.patches import patched
+from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 
 
 def use_ranks(layout: Layout) -> None:

@@ -15,7 +15,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from functional_tests.equality.cases import Case
 from functional_tests.equality.layout import named
 from functional_tests.equality.models import SEQUENCE, VOCABULARY
-from megatron.seq1f1b.patches import Patch, PatchTable, patched
+from megatron.seq1f1b.process.patches import Patch, PatchTable, patched
 
 
 def forward_step(data_iterator, model):

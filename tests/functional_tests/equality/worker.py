@@ -14,8 +14,8 @@ cpu.activate()
 
 from functional_tests.equality.comparison import References, Verdict, compare, patches_of  # noqa: E402
 from functional_tests.equality.suites import groups  # noqa: E402
-from megatron.seq1f1b.patches import patched  # noqa: E402
-from megatron.seq1f1b.without_te import OUTPUT_LAYER  # noqa: E402
+from megatron.seq1f1b.model.without_te import OUTPUT_LAYER  # noqa: E402
+from megatron.seq1f1b.process.patches import patched  # noqa: E402
 
 
 def agreed(name: str, verdict: Verdict) -> str:

@@ -15,7 +15,6 @@ import megatron.training  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.training import training  # noqa: E402
 
-from megatron.seq1f1b.executors import watched  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
 from megatron.seq1f1b.rehearsal.step_recorder import StepRecorder  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
@@ -24,8 +23,8 @@ from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 class RealStage(Stage):
     """Its tensors are real, and the other ranks run, too."""
 
-    def __init__(self, args, watched) -> None:
-        super().__init__(args, watched)
+    def __init__(self, args) -> None:
+        super().__init__(args)
         self.recorder, self._stand_ins = StepRecorder(lambda function, args, kwargs: function(*args, **kwargs)), ()
 
     def _buffer(self, mapped_buffer, num_bytes):
@@ -42,7 +41,7 @@ class RealStage(Stage):
 
 def counted(pretrain, *args, **kwargs) -> None:
     """Megatron's `pretrain` up to the end of its first step; writes the rank's moments to the folder COUNTS."""
-    stage = RealStage(megatron.training.get_args(), watched)
+    stage = RealStage(megatron.training.get_args())
     Communicator.send = sending_copies(Communicator.send, stage.recorder)
     report = stage.run(partial(pretrain, *args, **kwargs))
     moments = [asdict(moment) for moment in report.moments]

@@ -14,8 +14,8 @@ from megatron.seq1f1b import arguments, validate
 from megatron.seq1f1b.arguments import parse_options, run_of_arguments
 from megatron.seq1f1b.install import Overlay
 from megatron.seq1f1b.partition import cut
-from megatron.seq1f1b.patches import Patch, patched
 from megatron.seq1f1b.planning.run_costs import RunCosts
+from megatron.seq1f1b.process.patches import Patch, patched
 from megatron.seq1f1b.schedule import (
     FAMILY_NAMES,
     PLACEMENTS,

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 from megatron.seq1f1b.model import LookAhead, PredictionHeads, SegmentContext
-from megatron.seq1f1b.patches import patched
+from megatron.seq1f1b.process.patches import patched
 
 LAYER = SimpleNamespace(layer_number=1, cp_group=None, config=SimpleNamespace(mtp_detach_heads=False))
 

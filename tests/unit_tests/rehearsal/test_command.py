@@ -9,7 +9,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from megatron.seq1f1b.patches import owner_of
+from megatron.seq1f1b.process.patches import owner_of
 from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
 from megatron.seq1f1b.rehearsal.fakes import check, is_fused_on_gpu, patches, stood_for

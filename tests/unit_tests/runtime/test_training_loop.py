@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.seq1f1b.cpu.redirects import REDIRECTS
-from megatron.seq1f1b.patches import patched
+from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime import training_loop
 from megatron.seq1f1b.runtime.segmentation import Apart
 from megatron.seq1f1b.runtime.training_loop import TrainingLoop

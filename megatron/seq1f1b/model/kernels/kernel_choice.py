@@ -7,7 +7,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from ...ranks import warn_on_rank_0
+from ...process.ranks import warn_on_rank_0
 from .adapted import Padded
 from .cpu import CpuFlash
 from .flash import CudaFlash, FlashAttention4, why_not

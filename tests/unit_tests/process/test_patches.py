@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from megatron.seq1f1b.patches import Patch, patched, patched_on
+from megatron.seq1f1b.process.patches import Patch, patched, patched_on
 
 
 class Base:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .patches import Patch, wrapping
+from ..process.patches import Patch, wrapping
 
 
 def repairs() -> tuple[Patch, ...]:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from .patches import Patch, PatchTable, patched, wrapping
-from .runtime.gradient_sync import tied_embeddings
-from .schedule import Placement
+from ..process.patches import Patch, PatchTable, patched, wrapping
+from ..schedule import Placement
+from .gradient_sync import tied_embeddings
 
 _RANK = "megatron.core.parallel_state.get_pipeline_model_parallel_rank"
 # Megatron's own, which is replaced while a chunk is built.

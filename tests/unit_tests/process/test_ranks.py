@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from megatron.seq1f1b.ranks import check_agreement
+from megatron.seq1f1b.process.ranks import check_agreement
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.seq1f1b import without_te
-from megatron.seq1f1b.patches import owner_of, patched
+from megatron.seq1f1b.model import without_te
+from megatron.seq1f1b.process.patches import owner_of, patched
 
 
 @pytest.fixture

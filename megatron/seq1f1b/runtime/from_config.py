@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from .arguments import MegatronRun, PipelineConfig, keywords_in_errors, run_of_program
-from .model import PIECE
-from .model.kernels import AttentionRule, KernelChoice
-from .ranks import warn_on_rank_0
-from .runtime import Packing, PipelineExecutor, Repacking, Segmentation, Tracer, run_traced
+from ..arguments import MegatronRun, PipelineConfig, keywords_in_errors, run_of_program
+from ..model import PIECE
+from ..model.kernels import AttentionRule, KernelChoice
+from ..process.ranks import warn_on_rank_0
+from .executor import PipelineExecutor
+from .repacking import Repacking
+from .segmentation import Packing, Segmentation
+from .tracer import Tracer, run_traced
 from .v_chunks import in_forward_step
 
 _log = logging.getLogger(__name__)
