@@ -21,8 +21,8 @@ import pretrain_gpt
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.training import checkpointing, get_args
 
-from megatron.seq1f1b import ranks
 from megatron.seq1f1b.model import host_copies
+from megatron.seq1f1b.process import ranks
 from megatron.seq1f1b.runtime import interpreter
 
 
