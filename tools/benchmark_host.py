@@ -44,12 +44,12 @@ from megatron.core.pipeline_parallel.schedules import backward_step, forward_ste
 from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, WeightGradientStore  # noqa: E402
 from megatron.seq1f1b.model.attention import SegmentAttention  # noqa: E402
 from megatron.seq1f1b.model.kernels import DocumentKernel, Gradients, Kernel  # noqa: E402
-from megatron.seq1f1b.runtime.call import Call  # noqa: E402
 from megatron.seq1f1b.runtime.gradient_sync import GradientSync  # noqa: E402
-from megatron.seq1f1b.runtime.interpreter import Interpreter, Step  # noqa: E402
+from megatron.seq1f1b.runtime.interpreter import Interpreter  # noqa: E402
 from megatron.seq1f1b.runtime.loss import LossLedger  # noqa: E402
 from megatron.seq1f1b.runtime.program import Program  # noqa: E402
 from megatron.seq1f1b.runtime.recorder import Recorder  # noqa: E402
+from megatron.seq1f1b.runtime.step import Step  # noqa: E402
 from megatron.seq1f1b.schedule import FAMILY_NAMES, Kind, Placement, Shape, build, lower_rank  # noqa: E402
 
 RANKS, RANK = 4, 1
@@ -106,7 +106,7 @@ def forward_step_func(_, model):
 def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = SimpleNamespace(tp=alone, cp=alone, pp=alone)
-    call = Call(
+    step = Step(
         forward_step_func=forward_step_func,
         data_iterator=None,
         model=model,
@@ -115,15 +115,16 @@ def step_of(model: Nothing, num_microbatches: int, num_segments: int) -> Step:
         micro_batch_size=1,
         pg_collection=groups,
     )
-    segments = [
+    step.placement, step.rank, step.batches = Placement(RANKS), RANK, [None]
+    step.segments = [
         [Segment(number, index, index, index + 1, num_segments) for index in range(num_segments)]
         for number in range(num_microbatches)
     ]
-    return Step(call, Placement(RANKS), RANK, segments, [None])
+    return step
 
 
 def scheduled(step: Step, actions: Program) -> None:
-    model = step.call.chunks[0]
+    model = step.chunks[0]
     interpreter = Interpreter(
         step,
         actions,
@@ -134,7 +135,6 @@ def scheduled(step: Step, actions: Program) -> None:
         sync=GradientSync(model.config, [model]),
         around_forward=lambda stage, length: nullcontext(),
         recorder=Recorder(torch.device("cpu")),
-        around=str,
         host_memory=HostMemory(),
     )
     interpreter.run()
@@ -142,11 +142,11 @@ def scheduled(step: Step, actions: Program) -> None:
 
 def bare(step: Step, actions: Program) -> None:
     """The forwards and backwards of the same actions, and nothing else."""
-    model, kept = step.call.chunks[0], {}
+    model, kept = step.chunks[0], {}
     for action in actions.actions:
         if action.kind is Kind.F:
             arrived = torch.zeros(1, requires_grad=True)
-            arguments = forward_step_func, None, model, step.call.num_microbatches, arrived, [], model.config
+            arguments = forward_step_func, None, model, step.num_microbatches, arrived, [], model.config
             output, _ = forward_step(
                 *arguments, cp_group_size=1, current_microbatch=action.microbatch, is_last_stage=False
             )

@@ -18,7 +18,7 @@ from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, attach, 
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
-from megatron.seq1f1b.runtime.recorder import PeakMemory
+from megatron.seq1f1b.runtime.recorder import Recorder
 from megatron.seq1f1b.schedule import MOVE_KINDS, Action, Kind, Placement, Shape, build, units_to_move, with_moves
 from support.segments import of_lengths
 
@@ -147,9 +147,9 @@ def time_and_memory(report: Report, stage: Stage, args) -> None:
         actions = first_rank(microbatches, k)
         for _ in range(2):  # the first warms up
             stage.free()
-            peak = PeakMemory(stage.device)
             try:
-                times[k], _ = seconds(args.device, lambda k=k, actions=actions: stage.run(length, k, actions))
+                with Recorder(stage.device, traced=True) as recorder:
+                    times[k], _ = seconds(args.device, lambda k=k, actions=actions: stage.run(length, k, actions))
             except torch.OutOfMemoryError:
                 report.figure(length=length, segments=k, out_of_memory=True)
                 break
@@ -159,7 +159,7 @@ def time_and_memory(report: Report, stage: Stage, args) -> None:
                 segments=k,
                 seconds_per_sequence=times[k] / microbatches,
                 tokens_per_second=length * microbatches / times[k],
-                peak_gib=peak.peak() / GIB,
+                peak_gib=recorder.reading().peak_memory / GIB,
                 **_allocator(stage.device),
             )
     if not times:
@@ -266,12 +266,13 @@ def offload(report: Report, stage: Stage, args) -> None:
         for _ in range(3):  # the first warms up, and pins the memory of the host
             stage.free()
             torch.manual_seed(1)
-            peak = PeakMemory(stage.device)
-            took, _ = seconds(args.device, lambda actions=actions: stage.run(length, k, actions))
+            with Recorder(stage.device, traced=True) as recorder:
+                took, _ = seconds(args.device, lambda actions=actions: stage.run(length, k, actions))
             left.append(torch.cuda.memory_allocated(stage.device))
-        found[share] = took, peak.peak(), [parameter.grad for parameter in stage.model.parameters()]
+        peak = recorder.reading().peak_memory
+        found[share] = took, peak, [parameter.grad for parameter in stage.model.parameters()]
         host = stage.host_memory.most_bytes / GIB
-        report.figure(share=share, seconds=took, peak_gib=peak.peak() / GIB, host_gib=host)
+        report.figure(share=share, seconds=took, peak_gib=peak / GIB, host_gib=host)
         is_judged = args.device == "cuda" and not args.tiny
         name = f"offload {share:g}: the third step leaves as much as the second"
         report.check(name, left[2] == left[1] if is_judged else None, f"{left[2] - left[1]} bytes more")

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..model import Documents
 from ..model.kernels import CudaFlash
 from ..process.patches import Patch, PatchTable, wrapping
-from ..runtime.call import Call
+from ..runtime.step import Step
 
 _SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest
 
@@ -149,20 +149,20 @@ def _lengths(sequence_length: int) -> list[int]:
     return [*lengths, sequence_length - sum(lengths)]
 
 
-def _documents_of_step(call: Call, *_: Any) -> list[Documents]:
-    starts = tuple(accumulate(_lengths(call.seq_length)[:-1], initial=0))
-    return [(starts,) * call.micro_batch_size] * call.num_microbatches
+def _documents_of_step(step: Step, *_: Any) -> list[Documents]:
+    starts = tuple(accumulate(_lengths(step.seq_length)[:-1], initial=0))
+    return [(starts,) * step.micro_batch_size] * step.num_microbatches
 
 
-def _lengths_of_step(call: Call, *_: Any) -> list[list[int]]:
+def _lengths_of_step(step: Step, *_: Any) -> list[list[int]]:
     """For units: in each replica one sequence as long as there can be, and the documents of the others."""
-    return [[call.seq_length, *_lengths(call.seq_length) * (call.num_microbatches - 1)]] * call.groups.dp.size()
+    return [[step.seq_length, *_lengths(step.seq_length) * (step.num_microbatches - 1)]] * step.groups.dp.size()
 
 
 def _sequences_of_step(
-    call: Call, entries: Any, read: Any, owners: Mapping[int, int], lengths: Sequence[int], *_: Any
+    step: Step, entries: Any, read: Any, owners: Mapping[int, int], lengths: Sequence[int], *_: Any
 ) -> dict[int, dict[str, Tensor]]:
-    own = (number for number, owner in owners.items() if owner == call.groups.dp.rank())
+    own = (number for number, owner in owners.items() if owner == step.groups.dp.rank())
     return {
         number: {name: torch.empty(lengths[number], dtype=dtype) for name, dtype in entries.dtypes.items()}
         for number in own

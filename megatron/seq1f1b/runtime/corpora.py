@@ -15,8 +15,6 @@ from ..process.ranks import warn_on_rank_0
 
 _log = logging.getLogger(__name__)
 
-_BLOCK = 4096  # documents
-
 
 def _built(
     upstream: Callable, kind: Any, is_built_on_rank: Callable[[], bool], synchronizes: bool, *arguments: Any
@@ -35,7 +33,8 @@ def _is_left_out(kind: Any, arguments: tuple) -> bool:
     if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
         return False
     dataset, _, indices, _, split, config = arguments
-    if indices is None or _has_tokens(dataset, indices):  # None with --dataloader-fast-cache-load
+    # Megatron has no indices with --dataloader-fast-cache-load.
+    if indices is None or any(dataset.sequence_lengths[index] for index in indices):
         return False
     reason = (
         f"{dataset.path_prefix} has {len(dataset.document_indices) - 1} documents, none of them for the {split.name} "
@@ -45,11 +44,6 @@ def _is_left_out(kind: Any, arguments: tuple) -> bool:
         raise ValueError(reason)
     warn_on_rank_0(_log, f"{reason}. There is no {split.name} part.")
     return True
-
-
-def _has_tokens(dataset: Any, indices: Any) -> bool:
-    lengths = dataset.sequence_lengths
-    return any(lengths[indices[start : start + _BLOCK]].any() for start in range(0, len(indices), _BLOCK))
 
 
 def _loaders(args: Callable[[], Any], upstream: Callable, provider: Callable) -> tuple:
@@ -63,9 +57,10 @@ def _loaders(args: Callable[[], Any], upstream: Callable, provider: Callable) ->
 
 def patches(args: Callable[[], Any]) -> tuple[Patch, ...]:
     """Megatron trains even if evaluations have no documents; `args` gives Megatron's arguments."""
+    builder = "megatron.core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder"
     return (
         Patch(
-            "megatron.core.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder.build_generic_dataset",
+            f"{builder}.build_generic_dataset",
             lambda upstream: staticmethod(partial(_built, upstream)),
             "adds up epochs of no tokens for ever",
             wraps=True,

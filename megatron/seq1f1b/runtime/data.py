@@ -14,7 +14,7 @@ class SegmentIterator:
 
     Batches are read once and in order, whatever the order of the schedule, since a micro-batch number must mean the
     same batch on every stage, and kept until their last segment. `check(mask, where)` is called for every attention
-    mask.
+    mask, booleans [..., s, s].
     """
 
     def __init__(self, batches: Iterator[Any], check: Callable[[torch.Tensor, str], None] | None = None) -> None:
@@ -42,7 +42,7 @@ class SegmentIterator:
             self.latest = tree_map(lambda leaf: leaf, batch)  # Megatron cuts a batch in place for context parallelism
             return batch
         if segment.is_first:
-            require_sequences(batch, segment)
+            _require_sequences(batch, segment)
         return tree_map_with_path(lambda path, leaf: cut(leaf, segment, keystr(path)), batch)
 
     def read_ahead(self, num_microbatches: int) -> list[Any]:
@@ -53,38 +53,27 @@ class SegmentIterator:
     def _read_to(self, num_microbatches: int) -> None:
         while self._read < num_microbatches:
             batch = self._kept[self._read] = next(self._batches)
-            if self._check is not None:
-                for leaf in tree_leaves(batch):
-                    if is_mask(leaf, self.segment.sequence_length):
-                        self._check(leaf, f"the attention mask in the batch of micro-batch {self._read}")
+            for leaf in tree_leaves(batch) if self._check else ():
+                square = (self.segment.sequence_length,) * 2
+                if isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool and leaf.shape[-2:] == square:
+                    self._check(leaf, f"the attention mask in the batch of micro-batch {self._read}")
             self._read += 1
 
 
-def require_sequences(batch: Any, segment: Segment) -> None:
-    """Raise ValueError for a batch that would not be cut: it has integers [x, y] that look like tokens, but no
-    dimension as long as a sequence.
+def _require_sequences(batch: Any, segment: Segment) -> None:
+    """Raise ValueError for a batch with nothing to cut, but with integers [x, y] that look like tokens.
 
     Activations may be laid out otherwise, for a program that cuts them itself.
     """
     length = segment.sequence_length
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, torch.Tensor)]
-    if any(length in leaf.shape[1:] for _, leaf in leaves):
-        return
-    tokens = [
-        f"{name} {list(leaf.shape)}"
-        for name, leaf in leaves
-        if leaf.dim() == 2 and leaf.numel() >= length and leaf.dtype in (torch.int32, torch.int64)
-    ]
-    if tokens:
+    integers = [(name, leaf) for name, leaf in leaves if leaf.dim() == 2 and leaf.dtype in (torch.int32, torch.int64)]
+    tokens = [f"{name} {list(leaf.shape)}" for name, leaf in integers if leaf.numel() >= length]
+    if tokens and not any(length in leaf.shape[1:] for _, leaf in leaves):
         raise ValueError(
             f"no tensor of micro-batch {segment.microbatch} has sequences of {length} tokens to cut: "
             f"{', '.join(tokens)}; yield tensors [sequences, {length}, ...], or drop --sequence-splits"
         )
-
-
-def is_mask(leaf: Any, length: int) -> bool:
-    """Whether an entry of a batch is an attention mask, booleans [..., s, s]."""
-    return isinstance(leaf, torch.Tensor) and leaf.dtype is torch.bool and leaf.shape[-2:] == (length, length)
 
 
 def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
@@ -101,11 +90,7 @@ def cut(leaf: Any, segment: Segment, name: str = "") -> Any:
     for dimension in range(1, leaf.dim()):
         if leaf.shape[dimension] == segment.sequence_length:
             leaf = leaf.narrow(dimension, segment.start, segment.length)
-    return _contiguous(leaf)
-
-
-def _contiguous(part: torch.Tensor) -> torch.Tensor:
-    """In pinned memory if the whole is: the host would wait for a GPU that copies from other memory."""
-    if part.is_contiguous() or not part.is_pinned():
-        return part.contiguous()
-    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part)
+    if leaf.is_contiguous() or not leaf.is_pinned():
+        return leaf.contiguous()
+    # Pinned as the whole is: the host would wait for a GPU that copies from other memory.
+    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)

@@ -27,16 +27,16 @@ from ..model import (
 from ..process.patches import patched
 from ..process.ranks import check_agreement
 from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
-from .call import Call
 from .communication import Communicator
 from .gradient_sync import add_up_tied_embeddings
-from .interpreter import Interpreter, Step
+from .interpreter import Interpreter
 from .loss import LossLedger
 from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
 from .recorder import Reading, Recorder
-from .segmentation import Apart, Segmentation
+from .segmentation import Segmentation
+from .step import Step
 from .tracer import Tracer
 
 
@@ -100,8 +100,8 @@ class PipelineExecutor:
         """The measurements of the last training step, if there was one."""
         return self.recorder and self.recorder.reading()
 
-    def documents(self) -> Apart | None:
-        """The documents of the last training step, if they are kept apart."""
+    def documents(self) -> tuple[int, list[int]] | None:
+        """The micro-batches of the last training step and the lengths of its documents, if they are kept apart."""
         return self._segmentation.apart
 
     def __call__(self, **arguments: Any) -> list[Any]:
@@ -114,47 +114,50 @@ class PipelineExecutor:
                 f"an earlier step of this pipeline failed ({self._failure}), and its ranks have been out of step since "
                 "then; end the program, and start it again from a checkpoint"
             )
-        call = Call(**arguments)
-        if self._segmentation.cuts_sequences:
-            refuse_attention_to_later_tokens(call.chunks)
-            if call.decoder_seq_length not in (None, call.seq_length):
+        step = Step(style=self._programs.placement, **arguments)
+        segmentation, context = self._segmentation, self._context
+        if segmentation.cuts_sequences:
+            refuse_attention_to_later_tokens(step.chunks)
+            if step.decoder_seq_length not in (None, step.seq_length):
                 raise ValueError(
                     "--decoder-seq-length differs from --seq-length, so sequences cannot be cut into segments"
                 )
-        placement = Placement(call.pipeline.size(), len(call.chunks), self._programs.placement)
-        if placement.num_ranks > 1:  # a pipeline of one rank may run without the others
-            self._agree(placement, call)
-        lengths = self._segmentation.lengths(call.seq_length)
-        communicator = self._communicator(call, placement)
-        kernels = placement, tuple(lengths), call.micro_batch_size, call.forward_only
+        is_alone = step.placement.num_ranks == 1  # a pipeline of one rank may run without the others
+        if not is_alone:
+            self._agree(step)
+        lengths = segmentation.lengths(step.seq_length)
+        communicator = self._communicator(step)
+        kernels = step.placement, tuple(lengths), step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        is_packed, keeps = self._segmentation.packing is not None, self._context.kept_attention is not None
-        if self._segmentation.cuts_sequences or is_packed or keeps:  # else the model keeps its own attention
-            attach(call.chunks, self._context)
-        add_up_all_weight_gradients(call.chunks)
-        num_tokens = call.seq_length * (call.micro_batch_size or 0) // call.groups.cp.size()
-        compute_loss_in_pieces(call.chunks, num_tokens, self._piece)
+        is_packed, keeps = segmentation.packing is not None, context.kept_attention is not None
+        if segmentation.cuts_sequences or is_packed or keeps:  # else the model keeps its own attention
+            attach(step.chunks, context)
+        add_up_all_weight_gradients(step.chunks)
+        num_tokens = step.seq_length * (step.micro_batch_size or 0) // step.groups.cp.size()
+        compute_loss_in_pieces(step.chunks, num_tokens, self._piece)
 
-        timers = call.config.timers
+        timers = step.config.timers
         if timers is not None:
-            timers("forward-backward", log_level=1).start(barrier=call.config.barrier_with_L1_time)
+            timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
         try:
-            check = partial(self._context.masks.require_causal, may_be_inverted=True)
-            step = self._segmentation.cut_step(call, placement, check)
+            segmentation.cut_step(step, partial(context.masks.require_causal, may_be_inverted=True))
             program = self._programs.program(
-                step.shape, lengths, step.rank, call.forward_only, communicator.goes_in_turn
+                step.shape,
+                lengths,
+                step.rank,
+                step.forward_only,
+                communicator.goes_in_turn,
+                is_partitioned(step.chunks),
             )
-            if is_partitioned(call.chunks):
-                program = program.with_partitioned_state
-            self._context.splits_backwards = program.splits_backwards
+            context.splits_backwards = program.splits_backwards
             reports = self._run(step, program, communicator)
             self._ran_before.add(kernels)
         except BaseException as error:
-            if placement.num_ranks > 1:
+            if not is_alone:
                 self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._context.clear()
+            context.clear()
             self._weight_gradients.clear()
             self._host_memory.clear()
         if timers is not None:
@@ -163,27 +166,28 @@ class PipelineExecutor:
 
     def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
-        call, shape = step.call, step.shape
-        losses = LossLedger(call.config.calculate_per_token_loss, call.groups.cp)
-        sync = gradient_sync(call.config, call.chunks, ends_last=len(call.chunks) == 1 and step.rank == 0)
+        config, per_token = step.config, step.config.calculate_per_token_loss
+        losses = LossLedger(per_token, step.groups.cp)
+        sync = gradient_sync(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             around.callback(sync.close)
             if program.splits_backwards:
-                around.enter_context(defer_weight_gradients(self._weight_gradients, call.chunks))
-            if shape.num_segments > 1 or call.groups.cp.size() > 1 or self._segmentation.packing is not None:
-                heads = prediction_heads(call, shape.placement, step.rank, step.batches, self._context)
-                if heads is not None:
-                    around.enter_context(patched(heads.patches()))
-            if self.tracer is None or call.forward_only:
-                recorder = around.enter_context(Recorder(call.device))
+                around.enter_context(defer_weight_gradients(self._weight_gradients, step.chunks))
+            heads = None
+            if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self._segmentation.packing is not None:
+                heads = prediction_heads(step, self._context)
+            if heads is not None:
+                around.enter_context(patched(heads.patches()))
+            if self.tracer is None or step.forward_only:
+                recorder = around.enter_context(Recorder(step.device))
             else:
                 lengths = {tuple(segment.length for segment in segments) for segments in step.segments}
                 of_all = lengths.pop() if len(lengths) == 1 else None
-                tracing = self.tracer.step(self._programs.name, shape, call.chunks, call.pipeline, of_all)
+                tracing = self.tracer.step(self._programs.name, step.shape, step.chunks, step.pipeline, of_all)
                 recorder = around.enter_context(tracing)
-            if not call.forward_only:
+            if not step.forward_only:
                 self.recorder = recorder
-            interpreter = Interpreter(
+            Interpreter(
                 step,
                 program,
                 communicator=communicator,
@@ -193,57 +197,56 @@ class PipelineExecutor:
                 sync=sync,
                 around_forward=self._around_forward,
                 recorder=recorder,
-                around=partial(self._programs.around, shape, self._segmentation.lengths(call.seq_length), step.rank),
                 host_memory=self._host_memory,
-            )
-            interpreter.run()
+            ).run()
             sync.close()
             losses.checks.make_up()
             self._context.masks.settle()
-            if call.config.finalize_model_grads_func is not None and not call.forward_only:
-                num_tokens = None
-                if call.config.calculate_per_token_loss:
-                    num_tokens = losses.total_num_tokens(call.device)
-                    if shape.placement.turns:  # the loss may be on the first rank, but Megatron takes the last one's
-                        dist.all_reduce(num_tokens, group=call.pipeline)
-                call.config.finalize_model_grads_func(
-                    call.chunks, num_tokens, pg_collection=call.groups, force_all_reduce=call.force_all_reduce
+            if config.finalize_model_grads_func is not None and not step.forward_only:
+                num_tokens = losses.total_num_tokens(step.device) if per_token else None
+                if num_tokens is not None and step.placement.turns:
+                    # The loss may be on the first rank, but Megatron takes the number of the last one.
+                    dist.all_reduce(num_tokens, group=step.pipeline)
+                config.finalize_model_grads_func(
+                    step.chunks, num_tokens, pg_collection=step.groups, force_all_reduce=step.force_all_reduce
                 )
-                add_up_tied_embeddings(call.chunks)
-        reports = self._segmentation.reports(losses.reports(), call)
-        return self._on_last_rank(reports, shape.placement, call) if self._reports_on_last_rank else reports
+                add_up_tied_embeddings(step.chunks)
+        reports = self._segmentation.reports(losses.reports(), step)
+        return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
 
-    def _on_last_rank(self, reports: list[Any], placement: Placement, call: Call) -> list[Any]:
+    def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
         """The reports, sent to the last rank, where Megatron's training loop reads them. Other ranks do not wait."""
-        source, last = placement.rank_of(placement.num_stages - 1), placement.num_ranks - 1
-        pipeline, ranks = call.pipeline, dist.get_process_group_ranks(call.pipeline)
-        if source == last or pipeline.rank() not in (source, last):
+        source, last = step.placement.rank_of(step.placement.num_stages - 1), step.placement.num_ranks - 1
+        if source == last or step.rank not in (source, last):
             return reports
-        if pipeline.rank() == source:
-            dist.send_object_list([tree_map_only(torch.Tensor, torch.Tensor.cpu, reports)], ranks[last], group=pipeline)
+        ranks = dist.get_process_group_ranks(step.pipeline)
+        if step.rank == source:
+            on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, reports)
+            dist.send_object_list([on_host], ranks[last], group=step.pipeline)
             return reports
         received = [reports]
-        dist.recv_object_list(received, ranks[source], group=pipeline)
-        return tree_map_only(torch.Tensor, lambda report: report.to(call.device), received[0])
+        dist.recv_object_list(received, ranks[source], group=step.pipeline)
+        return tree_map_only(torch.Tensor, lambda report: report.to(step.device), received[0])
 
-    def _communicator(self, call: Call, placement: Placement) -> Communicator:
-        key = call.pipeline, placement
+    def _communicator(self, step: Step) -> Communicator:
+        key = step.pipeline, step.placement
         if key not in self._communicators:
-            ranks = range(placement.num_ranks)
-            channels = chain.from_iterable(channels_of(placement, rank).values() for rank in ranks)
+            ranks = range(step.placement.num_ranks)
+            channels = chain.from_iterable(channels_of(step.placement, rank).values() for rank in ranks)
             self._communicators[key] = Communicator(
-                call.pipeline, channels, call.config.pipeline_dtype, call.device, self._timeout
+                step.pipeline, channels, step.config.pipeline_dtype, step.device, self._timeout
             )
         return self._communicators[key]
 
-    def _agree(self, placement: Placement, call: Call) -> None:
+    def _agree(self, step: Step) -> None:
         """Compare the plan of this step with that of the other ranks, once for each plan."""
+        placement, config = step.placement, step.config
         plan = (
-            f"{self._programs.name}, {'evaluation' if call.forward_only else 'training'} on {placement.num_ranks} "
-            f"ranks with {placement.num_chunks} model chunks ({placement.style}), {call.num_microbatches} "
-            f"micro-batches of {call.micro_batch_size} sequences, {self._segmentation.description(call.seq_length)}, "
-            f"of a model with {getattr(call.config, 'num_layers', 'its own')} layers and messages of "
-            f"{call.config.hidden_size} {call.config.pipeline_dtype}"
+            f"{self._programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
+            f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
+            f"micro-batches of {step.micro_batch_size} sequences, {self._segmentation.description(step.seq_length)}, "
+            f"of a model with {getattr(config, 'num_layers', 'its own')} layers and messages of "
+            f"{config.hidden_size} {config.pipeline_dtype}"
         )
         if plan not in self._agreed:
             check_agreement(plan)

@@ -4,10 +4,10 @@ Families, phases and neighbours appear in the program only. Megatron's own `forw
 model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
@@ -21,50 +21,15 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..model import HostMemory, Segment, SegmentContext, WeightGradientStore
-from ..schedule import Action, Kind, Placement, Shape, channels_of
-from .call import Call
+from ..model import HostMemory, SegmentContext, WeightGradientStore
+from ..schedule import Action, Kind, channels_of
 from .communication import Communicator
-from .data import SegmentIterator
 from .gradient_sync import GradientSync
 from .loss import LossLedger
 from .prediction import rows_per_token
 from .program import Program
 from .recorder import Recorder
-
-
-@dataclass(frozen=True)
-class Step:
-    """One call of Megatron, cut into segments, on one rank of a pipeline.
-
-    `segments[m][s]` is segment s of micro-batch m; `batches` are the data of the model chunks of this rank.
-    """
-
-    call: Call
-    placement: Placement
-    rank: int
-    segments: Sequence[Sequence[Segment]]
-    batches: Sequence[SegmentIterator | None]
-
-    @cached_property
-    def shape(self) -> Shape:
-        return Shape.of(self.placement, [len(each) for each in self.segments])
-
-    def message_shape(self, length: int, stage: int) -> tuple[int, ...]:
-        """The shape of the activations of `length` tokens that `stage` sends, and of their gradients."""
-        call = self.call
-        # Megatron's interleaved schedules ignore the length of the decoder's sequences, too.
-        is_plain = len(call.chunks) == self.shape.num_segments == 1
-        [(rows, *sizes)] = get_tensor_shapes(
-            seq_length=length,
-            micro_batch_size=call.micro_batch_size,
-            decoder_seq_length=call.decoder_seq_length if is_plain else None,
-            config=call.config,
-            tp_group=call.groups.tp,
-            cp_group=call.groups.cp,
-        )
-        return (rows * rows_per_token(call.config, self.placement, stage), *sizes)
-
+from .step import Step
 
 _NOTHING = nullcontext()
 
@@ -73,8 +38,7 @@ _NOTHING = nullcontext()
 class Interpreter:
     """Runs the program of one rank for one step; its own state is empty when the step ends.
 
-    `around(action)` describes the actions of all ranks around one. The host time of a unit matters
-    (tools/benchmark_host.py): if a segment's layers take less, the GPU waits.
+    The host time of a unit matters (tools/benchmark_host.py): if a segment's layers take less, the GPU waits.
     """
 
     step: Step
@@ -86,25 +50,23 @@ class Interpreter:
     sync: GradientSync
     around_forward: Callable[[int, int], AbstractContextManager]
     recorder: Recorder
-    around: Callable[[Action], str]
     host_memory: HostMemory
 
     def __post_init__(self) -> None:
-        step = self.step
-        self._call = step.call
-        self._timers = step.call.config.timers
-        self._last_stage = step.placement.num_stages - 1
-        self._chunk_of = {stage: step.placement.chunk_of(stage) for stage in step.placement.stages_of(step.rank)}
-        self._channels = channels_of(step.placement, step.rank)
+        placement, rank = self.step.placement, self.step.rank
+        self._timers = self.step.config.timers
+        self._last_stage = placement.num_stages - 1
+        self._chunk_of = {stage: placement.chunk_of(stage) for stage in placement.stages_of(rank)}
+        self._channels = channels_of(placement, rank)
         self._started_chunks: set[int] = set()
-        self._message_shape = cache(step.message_shape)
+        self._message_shape = cache(partial(message_shape, self.step))
         # The input and output of each forward, by (stage, micro-batch, segment), until its backward.
         self._kept: dict[tuple, tuple[Tensor | None, Tensor]] = {}
         # Outputs and gradients for a neighbouring stage, by the SEND that carries them if it is on another rank.
         self._outgoing: dict[tuple, Tensor] = {}
 
     def run(self) -> None:
-        """Run the actions in order. A failure names the action and its neighbours, on all ranks."""
+        """Run the actions in order. A failure names the action and those around it."""
         actions = self.program.actions
         # Each action is a range in the PyTorch profiler, and in Nsight with Megatron's --profile.
         is_profiled, handlers = torch.autograd._profiler_enabled(), self.HANDLERS
@@ -118,7 +80,6 @@ class Interpreter:
             except Exception as error:
                 near = " ".join(map(str, actions[max(position - 3, 0) : position + 4]))
                 error.add_note(f"pipeline rank {self.step.rank} failed at {action}, among {near}")
-                error.add_note(self.around(action))
                 raise
         self.communicator.finish()
         self.context.assert_empty()
@@ -128,37 +89,37 @@ class Interpreter:
 
     def _forward(self, action: Action) -> None:
         _, stage, microbatch, index = action
-        call, chunk = self._call, self._chunk_of[stage]
-        segment = self.step.segments[microbatch][index]
-        batches = self.step.batches[chunk]
+        step, chunk = self.step, self._chunk_of[stage]
+        segment = step.segments[microbatch][index]
+        batches = step.batches[chunk]
         arrived = self._input_of(action, is_forward=True)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
         self.sync.before_forward(chunk)
         is_last = stage == self._last_stage
-        running = self.context.running(segment, not call.forward_only)
+        running = self.context.running(segment, not step.forward_only)
         moves = action[1:] in self.program.moved
         keeping = self.host_memory.keeping(action[1:]) if moves else _NOTHING
         with running, keeping, self.recorder.span(action), self.around_forward(stage, segment.length):
             output, _ = forward_step(
-                self.losses.observe(call.forward_step_func, segment),
+                self.losses.observe(step.forward_step_func, segment),
                 batches and batches.at(segment),
-                call.chunks[chunk],
-                len(self.step.segments),
+                step.chunks[chunk],
+                len(step.segments),
                 arrived,
                 self.losses.reports_of(segment),
-                call.config,
-                cp_group_size=call.groups.cp.size(),
-                collect_non_loss_data=call.collect_non_loss_data,
-                is_first_microbatch=check_first_val_step(call.first_val_step, call.forward_only, is_first_of_chunk),
+                step.config,
+                cp_group_size=step.groups.cp.size(),
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
                 current_microbatch=microbatch,
-                vp_stage=chunk if len(call.chunks) > 1 else None,
+                vp_stage=chunk if len(step.chunks) > 1 else None,
                 is_last_stage=is_last,
             )
         if moves and arrived is not None:
             # The graph holds what it needs; this tensor only receives its gradient.
             arrived.data = arrived.new_empty(()).expand(arrived.shape)
-        if not call.forward_only:
+        if not step.forward_only:
             self._kept[action[1:]] = arrived, output
         if not is_last:
             self._outgoing[Kind.SEND_F, *action[1:]] = output
@@ -174,16 +135,12 @@ class Interpreter:
             gradient, output = None, self.losses.ready_for_backward(output, segment)
         else:
             gradient = self._input_of(action, is_forward=False)
-        reducing = self._reducing(Kind.I, action)
+        splits, reducing = self.program.splits_backwards, self._reducing(Kind.I, action)
         with self.context.running(segment, True), self.recorder.span(action):
-            if self.program.splits_backwards:
-                with self.weight_gradients.collecting(action[1:]), reducing:
-                    gradient = backward_step(arrived, output, gradient, self._call.config)
-                if kind is Kind.B:
-                    self._compute_weight_gradients(action)
-            else:
-                with reducing:
-                    gradient = backward_step(arrived, output, gradient, self._call.config)
+            with self.weight_gradients.collecting(action[1:]) if splits else _NOTHING, reducing:
+                gradient = backward_step(arrived, output, gradient, self.step.config)
+            if splits and kind is Kind.B:
+                self._compute_weight_gradients(action)
         if stage > 0:
             self._outgoing[Kind.SEND_B, *action[1:]] = gradient
 
@@ -237,8 +194,8 @@ class Interpreter:
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Free the storage of an output that the next stage has: the graph needs its grad_fn only."""
-        if is_forward and not self._call.forward_only:
-            deallocate_output_tensor(output, self._call.config.deallocate_pipeline_outputs)
+        if is_forward and not self.step.forward_only:
+            deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
 
     def _start(self, name: str) -> None:
         """Start a timer of Megatron's log; its `forward_step` and `backward_step` time themselves."""
@@ -266,3 +223,18 @@ class Interpreter:
         Kind.OFFLOAD: lambda self, action: self.host_memory.offload(action[1:], self.recorder.span(action)),
         Kind.RELOAD: lambda self, action: self.host_memory.reload(action[1:], self.recorder.span(action)),
     }
+
+
+def message_shape(step: Step, length: int, stage: int) -> tuple[int, ...]:
+    """The shape of the activations of `length` tokens that `stage` sends, and of their gradients."""
+    # Megatron's interleaved schedules ignore the length of the decoder's sequences, too.
+    is_plain = len(step.chunks) == step.shape.num_segments == 1
+    [(rows, *sizes)] = get_tensor_shapes(
+        seq_length=length,
+        micro_batch_size=step.micro_batch_size,
+        decoder_seq_length=step.decoder_seq_length if is_plain else None,
+        config=step.config,
+        tp_group=step.groups.tp,
+        cp_group=step.groups.cp,
+    )
+    return (rows * rows_per_token(step.config, step.placement, stage), *sizes)

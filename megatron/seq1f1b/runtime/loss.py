@@ -5,7 +5,6 @@ a mean of segment means is wrong as soon as segments or masks are uneven. But al
 forward when its first backward starts, so the division waits until then.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..model import Segment
 
-_log = logging.getLogger(__name__)
-
-_OF_SEGMENTS = "; with --sequence-splits its report has to be a dictionary of the same numbers for every segment"
+_OF_SEGMENTS = "with --sequence-splits its report has to be a dictionary of the same numbers for every segment"
 
 
 class LossLedger:
@@ -62,19 +59,20 @@ class LossLedger:
         return observed
 
     def _loss(self, loss_func: Callable, segment: Segment, output: Any, **kwargs: Any) -> Any:
-        with self.checks.of(segment):
+        microbatch = segment.microbatch
+        with self.checks.put_off(microbatch):
             result = loss_func(output, **kwargs)
         if kwargs.get("non_loss_data"):
             self._are_outputs = True
             return result
         if len(result) == 3:
             loss, num_tokens, report = result
-            self._num_tokens[segment.microbatch].append(torch.as_tensor(num_tokens))
+            self._num_tokens[microbatch].append(torch.as_tensor(num_tokens))
             if self._is_whole(segment):
                 return result
             if not isinstance(report, dict):
-                raise ValueError(f"the loss function reports a {type(report).__name__}{_OF_SEGMENTS}")
-            self._losses[segment.microbatch].append(loss.detach().clone())
+                raise ValueError(f"the loss function reports a {type(report).__name__}; {_OF_SEGMENTS}")
+            self._losses[microbatch].append(loss.detach().clone())
             self._of_the_loss |= {name for name, value in report.items() if _share_memory(value, loss)}
             return loss, torch.ones_like(num_tokens), report
         if not segment.is_whole_sequence:
@@ -103,16 +101,14 @@ class LossLedger:
 
     def total_num_tokens(self, device: torch.device) -> Tensor:
         """Unmasked tokens of all micro-batches; zero where no loss is computed."""
-        counts = [count for counts in self._num_tokens.values() for count in counts]
-        if not counts:
-            return torch.zeros([], dtype=torch.int, device=device)
+        counts = [*chain(*self._num_tokens.values())] or [torch.zeros([], dtype=torch.int, device=device)]
         return torch.stack(counts).sum(dtype=torch.int).to(device)
 
     def reports(self) -> list[Any]:
         """One report per micro-batch, in order."""
-        return [self._merge(microbatch) for microbatch in sorted(self._reports) if self._reports[microbatch]]
+        return [self._merged(microbatch) for microbatch in sorted(self._reports) if self._reports[microbatch]]
 
-    def _merge(self, microbatch: int) -> Any:
+    def _merged(self, microbatch: int) -> Any:
         """Megatron's report of the whole micro-batch; outputs are joined in order."""
         reports = self._reports[microbatch]
         if self._are_outputs:
@@ -124,7 +120,7 @@ class LossLedger:
             try:
                 values = torch.stack([_tensor(report[name]) for report in reports])
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(f"the loss function reports {name!r}, which is no number{_OF_SEGMENTS}") from error
+                raise ValueError(f"the loss function reports {name!r}, which is no number; {_OF_SEGMENTS}") from error
             is_number = values.shape[1] == 1
             merged[name] = self._number(name, values[:, 0], microbatch) if is_number else values.sum(dim=0)
         return merged
@@ -158,57 +154,42 @@ def _joined(*outputs: Any) -> Any:
 
 
 class LossChecks:
-    """Megatron's checks of the loss in one step (NaN, infinity, jumps), once for each micro-batch, at its end.
+    """Megatron's checks of the loss in one step (NaN, infinity, jumps), once for each micro-batch, at the end.
 
     A check reads a number on the host, which waits for the GPU, and it is meant for the loss of a whole micro-batch:
     that of a segment varies more.
     """
 
     def __init__(self) -> None:
-        # By micro-batch and message: the result of each segment, what rejects it, and the call of `validate_result`.
-        self._put_off: dict[tuple[int, str], tuple[dict[int, Tensor], Callable, Callable]] = {}
+        # By micro-batch and message: the result of each segment, and the call of `validate_result`.
+        self._put_off: dict[tuple[int, str], tuple[list[Tensor], Callable]] = {}
 
     @contextmanager
-    def of(self, segment: Segment) -> Iterator[None]:
-        """Inside, calls of `validate_result` of Megatron's rerun state machine for a loss of `segment` are put off."""
+    def put_off(self, microbatch: int) -> Iterator[None]:
+        """Inside, calls of `validate_result` of Megatron's rerun state machine for tensors are put off."""
         machine = get_rerun_state_machine()
 
-        def put_off(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
-            check = partial(type(machine).validate_result, machine, message=message, **options)
+        def validate_result(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
+            options |= {"rejection_func": rejection_func, "message": message}
+            check = partial(type(machine).validate_result, machine, **options)
             if isinstance(result, Tensor):
-                made = self._put_off.setdefault((segment.microbatch, message), ({}, rejection_func, check))
-                made[0][segment.index] = result.detach().clone()  # Megatron divides the loss in place
+                results, _ = self._put_off.setdefault((microbatch, message), ([], check))
+                results.append(result.detach().clone())  # Megatron divides the loss in place
             else:
-                check(result, rejection_func)
+                check(result)
 
-        machine.validate_result = put_off
+        machine.validate_result = validate_result
         try:
             yield
         finally:
             del machine.validate_result
 
     def make_up(self) -> None:
-        """Run each check on the sum over the segments of a micro-batch.
-
-        Raises the exception of `validate_result`, with a note that names the rejected segments.
-        """
-        for (microbatch, message), put_off in self._put_off.items():
-            _make_up(f"{message} in micro-batch {microbatch}", *put_off)
-
-
-def _make_up(place: str, results: dict[int, Tensor], rejects: Callable, check: Callable) -> None:
-    notes = []
-
-    def rejects_sum(total: Tensor) -> Any:
-        is_rejected = rejects(total)
-        if is_rejected:
-            found = [index for index, result in results.items() if rejects(result)]
-            notes.append(f"{place}, of its segments in {found or 'the sum'}")
-            _log.error("%s", notes[0])
-        return is_rejected
-
-    try:
-        check(sum(results.values()), rejects_sum)
-    except Exception as error:
-        error.add_note(notes[0] if notes else place)
-        raise
+        """Run each check on the sum over the segments of a micro-batch; its exception gets a note with the parts."""
+        for (microbatch, message), (results, check) in self._put_off.items():
+            try:
+                check(sum(results))
+            except Exception as error:
+                parts = torch.stack(results).tolist()
+                error.add_note(f"{message} in micro-batch {microbatch}, whose segments have {parts}")
+                raise

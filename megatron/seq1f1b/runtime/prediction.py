@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..model import Documents, LookAhead, PredictionHeads, Segment, SegmentContext
 from ..schedule import Placement
-from .call import Call
 from .data import SegmentIterator
+from .step import Step
 
 _ENTRIES = ("tokens", "position_ids", "labels", "loss_mask")
 
@@ -38,41 +38,33 @@ def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
     return 1 if predicting is None or stage < predicting else 1 + config.mtp_num_layers
 
 
-def prediction_heads(
-    call: Call,
-    placement: Placement,
-    rank: int,
-    batches: Sequence[SegmentIterator | None],
-    context: SegmentContext,
-) -> PredictionHeads | None:
-    """For a rank with the layers of multi-token prediction, or with its loss; None elsewhere.
-
-    `batches` are the data of the model chunks of this rank.
-    """
-    predicting = prediction_stage(call.config, placement)
+def prediction_heads(step: Step, context: SegmentContext) -> PredictionHeads | None:
+    """For a rank with the layers of multi-token prediction, or with its loss; None elsewhere."""
+    placement = step.placement
+    predicting = prediction_stage(step.config, placement)
     stages = set() if predicting is None else {predicting, placement.num_stages - 1}
-    readers = [batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == rank]
+    readers = [step.batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == step.rank]
     if not readers:
         return None
 
     def ahead(segment: Segment) -> LookAhead:
         running = next(each for each in readers if each is None or each.segment is segment)
-        return look_ahead(running, segment, call)
+        return look_ahead(running, segment, step)
 
-    return PredictionHeads(context, ahead, call.groups.cp.size())
+    return PredictionHeads(context, ahead, step.groups.cp.size())
 
 
-def look_ahead(batches: SegmentIterator | None, segment: Segment, call: Call) -> LookAhead:
+def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) -> LookAhead:
     """To be called on all tensor-parallel ranks of a stage; the first of them has the `batches` and broadcasts.
 
     A context-parallel rank has two runs of tokens, see model/head_exchange.py. As in Megatron, predictions stay within
     documents in batches of its packed format, which have `cu_seqlens`; with an attention mask alone they cross
     documents. Raises ValueError if a batch is no dict with tokens, position_ids and labels.
     """
-    depth, tensor = call.config.mtp_num_layers, call.groups.tp
-    runs = _runs(segment, call.groups.cp)
-    shape = len(_ENTRIES), len(runs), call.micro_batch_size, depth
-    packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=call.device)
+    depth, tensor = step.config.mtp_num_layers, step.groups.tp
+    runs = _runs(segment, step.groups.cp)
+    shape = len(_ENTRIES), len(runs), step.micro_batch_size, depth
+    packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=step.device)
     if tensor.rank() == 0:
         packed.copy_(_packed(batches.latest, segment.documents, [end for _, end in runs], shape), non_blocking=True)
     if tensor.size() > 1:
@@ -80,7 +72,7 @@ def look_ahead(batches: SegmentIterator | None, segment: Segment, call: Call) ->
     entries, counts, stays_within = packed.split((packed.numel() - depth - 2, depth + 1, 1))
     ends_document = None
     if segment.documents is not None:
-        at_ends = _ends_of_documents(segment.documents, runs).to(call.device, non_blocking=True)
+        at_ends = _ends_of_documents(segment.documents, runs).to(step.device, non_blocking=True)
         ends_document = at_ends & (stays_within > 0)
     return LookAhead(dict(zip(_ENTRIES, entries.view(shape), strict=True)), counts, ends_document)
 

@@ -3,15 +3,13 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 
 from ..process.ranks import warn_on_rank_0
 from ..schedule import (
     COMPUTE_KINDS,
     Action,
-    Clock,
     CostsOfLengths,
     Kind,
     ScheduleChoice,
@@ -22,22 +20,11 @@ from ..schedule import (
     units_to_move,
     with_moves,
 )
-from ..schedule.validate import neighbourhood
 
 _log = logging.getLogger(__name__)
 
 # The actions that remain in an evaluation; the order on every channel stays the same.
 _FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
-
-# The compute actions that each kind of message serves.
-_SERVED = {
-    Kind.RECV_F: (Kind.F,),
-    Kind.SEND_F: (Kind.F,),
-    Kind.RECV_B: (Kind.B, Kind.I),
-    Kind.SEND_B: (Kind.B, Kind.I),
-    Kind.OFFLOAD: (Kind.F,),
-    Kind.RELOAD: (Kind.B, Kind.I),
-}
 
 _ALL_QUEUES = "32"  # the most that a GPU has, enough for all streams of a process
 _MANY_FORWARDS = 5_000  # of all stages, from which on planning takes seconds
@@ -61,12 +48,10 @@ class Program:
         self.actions = tuple(actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.moved = frozenset(action[1:] for action in self.actions if action.kind is Kind.OFFLOAD)
-        self.ends = frozenset(_ends(self.actions))
-
-    @cached_property
-    def with_partitioned_state(self) -> "Program":
-        """This program with actions that gather and release the parameters of chunks."""
-        return Program(partition_state(self.actions))
+        self.ends: set[tuple[Kind, Action]] = set()
+        for half in (Kind.I, Kind.W):
+            last = {action.stage: action for action in self.actions if action.kind in (Kind.B, half)}
+            self.ends.update((half, action) for action in last.values())
 
 
 class Programs:
@@ -87,53 +72,39 @@ class Programs:
         self._made = lru_cache(maxsize=_KEPT)(self._make)
 
     def program(
-        self, shape: Shape, lengths: Sequence[int], rank: int, forward_only: bool, in_turn: bool = False
+        self,
+        shape: Shape,
+        lengths: Sequence[int],
+        rank: int,
+        forward_only: bool,
+        in_turn: bool = False,
+        is_partitioned: bool = False,
     ) -> Program:
         """The program of a step with segments of `lengths` tokens; for messages in turn, see `lower`.
 
-        Raises ValueError if the schedule is a given one of another shape.
+        With `is_partitioned` it gathers and releases the parameters of chunks. Raises ValueError if the schedule is a
+        given one of another shape.
         """
-        with _without_collection():
-            return self._made(shape, tuple(lengths), rank, forward_only, in_turn)
+        was_enabled = gc.isenabled()
+        gc.disable()  # while many actions are made, collections would take most of the time
+        try:
+            return self._made(shape, tuple(lengths), rank, forward_only, in_turn, is_partitioned)
+        finally:
+            if was_enabled:
+                gc.enable()
 
-    def _make(self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool) -> Program:
+    def _make(
+        self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool, is_partitioned: bool
+    ) -> Program:
         if forward_only:  # in an order that fits any shape
             named = self._choice if self._choice.is_named else ScheduleChoice("1f1b")
             actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
-            return Program([action for action in actions if action.kind in _FORWARD_KINDS])
-        if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
-            warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
-        actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
-        if self.offloaded:
-            order = [action for action in actions if action.kind in COMPUTE_KINDS]
-            actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
-        return Program(actions)
-
-    def around(self, shape: Shape, lengths: Sequence[int], rank: int, action: Action) -> str:
-        """The actions of all ranks around one of this rank in a training step, for the message of a failure."""
-        plan = self._plan(shape, tuple(lengths))
-        schedule = plan.schedule() if isinstance(plan, Clock) else plan
-        order = schedule.ranks[rank]
-        kinds = _SERVED.get(action.kind, (action.kind,))
-        places = (i for i, other in enumerate(order) if other[1:] == action[1:] and other.kind in kinds)
-        return neighbourhood(schedule, rank, [next(places, len(order) - 1)] * len(schedule.ranks))
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Garbage collection while many actions are made would take most of the time, since it walks through torch."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _ends(actions: Sequence[Action]) -> set[tuple[Kind, Action]]:
-    ends = set()
-    for half in (Kind.I, Kind.W):
-        last = {action.stage: action for action in actions if action.kind in (Kind.B, half)}
-        ends.update((half, action) for action in last.values())
-    return ends
+            actions = [action for action in actions if action.kind in _FORWARD_KINDS]
+        else:
+            if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
+                warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
+            actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
+            if self.offloaded:
+                order = [action for action in actions if action.kind in COMPUTE_KINDS]
+                actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
+        return Program(partition_state(actions) if is_partitioned else actions)

@@ -10,27 +10,9 @@ import torch
 from ..schedule import COMPUTE_KINDS, Action, Kind, Span
 
 
-class PeakMemory:
-    """The most memory since its creation: activations, caches, messages, workspace; not weights or optimizer state.
-
-    Counted by `torch.cuda`: PyTorch's allocator on a GPU, the resident set of the process on a CPU (cpu/stand_ins.py).
-    On a GPU `resets_peak` also resets the peak in Megatron's reports; otherwise the peak is that of the whole run.
-    """
-
-    def __init__(self, device: torch.device, resets_peak: bool = True) -> None:
-        self._device = device
-        if resets_peak or device.type != "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        self._baseline = torch.cuda.memory_allocated(device)
-
-    def peak(self) -> int:
-        """Bytes."""
-        return torch.cuda.max_memory_allocated(self._device) - self._baseline
-
-
 class Reading(NamedTuple):
-    """One rank in one step: seconds in actions, seconds from its start to the end of its last action, bytes beyond
-    those before it."""
+    """One rank in one step: seconds in actions, seconds from its start to the end of its last action, and the most
+    bytes beyond those before it: activations, caches, messages, workspace."""
 
     busy: float
     duration: float
@@ -40,11 +22,16 @@ class Reading(NamedTuple):
 class Recorder:
     """One rank in one step, which runs inside `with`. An action takes two marks; nothing waits for the device.
 
-    A `traced` step begins when the device is idle, at `origin` of this machine's clock.
+    A `traced` step begins when the device is idle, at `origin` of this machine's clock. Memory is that of PyTorch's
+    allocator on a GPU, of the resident set of the process on a CPU (cpu/stand_ins.py). On a GPU only a traced step
+    resets the peak, also that of Megatron's reports; otherwise it is that of the whole run.
     """
 
     def __init__(self, device: torch.device, traced: bool = False) -> None:
-        self._memory = PeakMemory(device, resets_peak=traced)
+        self._device = device
+        if traced or device.type != "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._allocated = torch.cuda.memory_allocated(device)
         # Marks a moment: on a GPU an event on its current stream, so that nothing waits.
         self._now = _event if device.type == "cuda" else time.perf_counter
         self._marks: list[tuple[Action, Any, Any]] = []
@@ -59,7 +46,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._peak = self._memory.peak()
+        self._peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
 
     def span(self, action: Action) -> AbstractContextManager[None]:
         return _Timed(self._now, self._marks, action)

@@ -26,9 +26,9 @@ _COLLECTIVES = (
 
 
 class Measured(NamedTuple):
-    """The step of one rank in times of its machine's `clock`; the rank left the barrier before the step at `origin`."""
+    """The step of one rank in times of its `machine`'s clock; the rank left the barrier before the step at `origin`."""
 
-    clock: str
+    machine: str
     origin: float
     spans: list[Span]
     peak_memory: float
@@ -62,7 +62,11 @@ class Tracer:
         """
         device = torch.device(torch.cuda.current_device())
         iteration = self._iteration_now()
-        self._warn_if_too_late(iteration, group)
+        if self._is_first_step and iteration > max(self._iterations, default=iteration) and group.rank() == 0:
+            chosen = " ".join(map(str, sorted(self._iterations)))  # of a run that a checkpoint continues, perhaps
+            message = "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced"
+            _log.warning(message, iteration, chosen)
+        self._is_first_step = False
         if iteration not in self._iterations:
             with Recorder(device) as recorder:
                 yield recorder
@@ -73,33 +77,20 @@ class Tracer:
             yield recorder
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        measured = Measured(_clock(), recorder.origin, recorder.spans(), recorder.reading().peak_memory)
-        is_writer = dist.get_rank(group) == 0
-        gathered = [None] * dist.get_world_size(group) if is_writer else None
+        measured = Measured(socket.gethostname(), recorder.origin, recorder.spans(), recorder.reading().peak_memory)
+        gathered = [None] * group.size() if group.rank() == 0 else None
         first_rank = dist.get_process_group_ranks(group)[0]
         dist.gather_object(measured, gathered, dst=first_rank, group=group)
-        if is_writer:
-            meta = {"schedule": schedule, "iteration": iteration}
-            if lengths is not None:
-                meta["segment_lengths"] = list(lengths)
-            timeline = from_barrier(shape, gathered, meta)
-            self._write(timeline, f"iteration-{iteration}-pipeline-{first_rank}.json")
-
-    def _write(self, timeline: Timeline, name: str) -> None:
+        if gathered is None:
+            return
+        of_lengths = {} if lengths is None else {"segment_lengths": list(lengths)}
+        timeline = from_barrier(shape, gathered, {"schedule": schedule, "iteration": iteration, **of_lengths})
+        path = self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            write_timeline(timeline, self._directory / name)
+            write_timeline(timeline, path)
         except OSError as error:
-            _log.warning("the trace %s is not written: %s", self._directory / name, error)
-
-    def _warn_if_too_late(self, iteration: int, group: dist.ProcessGroup) -> None:
-        """A run that continues from a checkpoint may start after all chosen iterations."""
-        if self._is_first_step and iteration > max(self._iterations, default=iteration) and dist.get_rank(group) == 0:
-            chosen = " ".join(map(str, sorted(self._iterations)))
-            _log.warning(
-                "this run starts with iteration %d: none of --pipeline-trace-iterations %s is traced", iteration, chosen
-            )
-        self._is_first_step = False
+            _log.warning("the trace %s is not written: %s", path, error)
 
 
 def run_traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **options: Any) -> Any:
@@ -123,21 +114,13 @@ def from_barrier(shape: Shape, measured: Sequence[Measured], meta: dict[str, Any
     are not scheduled at once, so the earliest departure by a clock is the origin of all ranks with that clock.
     """
     left: dict[str, float] = {}
-    for clock, origin, _, _ in measured:
-        left[clock] = min(origin, left.get(clock, origin))
+    for machine, origin, _, _ in measured:
+        left[machine] = min(origin, left.get(machine, origin))
     ranks = tuple(
-        tuple(Span(span.action, span.start - left[clock], span.end - left[clock]) for span in spans)
-        for clock, _, spans, _ in measured
+        tuple(Span(span.action, span.start - left[machine], span.end - left[machine]) for span in spans)
+        for machine, _, spans, _ in measured
     )
     return Timeline(shape, ranks, "s", meta | {"peak_memory_bytes": [peak for *_, peak in measured]})
-
-
-def _clock() -> str:
-    """The name of this machine's start, from which `time.perf_counter` counts; without Linux, of the machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], recorder: Recorder) -> ExitStack:

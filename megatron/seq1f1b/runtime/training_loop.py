@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import multiprocessing
+import re
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from multiprocessing.managers import SyncManager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,15 +17,16 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from ..process.patches import Patch, wrapping
-from ..process.ranks import end_with_parent, warn_on_rank_0
+from ..process.ranks import end_with_parent
 from . import corpora
-from .iteration_log import print_rank_last
 from .recorder import Reading
 
 if TYPE_CHECKING:
     from .executor import PipelineExecutor
 
-_log = logging.getLogger(__name__)
+_LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
+_BATCH = re.compile(r" global batch size: +(\d+) \|")
+_FEW = 8  # ranks whose values are all in the line
 
 
 class TrainingLoop:
@@ -43,11 +42,7 @@ class TrainingLoop:
         training = "megatron.training.training"
         rows = (
             (f"{training}.training_log", self.training_log, "averages the first two losses into the second line"),
-            (
-                f"{training}.print_rank_last",
-                partial(print_rank_last, self._args, self._last_step, lambda: self._tokens),
-                "shows neither tokens per second nor idle ranks",
-            ),
+            (f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens per second nor idle ranks"),
             (
                 f"{training}.consume_seqlen_stats_in_iteration",
                 self.count_documents,
@@ -58,7 +53,7 @@ class TrainingLoop:
                 self.report_experts,
                 "divides by the micro-batches of the flags, but units make others",
             ),
-            (f"{training}.save_checkpoint_and_time", self.save, "does not name the last checkpoint if it fails"),
+            (f"{training}.save_checkpoint_and_time", self.save, "names no folder if it fails, and needs one"),
             (f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
             (
                 f"{training}.report_theoretical_memory",
@@ -93,9 +88,32 @@ class TrainingLoop:
         is_extra = is_first_iteration and iteration % self._args().log_interval != 0
         return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_extra, **more)
 
-    def _last_step(self) -> Reading | None:
-        executor = self._executor()
-        return None if executor is None else executor.last_step()
+    def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
+        """Add to the line of an iteration, TensorBoard and wandb; called on all ranks with the same message."""
+        line, batch = _LINE.search(message), _BATCH.search(message)
+        if line is None or batch is None:
+            upstream(message)
+            return
+        args, executor = self._args(), self._executor()
+        readings = _of_all_stages(None if executor is None else executor.last_step())
+        tokens = self._tokens or int(batch[1]) * args.seq_length
+        per_second = tokens / (float(line["milliseconds"]) / 1e3) / args.world_size
+        values = {"tokens-per-second-per-gpu": per_second}
+        unit = "GPU" if torch.device(torch.cuda.current_device()).type == "cuda" else "process"
+        words = [f"tokens/s per {unit}: {per_second:.1f}"]
+        if readings:
+            step = max(reading.duration for reading in readings)
+            idle = [1 - reading.busy / step for reading in readings]
+            memory = [reading.peak_memory for reading in readings]
+            values |= {"idle-share": sum(idle) / len(idle)}
+            values |= {f"idle-share/pipeline-rank-{rank}": share for rank, share in enumerate(idle)}
+            values |= {f"peak-activation-bytes/pipeline-rank-{rank}": size for rank, size in enumerate(memory)}
+            words.append(f"idle by pipeline rank (%): {_few([100 * share for share in idle])}")
+            words.append(f"peak activations by pipeline rank (MB): {_few([size / 2**20 for size in memory])}")
+        upstream(message + "".join(f" {each} |" for each in words))
+        interval, iteration = args.tensorboard_log_interval, int(line["iteration"])
+        if interval and iteration % interval == 0:  # 0 without writers
+            _write(values, iteration)
 
     def count_documents(self, upstream: Callable) -> tuple[float | None, float | None]:
         """The tokens of all documents of a step, and the squares of their lengths; both None where none are packed."""
@@ -104,7 +122,9 @@ class TrainingLoop:
         apart = None if executor is None else executor.documents()
         if apart is not None:
             replicas = parallel_state.get_data_parallel_group()
-            sums = torch.tensor(apart, dtype=torch.float64, device=torch.cuda.current_device())
+            number, lengths = apart
+            counts = number, sum(lengths), sum(length**2 for length in lengths)
+            sums = torch.tensor(counts, dtype=torch.float64, device=torch.cuda.current_device())
             dist.all_reduce(sums, group=replicas)
             microbatches, tokens, squares = sums.tolist()
             self._microbatches = microbatches / replicas.size()
@@ -124,16 +144,12 @@ class TrainingLoop:
         """Megatron's loop saves after a loss that is not a number, even without --save."""
         folder = self._args().save
         if folder is None:
-            warn_on_rank_0(_log, f"nothing is saved of iteration {iteration}, since --save is not given")
             return
         try:
             upstream(iteration, *rest, **more)
         except BaseException as error:  # torch's CheckpointException is no Exception
             free = shutil.disk_usage(folder).free / 2**20
-            error.add_note(
-                f"the checkpoint of iteration {iteration} was not saved; {_last_complete(Path(folder))}; {folder} has "
-                f"{free:.0f} MiB free"
-            )
+            error.add_note(f"the checkpoint of iteration {iteration} was not saved; {folder} has {free:.0f} MiB free")
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:
@@ -146,6 +162,35 @@ class TrainingLoop:
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
 
 
+def _of_all_stages(reading: Reading | None) -> list[Reading]:
+    """The readings of this pipeline, by one small collective. Megatron has already waited for the device."""
+    if reading is None or dist.get_backend() == "fake":
+        return []
+    group = parallel_state.get_pipeline_model_parallel_group()
+    own = torch.tensor(reading, dtype=torch.float64, device=torch.cuda.current_device())
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return [Reading(*part.tolist()) for part in parts]
+
+
+def _few(values: Sequence[float]) -> str:
+    if len(values) <= _FEW:
+        return " ".join(f"{value:.1f}" for value in values)
+    return f"{min(values):.1f} to {max(values):.1f}, {sum(values) / len(values):.1f} on average"
+
+
+def _write(values: dict[str, float], iteration: int) -> None:
+    """To Megatron's writers, which only the last rank has."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if writer:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(values, iteration)
+
+
 def _queue_that_ends_with_its_rank(upstream: Callable, mp_mode: str | None = None) -> Any:
     if filesystem_async._results_queue is None:
         mode = mp_mode or inspect.signature(upstream).parameters["mp_mode"].default
@@ -153,11 +198,3 @@ def _queue_that_ends_with_its_rank(upstream: Callable, mp_mode: str | None = Non
         manager.start(end_with_parent)
         filesystem_async._results_queue = manager.Queue()
     return filesystem_async._results_queue
-
-
-def _last_complete(folder: Path) -> str:
-    try:
-        iteration = (folder / "latest_checkpointed_iteration.txt").read_text().strip()
-    except OSError:
-        return "no checkpoint is complete yet"
-    return f"the last complete checkpoint is of iteration {iteration}"

@@ -121,7 +121,7 @@ def check_messages_of_unknown_shape_are_refused(world, alone) -> None:
     model = stage(world)
     model.config.variable_seq_lengths = True
     refusal = raises(ValueError, run, executor(), model, pg_collection=groups(world, alone))
-    assert "negotiates the shape" in refusal
+    assert "variable_seq_lengths" in refusal and "fix in advance" in refusal
     message = raises(ValueError, run, executor(), stage(world), pg_collection=groups(world, alone), data_iterator=[])
     assert "1 model chunks need a data iterator each, but 0" in message
 

@@ -1,12 +1,9 @@
-"""The block at the start, and the lines of the iterations."""
-
-import argparse
+"""The block at the start."""
 
 import pytest
 
 from megatron.seq1f1b import validate
 from megatron.seq1f1b.planning.summary import copies_summary
-from megatron.seq1f1b.runtime import Reading, iteration_log
 from unit_tests.arguments.parsed import parsed
 
 SIZES = {"pipeline_model_parallel_size": 8, "global_batch_size": 16, "data_parallel_size": 1, "seq_length": 32768}
@@ -69,32 +66,3 @@ def test_the_block_names_what_is_recomputed_and_not_predicted(capsys, flags, set
     assert row not in capsys.readouterr().out
     validate(parsed())  # Megatron's own schedule
     assert capsys.readouterr().out == ""
-
-
-LINE = (
-    " [2026-01-01 00:00:00.000000] iteration        3/       5 | consumed samples: 24 | "
-    "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): {} | "
-    "learning rate: 1.0E-03 | global batch size:     8 | lm loss: 4.8 |"
-)
-
-
-def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
-    readings = [Reading(0.3, 0.4, 2**20), Reading(0.2, 0.3, 2**21)]
-    written, lines = {}, []
-    monkeypatch.setattr(iteration_log, "_of_all_stages", lambda reading: readings)
-    monkeypatch.setattr(iteration_log, "_write", lambda values, iteration: written.update(values, iteration=iteration))
-    monkeypatch.setattr(iteration_log, "_is_on_gpu", lambda: True)
-    args = argparse.Namespace(seq_length=64, world_size=2, tensorboard_log_interval=1)
-    for message in (LINE.format("1.5"), "something else"):
-        iteration_log.print_rank_last(lambda: args, lambda: readings[0], lambda: None, lines.append, message)
-    line, other = lines
-    assert other == "something else" and line.startswith(LINE.format("1.5"))
-    assert " tokens/s per GPU: 512.0 |" in line
-    assert "idle by pipeline rank (%): 25.0 50.0 |" in line
-    assert "peak activations by pipeline rank (MB): 1.0 2.0 |" in line
-    assert written["idle-share"] == pytest.approx(0.375) and written["iteration"] == 3
-    assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
-    assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
-    args.tensorboard_log_interval, written = 0, {}  # as Megatron takes it where nothing is written
-    iteration_log.print_rank_last(lambda: args, lambda: readings[0], lambda: None, lines.append, LINE.format("1.5"))
-    assert lines[-1] == line and not written

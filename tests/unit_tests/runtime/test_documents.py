@@ -44,7 +44,7 @@ def test_cumulative_lengths(tokens, name):
 
 
 def test_without_a_token_that_ends_documents_tokens_do_not_tell(tokens):
-    with pytest.raises(ValueError, match="no dict with cu_seqlens or attention_mask; drop"):
+    with pytest.raises(ValueError, match="no dict with cu_seqlens, attention_mask or tokens that end them; drop"):
         document_starts({"tokens": tokens}, SHAPE, None)
 
 
@@ -57,7 +57,7 @@ def test_without_a_token_that_ends_documents_tokens_do_not_tell(tokens):
         ({"attention_mask": torch.zeros(1, 1, 12, 12)}, r"attention_mask \[1, 12, 12\] in a batch does not fit"),
         ({"attention_mask": torch.zeros(2, 1, 12, 12, dtype=torch.bool)}, "hides more or less than other documents"),
         ({"attention_mask": (BEFORE | BEFORE.mT.tril(-4)).expand(2, 1, 12, 12)}, "hides more or less"),
-        ({"text": torch.zeros(2, 13)}, "no dict with cu_seqlens, attention_mask or tokens; drop"),
+        ({"text": torch.zeros(2, 13)}, "no dict with cu_seqlens, attention_mask or tokens that"),
         (torch.zeros(2, 13), "no dict with"),
     ],
 )

@@ -48,7 +48,7 @@ def is_of_a_step(kept) -> bool:
     return isinstance(kept, torch.Tensor) or type(kept).__module__.startswith("megatron.seq1f1b")
 
 
-def test_a_failure_shows_the_neighbourhood_on_all_ranks(alone):
+def test_a_failure_names_the_action_and_those_around_it(alone):
     def step(data_iterator, model):
         calls.append(None)
         if len(calls) == 3:
@@ -60,7 +60,6 @@ def test_a_failure_shows_the_neighbourhood_on_all_ranks(alone):
         run(executor(), Stage(), step=step)
     notes = "\n".join(failure.value.__notes__)
     assert "pipeline rank 0 failed at 0F1.0, among 0F0.0 0F0.1 0B0.1" in notes
-    assert "> rank 0" in notes and "[0F1.0]" in notes
 
 
 def test_kinds_of_actions_can_be_given_handlers(alone, monkeypatch):

@@ -187,5 +187,5 @@ def test_a_nan_loss_ends_the_step_and_names_the_segment(machine):
     losses = iter([1.0, 2.0, 3.0, float("nan")])
     with pytest.raises(RuntimeError, match="the loss isnan") as failure:
         run(executor(), Stage(), num_microbatches=2, step=partial(checking_step, [], losses))
-    assert "the loss isnan in micro-batch 1, of its segments in [1]" in failure.value.__notes__
+    assert "the loss isnan in micro-batch 1, whose segments have [3.0, nan]" in failure.value.__notes__
     assert "validate_result" not in vars(machine)

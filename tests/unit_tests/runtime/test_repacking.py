@@ -16,7 +16,7 @@ def pack(lengths, replicas, alike):
     return packs_of_step(lengths, 4, 2, replicas, alike=alike)
 
 
-def call_of(*batches, size=1, length=12, forward_only=False):
+def step_of(*batches, size=1, length=12, forward_only=False):
     alone = dist.group.WORLD
     return SimpleNamespace(
         config=SimpleNamespace(),
@@ -28,6 +28,8 @@ def call_of(*batches, size=1, length=12, forward_only=False):
         forward_only=forward_only,
         groups=SimpleNamespace(tp=alone, dp=alone, dp_cp=alone),
         pipeline=alone,
+        placement=Placement(1),
+        rank=0,
     )
 
 
@@ -36,7 +38,9 @@ def in_units():
 
 
 def cut(*batches, **sizes):
-    return in_units().cut_step(call_of(*batches, **sizes), Placement(1), None)
+    step = step_of(*batches, **sizes)
+    in_units().cut_step(step, None)
+    return step
 
 
 def read(found):
@@ -56,7 +60,7 @@ def sequence(*tokens, losses=None):
 def test_lists_of_sequences(alone):
     """The last unit of the long one, six tokens, has room for the shorter two; what has no loss at its end is gone."""
     found = cut([sequence(1, 2, 3, 4, 5, 6), sequence(7), sequence(8, 8, 8, losses=[0.0, 0.0, 0.0])], [sequence(3)])
-    assert found.call.num_microbatches == 1 and found.call.micro_batch_size == 1
+    assert found.num_microbatches == 1 and found.micro_batch_size == 1
     [[first, second]] = read(found)
     assert first["tokens"].tolist() == [[1, 2, 3, 4]] and second["tokens"].tolist() == [[5, 6, 7, 3]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 3]] and second["position_ids"].tolist() == [[4, 5, 0, 0]]
@@ -66,13 +70,13 @@ def test_lists_of_sequences(alone):
 def test_what_was_apart_in_the_last_step_of_a_training(alone):
     units = in_units()
     batch = [sequence(1, 2, 3, 4, 5, 6), sequence(7)]
-    units.cut_step(call_of(batch), Placement(1), None)
-    units.cut_step(call_of(batch, batch, forward_only=True), Placement(1), None)
-    assert units.apart == (1, 7, 37)
+    units.cut_step(step_of(batch), None)
+    units.cut_step(step_of(batch, batch, forward_only=True), None)
+    assert units.apart == (1, [6, 1])
     rows = Segmentation(2, lambda length: (6, 6), Packing(9))
     tokens = torch.tensor([[1, 2, 9, 3, 4, 5, 6, 7, 9, 0, 0, 0], [8] * 12])
-    rows.cut_step(call_of({"tokens": tokens}, size=2), Placement(1), None)
-    assert rows.apart == (1, 24, 9 + 36 + 9 + 144)
+    rows.cut_step(step_of({"tokens": tokens}, size=2), None)
+    assert rows.apart == (1, [3, 6, 3, 12])
 
 
 def test_documents_of_a_batch(alone):
@@ -96,11 +100,11 @@ def test_documents_of_a_batch(alone):
 
 def test_each_model_chunk_has_batches_of_its_own(alone):
     """A script may change what it gets, as Megatron does for context parallelism."""
-    call = call_of()
-    call.num_microbatches, call.iterators = 1, [iter([[sequence(1, 2)]]) for _ in range(2)]
-    found = in_units().cut_step(call, Placement(1), None)
-    [[segment]] = found.segments
-    first, second = (next(batches.at(segment)) for batches in found.batches)
+    step = step_of()
+    step.num_microbatches, step.iterators = 1, [iter([[sequence(1, 2)]]) for _ in range(2)]
+    in_units().cut_step(step, None)
+    [[segment]] = step.segments
+    first, second = (next(batches.at(segment)) for batches in step.batches)
     del first["tokens"]
     assert second["tokens"].tolist() == [[1, 2]]
 
@@ -108,15 +112,15 @@ def test_each_model_chunk_has_batches_of_its_own(alone):
 def test_an_evaluation_counts_tokens(alone):
     """Not micro-batches, one of which may have none."""
     reports = [{"lm loss": torch.tensor(each)} for each in ([6.0, 2.0], [0.0, 0.0], [3.0, 1.0])]
-    [found] = in_units().reports(reports, call_of(forward_only=True))
+    [found] = in_units().reports(reports, step_of(forward_only=True))
     assert found["lm loss"].tolist() == [9.0, 3.0]
-    assert in_units().reports(reports, call_of()) is reports
+    assert in_units().reports(reports, step_of()) is reports
     outputs = [torch.ones(1, 4)]
-    assert in_units().reports(outputs, call_of(forward_only=True)) is outputs
-    assert in_units().reports([], call_of(forward_only=True)) == []
+    assert in_units().reports(outputs, step_of(forward_only=True)) is outputs
+    assert in_units().reports([], step_of(forward_only=True)) == []
 
 
 def test_an_entry_that_no_sequence_has_a_part_of(alone):
     batch = {"tokens": torch.ones(1, 12), "attention_mask": torch.ones(1, 1, 12, 12, dtype=torch.bool)}
-    with pytest.raises(ValueError, match="attention_mask .* add --no-create-attention-mask-in-dataloader"):
+    with pytest.raises(ValueError, match="attention_mask .* by --no-create-attention-mask-in-dataloader"):
         cut(batch)

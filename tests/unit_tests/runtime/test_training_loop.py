@@ -11,13 +11,41 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron.seq1f1b.cpu.redirects import REDIRECTS
 from megatron.seq1f1b.process.patches import patched
-from megatron.seq1f1b.runtime import training_loop
-from megatron.seq1f1b.runtime.segmentation import Apart
+from megatron.seq1f1b.runtime import Reading, training_loop
 from megatron.seq1f1b.runtime.training_loop import TrainingLoop
+
+LINE = (
+    " [2026-01-01 00:00:00.000000] iteration        3/       5 | consumed samples: 24 | "
+    "elapsed time per iteration (ms): 500.0 | throughput per GPU (TFLOP/s/GPU): 1.5 | "
+    "learning rate: 1.0E-03 | global batch size:     8 | lm loss: 4.8 |"
+)
 
 
 def loop(documents=None, **args) -> TrainingLoop:
-    return TrainingLoop(lambda: Namespace(**args), lambda: SimpleNamespace(documents=lambda: documents))
+    executor = SimpleNamespace(documents=lambda: documents, last_step=lambda: None)
+    return TrainingLoop(lambda: Namespace(**args), lambda: executor)
+
+
+def test_an_iteration_shows_tokens_idle_shares_and_memory(monkeypatch):
+    readings = [Reading(0.3, 0.4, 2**20), Reading(0.2, 0.3, 2**21)]
+    written, lines = {}, []
+    monkeypatch.setattr(training_loop, "_of_all_stages", lambda reading: readings)
+    monkeypatch.setattr(training_loop, "_write", lambda values, iteration: written.update(values, iteration=iteration))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cuda")
+    args = {"seq_length": 64, "world_size": 2}
+    for message in (LINE, "something else"):
+        loop(**args, tensorboard_log_interval=1).print_rank_last(lines.append, message)
+    line, other = lines
+    assert other == "something else" and line.startswith(LINE)
+    assert " tokens/s per GPU: 512.0 |" in line
+    assert "idle by pipeline rank (%): 25.0 50.0 |" in line
+    assert "peak activations by pipeline rank (MB): 1.0 2.0 |" in line
+    assert written["idle-share"] == pytest.approx(0.375) and written["iteration"] == 3
+    assert written["idle-share/pipeline-rank-1"] == pytest.approx(0.5)
+    assert written["peak-activation-bytes/pipeline-rank-1"] == 2**21
+    written.clear()
+    loop(**args, tensorboard_log_interval=0).print_rank_last(lines.append, LINE)  # Megatron's value without writers
+    assert lines[-1] == line and not written
 
 
 @pytest.mark.parametrize(
@@ -36,16 +64,11 @@ def test_the_first_iteration_is_printed_within_an_interval(log_interval, iterati
 
 def test_documents_and_micro_batches_are_those_of_the_step(alone, monkeypatch):
     monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: torch.distributed.group.WORLD)
-    apart = Apart.of(4, [3, 5, 1])
+    apart = 4, [3, 5, 1]
     for documents, counted, scale in ((None, (7.0, 50.0), 0.5), (apart, (9.0, 35.0), 0.25)):
         found = loop(documents)
         assert found.count_documents(lambda: (7.0, 50.0)) == counted
         assert found.report_experts(lambda tracker, scale, iteration: (scale, iteration), None, 0.5, 3) == (scale, 3)
-
-
-def test_without_a_folder_nothing_is_saved(caplog):
-    loop(save=None).save(pytest.fail, 7)
-    assert caplog.messages == ["nothing is saved of iteration 7, since --save is not given"]
 
 
 def failing(error):
@@ -55,15 +78,15 @@ def failing(error):
     return upstream
 
 
-def test_a_failed_save_names_the_last_one_and_the_space(tmp_path):
+def test_without_a_folder_nothing_is_saved():
+    loop(save=None).save(pytest.fail, 7)
+
+
+def test_a_failed_save_names_the_folder_and_its_space(tmp_path):
     """torch raises a CheckpointException, which is no Exception and names no disk."""
-    for before in ("no checkpoint is complete yet", "the last complete checkpoint is of iteration 4"):
-        with pytest.raises(CheckpointException) as error:
-            loop(save=str(tmp_path)).save(failing(CheckpointException("write", {})), 6)
-        assert error.value.__notes__[0].startswith(
-            f"the checkpoint of iteration 6 was not saved; {before}; {tmp_path} has "
-        )
-        (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    with pytest.raises(CheckpointException) as error:
+        loop(save=str(tmp_path)).save(failing(CheckpointException("write", {})), 6)
+    assert error.value.__notes__[0].startswith(f"the checkpoint of iteration 6 was not saved; {tmp_path} has ")
 
 
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():

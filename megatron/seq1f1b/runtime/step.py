@@ -1,8 +1,9 @@
-"""One call of Megatron's `forward_backward_func`: its arguments, normalised and checked."""
+"""One step: a call of Megatron's `forward_backward_func`, normalised and checked, and the segments of its sequences."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,14 +13,19 @@ from megatron.core.pipeline_parallel.schedules import _build_default_pg_collecti
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from ..model import Segment
+from ..schedule import Placement, Shape
+from .data import SegmentIterator
+
 
 @dataclass(kw_only=True)
-class Call:
-    """The arguments of one step; see megatron/core/pipeline_parallel/schedules.py.
+class Step:
+    """The arguments of one call, see megatron/core/pipeline_parallel/schedules.py, on one rank of a pipeline.
 
-    `chunks` are the model chunks of this rank, `iterators` their data, `pipeline` the process group of the pipeline.
-    `seq_length` is 0 if Megatron leaves it out because no message is sent. Raises ValueError for a call that our
-    schedules cannot follow.
+    `chunks` are the model chunks of this rank, `iterators` their data, `pipeline` the process group of the pipeline, in
+    which `style` is that of a Placement. `seq_length` is 0 if Megatron leaves it out because no message is sent. What
+    cuts the sequences sets `segments[m][s]`, segment s of micro-batch m, and `batches`, the data of the chunks by
+    segments. Raises ValueError for a call that our schedules cannot follow.
     """
 
     forward_step_func: Callable
@@ -36,8 +42,12 @@ class Call:
     p2p_communicator: Any = None
     pg_collection: InitVar[ProcessGroupCollection | None] = None
     force_all_reduce: bool = False
+    style: InitVar[str] = "looped"
 
-    def __post_init__(self, data_iterator: Any, model: Any, pg_collection: ProcessGroupCollection | None) -> None:
+    segments: Sequence[Sequence[Segment]] = ()
+    batches: Sequence[SegmentIterator | None] = ()
+
+    def __post_init__(self, data_iterator: Any, model: Any, pg_collection: Any, style: str) -> None:
         self.chunks: list[torch.nn.Module] = model if isinstance(model, list) else [model]
         self.iterators: list[Any] = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         if len(self.iterators) != len(self.chunks):
@@ -50,35 +60,37 @@ class Call:
             self.config.calculate_per_token_loss = False  # Megatron reads it, but only a TransformerConfig has it
         if self.p2p_communicator is not None and pg_collection is None:
             raise ValueError("a p2p_communicator needs its pg_collection")
-        _check_messages(self.config, self.p2p_communicator, self.adjust_tensor_shapes_fn)
+        self._refuse_other_messages()
         self.groups = pg_collection or _build_default_pg_collection()
         self.pipeline = self.groups.pp if self.p2p_communicator is None else self.p2p_communicator.pp_group
-        _check_waits(self.config, self.pipeline)
+        refuse_waits(self.config, self.pipeline)
+        self.rank: int = self.pipeline.rank()
+        self.placement = Placement(self.pipeline.size(), len(self.chunks), style)
 
     @property
     def device(self) -> torch.device:
         return torch.device(torch.cuda.current_device())
 
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape.of(self.placement, [len(each) for each in self.segments])
 
-def _check_messages(config: Any, p2p_communicator: Any, adjust_tensor_shapes_fn: Callable | None) -> None:
-    if type(p2p_communicator) not in (type(None), P2PCommunicator) or adjust_tensor_shapes_fn is not None:
-        raise ValueError(
-            "a p2p_communicator of its own kind and adjust_tensor_shapes_fn change the messages between stages, which "
-            "our schedules lay out themselves; run this model without --pipeline-schedule and --sequence-splits"
-        )
-    if config.variable_seq_lengths:
-        raise ValueError(
-            "variable_seq_lengths negotiates the shape of every message, which our schedules fix in advance; run this "
-            "model with Megatron's own schedule"
-        )
-    if config.num_microbatches_with_partial_activation_checkpoints is not None:
-        raise ValueError(
-            "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
-            "schedules hold segments; unset it, or run this model with Megatron's own schedule"
-        )
+    def _refuse_other_messages(self) -> None:
+        is_known = type(self.p2p_communicator) in (type(None), P2PCommunicator)
+        if not is_known or self.adjust_tensor_shapes_fn is not None or self.config.variable_seq_lengths:
+            raise ValueError(
+                "a p2p_communicator of its own kind, adjust_tensor_shapes_fn and variable_seq_lengths change the "
+                "messages between stages, which our schedules fix in advance; run this model with Megatron's own "
+                "schedule"
+            )
+        if self.config.num_microbatches_with_partial_activation_checkpoints is not None:
+            raise ValueError(
+                "num_microbatches_with_partial_activation_checkpoints counts whole micro-batches in flight, but our "
+                "schedules hold segments; unset it, or run this model with Megatron's own schedule"
+            )
 
 
-def _check_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
+def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
     """Raise ValueError for settings that make the host wait for the whole GPU within a step.
 
     With NCCL a receive that was posted ahead occupies the GPU until its message arrives, which may depend on what this
