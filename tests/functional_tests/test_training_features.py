@@ -15,10 +15,7 @@ SEGMENTS = ("--sequence-splits", "4")
 DROPOUT = ("--hidden-dropout", "0.2")
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 
-NAMES = (
-    *("forward-backward", "forward-compute", "backward-compute", "batch-generator"),
-    *("forward-recv", "forward-send", "backward-recv", "backward-send"),
-)
+NAMES = ("forward-backward", "forward-compute", "backward-compute", "batch-generator")
 
 
 def without(flags: tuple, *names: str) -> list:

@@ -7,16 +7,16 @@ arrive.
 """
 
 import logging
+import math
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,16 @@ _PATIENCE = 0.8  # share of the timeout; after the whole timeout NCCL ends the p
 _LOOKS = 20  # in that time
 
 
+class Message(NamedTuple):
+    """A message on its way, and the SEND or RECV that it belongs to; the first of a channel belongs to none."""
+
+    channel: Channel
+    action: Action | None
+    tensor: Tensor
+    wait: Callable[[], Any]
+    has_left: Callable[[], bool]
+
+
 class Communicator:
     """Non-blocking messages between the ranks of one pipeline group.
 
@@ -55,6 +65,7 @@ class Communicator:
     ) -> None:
         channels = sorted(set(channels))
         self._ranks = dist.get_process_group_ranks(group)
+        self._rank = self._ranks.index(dist.get_rank())
         self._group = group
         self._dtype = dtype
         self._device = device
@@ -69,10 +80,8 @@ class Communicator:
         self._waits = Waits("sends" if self._is_gloo else "receives")
         if not self._is_gloo:
             self._waits.submit(partial(torch.cuda.set_device, device))  # else the thread takes memory on the first GPU
-        # By the RECV that a message belongs to; the work is None once the message has arrived.
-        self._receiving: dict[tuple | None, tuple[dist.Work | None, Tensor, Channel, Action | None]] = {}
-        # Whether a message has left, and what waits until it has.
-        self._sending: deque[tuple[Callable[[], bool], Callable[[], Any], Channel, Action | None]] = deque()
+        self._receiving: dict[tuple | None, Message] = {}  # by action
+        self._sending: deque[Message] = deque()  # which keep their storages until they have left
         # Every send and receive ends before its call returns, for programs with messages in turn.
         self.goes_in_turn = False
         self._connect(channels)
@@ -82,40 +91,39 @@ class Communicator:
         device = "cpu" if self._is_staged else self._device
         buffer = torch.empty(shape, dtype=self._dtype, device=device, pin_memory=self._is_staged)
         work = dist.irecv(buffer, self._ranks[channel.source], **self._route(channel))
+        self._receiving[action] = message = Message(channel, action, buffer, self._wait_for(work), work.is_completed)
         if self.goes_in_turn:
-            self._await(work, channel, action)
-            work = None
-        self._receiving[action] = work, buffer, channel, action
+            self._finish(message)
 
     def receive(self, action: tuple | None = None) -> Tensor:
         """Wait for the message of a RECV. Raises RuntimeError if it does not arrive."""
-        work, buffer, channel, posted_for = self._receiving.pop(action)
-        if work is not None:
-            self._await(work, channel, posted_for)
-        return buffer.to(self._device, non_blocking=True) if self._is_staged else buffer
+        message = self._receiving.pop(action)
+        if not self.goes_in_turn:
+            self._finish(message)
+        return message.tensor.to(self._device, non_blocking=True) if self._is_staged else message.tensor
 
     def send(self, channel: Channel, tensor: Tensor, action: Action | None = None) -> None:
         """Send without waiting; the storage of `tensor` is held until the message has left.
 
         Raises RuntimeError if an earlier message did not leave.
         """
-        message = tensor.detach()
+        tensor = tensor.detach()
         if self._is_staged:
-            message = torch.empty(message.shape, dtype=message.dtype, pin_memory=True).copy_(message)
-        message = message.contiguous()
-        work = dist.isend(message, self._ranks[channel.destination], **self._route(channel))
-        has_left, wait = work.is_completed, partial(self._wait, work, message)
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self._ranks[channel.destination], **self._route(channel))
+        wait, has_left = self._wait_for(work), work.is_completed
         if self._is_gloo:
             waiting = self._waits.submit(wait)
-            has_left, wait = waiting.done, waiting.result
-        self._sending.append((has_left, wait, channel, action))
-        while self._sending and (self.goes_in_turn or self._sending[0][0]()):
-            self._finish(*self._sending.popleft())
+            wait, has_left = waiting.result, waiting.done
+        self._sending.append(Message(channel, action, tensor, wait, has_left))
+        while self._sending and (self.goes_in_turn or self._sending[0].has_left()):
+            self._finish(self._sending.popleft())
 
     def finish(self) -> None:
         """Wait until every message has left, and assert that every posted receive was used."""
         while self._sending:
-            self._finish(*self._sending.popleft())
+            self._finish(self._sending.popleft())
         assert not self._receiving, f"messages outlived the step: {list(self._receiving)}"
 
     def _route(self, channel: Channel) -> dict:
@@ -123,24 +131,22 @@ class Communicator:
             return {"group": self._group, "tag": _GLOO_TAGS[channel.payload]}
         return {"group": self._groups[channel.communicator]}
 
-    def _finish(self, _: Any, wait: Callable[[], Any], channel: Channel, action: Action | None) -> None:
+    def _wait_for(self, work: dist.Work) -> Callable[[], Any]:
+        # With NCCL the stream waits; with a timeout the host would, too.
+        return partial(work.wait, self._timeout) if self._is_gloo else work.wait
+
+    def _finish(self, message: Message) -> None:
+        """Wait until a message has left or arrived."""
+        channel, action, _, wait, _ = message
+        is_sent = channel.source == self._rank
+        describe = partial(described, channel, action)
         try:
             wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{_message(channel, action)} was not taken: {error}") from error
-        self._settle()
-
-    def _await(self, work: dist.Work, channel: Channel, action: Action | None) -> None:
-        start = time.monotonic()
-        try:
-            self._wait(work)
-        except RuntimeError as error:
-            seconds = time.monotonic() - start
-            raise RuntimeError(f"{_message(channel, action)} did not come in {seconds:.0f} s: {error}") from error
-        if not self._is_gloo:
+            raise RuntimeError(f"{describe()} {'was not taken' if is_sent else 'did not come'}: {error}") from error
+        if not (is_sent or self._is_gloo):
             mark = torch.cuda.Event()
             mark.record()
-            describe = partial(_message, channel, action)
             self._waits.submit(partial(report_if_late, mark, describe, time.monotonic(), self._timeout))
         self._settle()
 
@@ -149,40 +155,30 @@ class Communicator:
         if self.goes_in_turn and self.is_on_device:
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _wait(self, work: dist.Work, message: Tensor | None = None) -> None:
-        """Wait for a send or receive; `message` is a parameter to keep its storage alive."""
-        if self._is_gloo:
-            work.wait(self._timeout)
-        else:
-            work.wait()  # the stream waits; with a timeout the host would, too
-
     def _connect(self, channels: list[Channel]) -> None:
         """Send one number over every channel, all ranks in the same order.
 
         NCCL connects at the first message and blocks the host until the peer does, too. In the order of a schedule a
         rank could block at a receive before the forward that its peer waits for.
         """
-        rank = self._ranks.index(dist.get_rank())
         for channel in channels:
-            if rank == channel.destination:
+            if self._rank == channel.destination:
                 self.post_receive(channel, (1,))
                 self.receive()
-            elif rank == channel.source:
+            elif self._rank == channel.source:
                 self.send(channel, torch.zeros(1, dtype=self._dtype, device=self._device))
                 self.finish()
 
 
-def _message(channel: Channel, action: Action | None) -> str:
+def described(channel: Channel, action: Action | None) -> str:
     """The message of a SEND or RECV in words."""
     ranks = f"pipeline rank {channel.source} to {channel.destination}"
     if action is None:
         return f"the first message from {ranks}"
-    is_forward = channel.payload is Kind.F
     source = action.stage - (action.kind is Kind.RECV_F) + (action.kind is Kind.RECV_B)
-    stages = f"stage {source} to {source + (1 if is_forward else -1)}"
-    what = "activations" if is_forward else "gradient"
+    what, target = ("activations", source + 1) if channel.payload is Kind.F else ("gradient", source - 1)
     unit = f"micro-batch {action.microbatch}, segment {action.segment}"
-    return f"the {what} of {unit} from {stages} ({ranks}; {action})"
+    return f"the {what} of {unit} from stage {source} to {target} ({ranks}; {action})"
 
 
 def groups_per_communicator(
@@ -239,9 +235,8 @@ class Waits:
     """
 
     def __init__(self, name: str) -> None:
-        self._waits: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        self._waits: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
         threading.Thread(target=_wait_for_each, args=(self._waits,), name=name, daemon=True).start()
-        weakref.finalize(self, self._waits.put, None)
 
     def submit(self, wait: Callable[[], Any]) -> Future:
         future: Future = Future()
@@ -250,13 +245,13 @@ class Waits:
 
 
 def _wait_for_each(waits: SimpleQueue) -> None:
-    while (submitted := waits.get()) is not None:
-        future, wait = submitted
+    while True:
+        future, wait = waits.get()
         try:
             future.set_result(wait())
         except Exception as error:
             future.set_exception(error)
-        del submitted, future, wait  # else the last message lives until the next
+        del future, wait  # else the last message lives until the next
 
 
 def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: float, timeout: timedelta) -> None:
@@ -265,16 +260,12 @@ def report_if_late(mark: torch.cuda.Event, describe: Callable[[], str], since: f
 
     With NCCL no host waits for a message, and NCCL's own report has only a number.
     """
-    patience, is_reported = _PATIENCE * timeout.total_seconds(), False
+    patience = _PATIENCE * timeout.total_seconds()
+    interval = patience / _LOOKS
     while not mark.query():
         waited = time.monotonic() - since
-        if waited >= patience and not is_reported:
-            is_reported = True
-            _log.error(
-                "%s has not come for %.0f s; look at its sender, or give a longer --distributed-timeout-minutes than "
-                "%g",
-                describe(),
-                waited,
-                timeout.total_seconds() / 60,
-            )
-        time.sleep(patience / _LOOKS)
+        if waited >= patience:
+            advice = "look at its sender, or give a longer --distributed-timeout-minutes than"
+            _log.error("%s has not come for %.0f s; %s %g", describe(), waited, advice, timeout.total_seconds() / 60)
+            patience = math.inf
+        time.sleep(interval)

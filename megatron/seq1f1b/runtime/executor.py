@@ -34,7 +34,7 @@ from .loss import LossLedger
 from .partitioned_state import gradient_sync, is_partitioned
 from .prediction import prediction_heads
 from .program import Program, Programs, streams_share_queues
-from .recorder import Reading, Recorder
+from .recorder import Recorder
 from .segmentation import Segmentation
 from .step import Step
 from .tracer import Tracer
@@ -66,7 +66,7 @@ class PipelineExecutor:
         piece: int | None = PIECE,
     ) -> None:
         self._programs = Programs(schedule, costs, streams_share_queues())
-        self._segmentation = segmentation
+        self.segmentation = segmentation
         self._around_forward = around_forward
         self._timeout = timeout
         self.tracer: Tracer | None = None  # records training steps
@@ -96,14 +96,6 @@ class PipelineExecutor:
         dist.all_reduce(rate, dist.ReduceOp.MIN)
         return rate.item()
 
-    def last_step(self) -> Reading | None:
-        """The measurements of the last training step, if there was one."""
-        return self.recorder and self.recorder.reading()
-
-    def documents(self) -> tuple[int, list[int]] | None:
-        """The micro-batches of the last training step and the lengths of its documents, if they are kept apart."""
-        return self._segmentation.apart
-
     def __call__(self, **arguments: Any) -> list[Any]:
         """Run one step; arguments and return value as in megatron/core/pipeline_parallel/schedules.py.
 
@@ -115,7 +107,7 @@ class PipelineExecutor:
                 "then; end the program, and start it again from a checkpoint"
             )
         step = Step(style=self._programs.placement, **arguments)
-        segmentation, context = self._segmentation, self._context
+        segmentation, context = self.segmentation, self._context
         if segmentation.cuts_sequences:
             refuse_attention_to_later_tokens(step.chunks)
             if step.decoder_seq_length not in (None, step.seq_length):
@@ -174,7 +166,7 @@ class PipelineExecutor:
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, step.chunks))
             heads = None
-            if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self._segmentation.packing is not None:
+            if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packing is not None:
                 heads = prediction_heads(step, self._context)
             if heads is not None:
                 around.enter_context(patched(heads.patches()))
@@ -211,7 +203,7 @@ class PipelineExecutor:
                     step.chunks, num_tokens, pg_collection=step.groups, force_all_reduce=step.force_all_reduce
                 )
                 add_up_tied_embeddings(step.chunks)
-        reports = self._segmentation.reports(losses.reports(), step)
+        reports = self.segmentation.reports(losses.reports(), step)
         return self._on_last_rank(reports, step) if self._reports_on_last_rank else reports
 
     def _on_last_rank(self, reports: list[Any], step: Step) -> list[Any]:
@@ -244,7 +236,7 @@ class PipelineExecutor:
         plan = (
             f"{self._programs.name}, {'evaluation' if step.forward_only else 'training'} on {placement.num_ranks} "
             f"ranks with {placement.num_chunks} model chunks ({placement.style}), {step.num_microbatches} "
-            f"micro-batches of {step.micro_batch_size} sequences, {self._segmentation.description(step.seq_length)}, "
+            f"micro-batches of {step.micro_batch_size} sequences, {self.segmentation.description(step.seq_length)}, "
             f"of a model with {getattr(config, 'num_layers', 'its own')} layers and messages of "
             f"{config.hidden_size} {config.pipeline_dtype}"
         )

@@ -54,7 +54,6 @@ class Interpreter:
 
     def __post_init__(self) -> None:
         placement, rank = self.step.placement, self.step.rank
-        self._timers = self.step.config.timers
         self._last_stage = placement.num_stages - 1
         self._chunk_of = {stage: placement.chunk_of(stage) for stage in placement.stages_of(rank)}
         self._channels = channels_of(placement, rank)
@@ -96,7 +95,6 @@ class Interpreter:
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
         self.sync.before_forward(chunk)
-        is_last = stage == self._last_stage
         running = self.context.running(segment, not step.forward_only)
         moves = action[1:] in self.program.moved
         keeping = self.host_memory.keeping(action[1:]) if moves else _NOTHING
@@ -114,14 +112,14 @@ class Interpreter:
                 is_first_microbatch=check_first_val_step(step.first_val_step, step.forward_only, is_first_of_chunk),
                 current_microbatch=microbatch,
                 vp_stage=chunk if len(step.chunks) > 1 else None,
-                is_last_stage=is_last,
+                is_last_stage=stage == self._last_stage,
             )
         if moves and arrived is not None:
             # The graph holds what it needs; this tensor only receives its gradient.
             arrived.data = arrived.new_empty(()).expand(arrived.shape)
         if not step.forward_only:
             self._kept[action[1:]] = arrived, output
-        if not is_last:
+        if stage != self._last_stage:
             self._outgoing[Kind.SEND_F, *action[1:]] = output
 
     def _backward(self, action: Action) -> None:
@@ -147,9 +145,7 @@ class Interpreter:
     def _weight_gradient(self, action: Action) -> None:
         segment = self.step.segments[action.microbatch][action.segment]
         with self.context.running(segment, True), self.recorder.span(action):
-            self._start("backward-compute")
             self._compute_weight_gradients(action)
-            self._stop("backward-compute")
 
     def _compute_weight_gradients(self, action: Action) -> None:
         with self._reducing(Kind.W, action):
@@ -167,10 +163,7 @@ class Interpreter:
             return None
         kind = Kind.RECV_F if is_forward else Kind.RECV_B
         if (kind, stage) in self._channels:
-            name = "forward-recv" if is_forward else "backward-recv"
-            self._start(name)
             tensor = self.communicator.receive((kind, *action[1:]))
-            self._stop(name)
         else:  # from a neighbouring stage on this rank
             sent = (Kind.SEND_F, stage - 1) if is_forward else (Kind.SEND_B, stage + 1)
             handed = self._outgoing.pop((*sent, *unit))
@@ -185,26 +178,14 @@ class Interpreter:
         self.communicator.post_receive(self._channels[kind, stage], shape, action)
 
     def _send(self, action: Action) -> None:
-        tensor, is_forward = self._outgoing.pop(action), action.kind is Kind.SEND_F
-        name = "forward-send" if is_forward else "backward-send"
-        self._start(name)
+        tensor = self._outgoing.pop(action)
         self.communicator.send(self._channels[action.kind, action.stage], tensor, action)
-        self._stop(name)
-        self._deallocate(tensor, is_forward)
+        self._deallocate(tensor, action.kind is Kind.SEND_F)
 
     def _deallocate(self, output: Tensor, is_forward: bool) -> None:
         """Free the storage of an output that the next stage has: the graph needs its grad_fn only."""
         if is_forward and not self.step.forward_only:
             deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
-
-    def _start(self, name: str) -> None:
-        """Start a timer of Megatron's log; its `forward_step` and `backward_step` time themselves."""
-        if self._timers is not None:
-            self._timers(name, log_level=2).start()
-
-    def _stop(self, name: str) -> None:
-        if self._timers is not None:
-            self._timers(name).stop()
 
     # A new kind of action adds its handler. The table is on the class, since bound methods would form a cycle that
     # keeps a step until a garbage collection.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.enums import LayerType
 from torch import Tensor
 
-from ..model import Documents, LookAhead, PredictionHeads, Segment, SegmentContext
+from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
 from ..schedule import Placement
 from .data import SegmentIterator
 from .step import Step
@@ -61,19 +61,23 @@ def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) ->
     documents in batches of its packed format, which have `cu_seqlens`; with an attention mask alone they cross
     documents. Raises ValueError if a batch is no dict with tokens, position_ids and labels.
     """
-    depth, tensor = step.config.mtp_num_layers, step.groups.tp
-    runs = _runs(segment, step.groups.cp)
+    depth, tensor, runs = step.config.mtp_num_layers, step.groups.tp, _runs(segment, step.groups.cp)
+    number = torch.zeros(step.micro_batch_size, segment.sequence_length, dtype=torch.long)  # of each token's document
+    for row, starts in zip(number, segment.documents or (), strict=False):
+        row[list(starts)] = 1
+    number = number.cumsum(dim=1)
     shape = len(_ENTRIES), len(runs), step.micro_batch_size, depth
     packed = torch.empty(prod(shape) + depth + 2, dtype=torch.float64, device=step.device)
     if tensor.rank() == 0:
-        packed.copy_(_packed(batches.latest, segment.documents, [end for _, end in runs], shape), non_blocking=True)
+        packed.copy_(_packed(batches.latest, number, [end for _, end in runs], depth), non_blocking=True)
     if tensor.size() > 1:
         dist.broadcast(packed, dist.get_global_rank(tensor, 0), group=tensor)
     entries, counts, stays_within = packed.split((packed.numel() - depth - 2, depth + 1, 1))
     ends_document = None
     if segment.documents is not None:
-        at_ends = _ends_of_documents(segment.documents, runs).to(step.device, non_blocking=True)
-        ends_document = at_ends & (stays_within > 0)
+        is_last = torch.nn.functional.pad(number[:, 1:] != number[:, :-1], (0, 1))
+        of_runs = torch.cat([is_last[:, start:end] for start, end in runs], dim=1)
+        ends_document = of_runs.to(step.device, non_blocking=True) & (stays_within > 0)
     return LookAhead(dict(zip(_ENTRIES, entries.view(shape), strict=True)), counts, ends_document)
 
 
@@ -86,19 +90,9 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
     return [(first, first + part), (last - part, last)]
 
 
-def _ends_of_documents(documents: Documents, runs: Sequence[tuple[int, int]]) -> Tensor:
-    """Which tokens of the runs end a document that another one follows: booleans [b, n]."""
-    of_runs = []
-    for start, end in runs:
-        is_last = torch.zeros(len(documents), end - start, dtype=torch.bool)
-        for row, starts in zip(is_last, documents, strict=True):
-            row[[following - 1 - start for following in starts if start < following <= end]] = True
-        of_runs.append(is_last)
-    return torch.cat(of_runs, dim=1)
-
-
-def _packed(batch: Any, documents: Documents | None, ends: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    """The message of `look_ahead`, in numbers that fp64 holds exactly."""
+def _packed(batch: Any, number: Tensor, ends: Sequence[int], depth: int) -> Tensor:
+    """The message of `look_ahead`, in numbers that fp64 holds exactly: entries that follow the `ends` of runs, sums of
+    the shifted loss mask, and whether both stay within the documents of each `number` [b, s]."""
     entries = dict(batch) if isinstance(batch, dict) else {}
     missing = [name for name in _ENTRIES[:3] if entries.get(name) is None]
     if missing:
@@ -108,25 +102,17 @@ def _packed(batch: Any, documents: Documents | None, ends: Sequence[int], shape:
         )
     if entries.get("loss_mask") is None:
         entries["loss_mask"] = torch.ones_like(entries["labels"])
-    stays_within = documents is not None and any("cu_seqlens" in name for name in entries)
-    bounds = documents if stays_within else ((0,),) * shape[2]
-    ahead = torch.zeros(shape, dtype=torch.float64)
-    for of_entry, name in zip(ahead, _ENTRIES, strict=True):
-        for found, end in zip(of_entry, ends, strict=True):
-            for row, tokens, starts in zip(found, entries[name], bounds, strict=True):
-                following = next((start for start in starts if start >= end), len(tokens))
-                part = tokens[end : min(end + shape[-1], following)]
-                row[: len(part)] = part
-    counts = _counts(entries["loss_mask"].double().cpu(), bounds, shape[-1])
-    return torch.cat((ahead.flatten(), counts, torch.tensor([float(stays_within)])))
-
-
-def _counts(loss_mask: Tensor, documents: Documents, depth: int) -> Tensor:
-    """The sums of the loss mask [b, s] shifted within documents by 0 to `depth` tokens."""
-    counts = loss_mask.new_zeros(depth + 1)
-    for row, starts in zip(loss_mask, documents, strict=True):
-        sums = torch.nn.functional.pad(row.cumsum(dim=0), (1, 0))
-        first, end = torch.tensor((*starts, len(row))).unfold(0, 2, 1).unbind(dim=1)
-        for shift in range(depth + 1):
-            counts[shift] += (sums[end] - sums[torch.minimum(first + shift, end)]).sum()
-    return counts
+    stays_within = any("cu_seqlens" in name for name in entries)
+    if not stays_within:
+        number = torch.zeros_like(number)
+    parts = []
+    for name in _ENTRIES:
+        for end in ends:
+            following = entries[name][:, end : end + depth].double().cpu()
+            following *= number[:, end : end + depth] == number[:, end - 1 : end]
+            parts.append(torch.nn.functional.pad(following, (0, depth - following.shape[1])).flatten())
+    mask, length = entries["loss_mask"].double().cpu(), number.shape[1]
+    for shift in range(depth + 1):
+        is_same = number[:, shift:] == number[:, : length - shift]
+        parts.append((mask[:, shift:] * is_same).sum().view(1))
+    return torch.cat((*parts, torch.tensor([float(stays_within)])))

@@ -73,20 +73,11 @@ class TrainingLoop:
         )
         return (*(wrapping(*row) for row in rows), *corpora.patches(self._args))
 
-    def training_log(
-        self,
-        upstream: Callable,
-        losses: dict,
-        total_losses: dict,
-        learning_rate: float | None,
-        iteration: int,
-        *rest: Any,
-        is_first_iteration: bool = False,
-        **more: Any,
-    ) -> Any:
+    def training_log(self, upstream: Callable, *args: Any, is_first_iteration: bool = False, **more: Any) -> Any:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
+        iteration = args[3]
         is_extra = is_first_iteration and iteration % self._args().log_interval != 0
-        return upstream(losses, total_losses, learning_rate, iteration, *rest, is_first_iteration=is_extra, **more)
+        return upstream(*args, is_first_iteration=is_extra, **more)
 
     def print_rank_last(self, upstream: Callable[[str], None], message: str) -> None:
         """Add to the line of an iteration, TensorBoard and wandb; called on all ranks with the same message."""
@@ -95,7 +86,8 @@ class TrainingLoop:
             upstream(message)
             return
         args, executor = self._args(), self._executor()
-        readings = _of_all_stages(None if executor is None else executor.last_step())
+        recorder = executor and executor.recorder  # of the last training step, by our schedules
+        readings = _of_all_stages(recorder.reading()) if recorder else []
         tokens = self._tokens or int(batch[1]) * args.seq_length
         per_second = tokens / (float(line["milliseconds"]) / 1e3) / args.world_size
         values = {"tokens-per-second-per-gpu": per_second}
@@ -119,7 +111,7 @@ class TrainingLoop:
         """The tokens of all documents of a step, and the squares of their lengths; both None where none are packed."""
         tokens, squares = upstream()
         executor = self._executor()
-        apart = None if executor is None else executor.documents()
+        apart = executor and executor.segmentation.apart
         if apart is not None:
             replicas = parallel_state.get_data_parallel_group()
             number, lengths = apart
@@ -162,9 +154,9 @@ class TrainingLoop:
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
 
 
-def _of_all_stages(reading: Reading | None) -> list[Reading]:
+def _of_all_stages(reading: Reading) -> list[Reading]:
     """The readings of this pipeline, by one small collective. Megatron has already waited for the device."""
-    if reading is None or dist.get_backend() == "fake":
+    if dist.get_backend() == "fake":
         return []
     group = parallel_state.get_pipeline_model_parallel_group()
     own = torch.tensor(reading, dtype=torch.float64, device=torch.cuda.current_device())

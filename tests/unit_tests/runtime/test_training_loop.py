@@ -22,7 +22,8 @@ LINE = (
 
 
 def loop(documents=None, **args) -> TrainingLoop:
-    executor = SimpleNamespace(documents=lambda: documents, last_step=lambda: None)
+    recorder = SimpleNamespace(reading=lambda: None)
+    executor = SimpleNamespace(segmentation=SimpleNamespace(apart=documents), recorder=recorder)
     return TrainingLoop(lambda: Namespace(**args), lambda: executor)
 
 
