@@ -2,9 +2,9 @@
 
 import pytest
 
-from support.checks import few_of
 from support.files import write_corpus
 from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT, torchrun
+from support.on_ranks import few_of
 
 MOCK = (*TINY_GPT, "--mock-data")
 

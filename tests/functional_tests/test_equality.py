@@ -4,15 +4,14 @@ Each case has an id of its own, suite/group/step: `-k pp2-moe`, `-k zb-h1-k3`. A
 of ranks run in one job; if it dies, the case that was running has failed and another job goes on with the next.
 """
 
-import re
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
 
+from functional_tests.equality.comparison import run_cases, verdicts_in
 from functional_tests.equality.suites import groups, representatives
-from support.checks import few_of
+from support.on_ranks import few_of
 
-WORKER = Path(__file__).parent / "equality" / "worker.py"
 GROUPS = [group for group in groups() if group.model.transformer_engine is None]
 CASES = {name: group.ranks for group in GROUPS for name in group.cases}
 FEW = representatives() & CASES.keys()
@@ -21,8 +20,8 @@ FEW = representatives() & CASES.keys()
 class Verdicts:
     """The verdict on every selected case; those with the same number of ranks, and of the same tier, share a job."""
 
-    def __init__(self, launch, folder: Path, selected: set[str]) -> None:
-        self._launch, self._folder, self._selected = launch, folder, selected
+    def __init__(self, launch, selected: set[str]) -> None:
+        self._launch, self._selected = launch, selected
         self._found: dict[str, str] = {}
 
     def of(self, name: str) -> str:
@@ -33,13 +32,13 @@ class Verdicts:
     def _run(self, names: list[str]) -> None:
         """Run the cases in as many jobs as it takes."""
         while names:
-            (self._folder / "cases").write_text("\n".join(names))
-            job = self._launch(CASES[names[0]], [self._folder / "cases"], script=WORKER, timeout=300 + 20 * len(names))
-            done = dict(re.findall(r"^case (\S+): (.*)$", job.log, re.MULTILINE))
+            with suppress(AssertionError):
+                self._launch.call(CASES[names[0]], run_cases, timeout=300 + 20 * len(names), names=names)
+            done = verdicts_in(self._launch.last.log)
             self._found |= done
             names = [name for name in names if name not in done]
             if names:
-                self._found[names[0]] = f"the job ended with code {job.code}:\n{job.log[-6000:]}"
+                self._found[names[0]] = f"the job ended, {self._launch.last.log[-6000:]}"
                 names = names[1:]
 
 
@@ -48,9 +47,9 @@ def shares_job(case: str, other: str) -> bool:
 
 
 @pytest.fixture(scope="session")
-def verdicts(request, launch, tmp_path_factory) -> Verdicts:
+def verdicts(request, launch) -> Verdicts:
     items = [item for item in request.session.items if item.originalname == test_a_step.__name__]
-    return Verdicts(launch, tmp_path_factory.mktemp("equality"), {item.callspec.params["case"] for item in items})
+    return Verdicts(launch, {item.callspec.params["case"] for item in items})
 
 
 @pytest.mark.timeout(3600)

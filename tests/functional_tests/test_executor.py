@@ -1,46 +1,258 @@
-"""Our executor in programs other than megatron.training, and in place of Megatron's three functions (see workers/)."""
+"""Our executor as the `forward_backward_func` of programs other than megatron.training: what they can rely on.
 
-from pathlib import Path
+The model is one linear layer a stage, without code of Megatron's: no process groups but those that are passed in.
+"""
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
-
-from support.checks import assert_passed, checks_of
-
-EXECUTOR, CONTRACT, MEMORY = (
-    Path(__file__).parent / "workers" / f"{name}_worker.py" for name in ("executor", "contract", "memory")
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunMode,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
 )
 
+from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
+from megatron.seq1f1b.runtime import executor as executor_file
+from megatron.seq1f1b.runtime.communication import Communicator
+from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
+from support.linear_stages import SEQUENCE, Stage, batches, call, configuration, forward_step, sum_of_squares
+from support.on_ranks import on_ranks
 
-@pytest.fixture(scope="module")
-def executor_job(launch):
-    """One job on two ranks, which makes all checks in turn."""
-    return launch(2, script=EXECUTOR)
-
-
-@pytest.mark.parametrize("check", checks_of(EXECUTOR))
-def test_callers_can_rely_on(executor_job, check):
-    assert_passed(executor_job, check, ranks=2)
+MICROBATCHES = 3
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(8, marks=pytest.mark.exhaustive)], ids="{}-ranks".format)
-def contract_job(request, launch):
-    return launch(request.param, script=CONTRACT, timeout=240), request.param
+def groups(alone: bool = False) -> ProcessGroupCollection:
+    """Of a pipeline of all ranks, or of this one."""
+    own, _ = dist.new_subgroups(1)
+    pipeline = own if alone else dist.group.WORLD
+    return ProcessGroupCollection(pp=pipeline, tp=own, cp=own, dp_cp=own, embd=None, pos_embd=None)
 
 
-@pytest.mark.parametrize("check", checks_of(CONTRACT))
-def test_callers_see_what_megatrons_own_functions_show(contract_job, check):
-    assert_passed(contract_job[0], check, ranks=contract_job[1])
+def stage(ranks: int = 2) -> Stage:
+    return Stage(configuration(ranks), dist.get_rank())
 
 
-@pytest.mark.parametrize("flag, place", [("--fail", "1 failed at 1F1.0"), ("--stuck", "0 failed at 0F3.0")])
-def test_a_failing_rank_ends_its_job_and_names_its_action(launch, flag, place):
-    """Also where it has sent a message that nobody takes."""
-    job = launch(2, [flag], script=EXECUTOR, timeout=60)
-    assert job.code == 1  # the rank's own: a job whose time is up is killed
-    assert f"pipeline rank {place}, among" in job.log
+def run(function, model, step=forward_step, microbatches=MICROBATCHES, **given):
+    for chunk in model if isinstance(model, list) else [model]:
+        chunk.zero_grad()
+    return call(function, model, microbatches, step, **given)
 
 
-def test_the_peak_is_units_in_flight_and_their_keys_and_values(launch):
-    """What Seq1F1B saves: a step holds at its peak what the formula gives."""
-    job = launch(4, script=MEMORY, timeout=200).check()
-    assert job.log.count("promised") == 4 * 5
+def executor(schedule=ScheduleChoice("1f1b"), k=1, timeout=60.0) -> PipelineExecutor:  # noqa: B008
+    return PipelineExecutor(
+        schedule, Segmentation(k, lambda length: [length // k] * k), timeout=timedelta(seconds=timeout)
+    )
+
+
+def gradients(model: Stage) -> dict[str, torch.Tensor]:
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def in_a_row(placement: Placement) -> tuple[list[Stage], list[dict[str, torch.Tensor]]]:
+    """The stages that this rank has, and their gradients where all run here, one after the other."""
+    stages = [Stage(configuration(2), number) for number in range(placement.num_stages)]
+    total = 0
+    for tokens in batches(MICROBATCHES):
+        for each in stages:
+            tokens = each(tokens)
+        total += tokens.square().mean() / MICROBATCHES
+    total.backward()
+    here = [stages[number] for number in placement.stages_of(dist.get_rank())]
+    return here, [gradients(each) for each in here]
+
+
+def assert_gradients(chunks: list[Stage], expected: list[dict[str, torch.Tensor]]) -> None:
+    for chunk, gradients in zip(chunks, expected, strict=True):
+        assert all(torch.allclose(param.grad, gradients[name]) for name, param in chunk.named_parameters())
+
+
+@on_ranks(2)
+def test_what_groups_and_data_do_not_fit_is_refused():
+    model = stage()
+    other = type("Other", (P2PCommunicator,), {})
+    with pytest.raises(ValueError, match="pg_collection"):
+        run(executor(), model, p2p_communicator=P2PCommunicator(dist.group.WORLD, model.config))
+    with pytest.raises(ValueError, match="p2p_communicator"):
+        run(executor(), model, p2p_communicator=other(dist.group.WORLD, model.config), pg_collection=groups())
+    with pytest.raises(ValueError, match="1 model chunks need a data iterator each, but 0"):
+        run(executor(), model, pg_collection=groups(), data_iterator=[])
+
+
+@on_ranks(2)
+def test_one_rank_runs_without_the_others():
+    """Megatron's training loop collects what is not a loss on the last rank only."""
+    alone = groups(alone=True)
+    if dist.get_rank() == 1:
+        for forward_only in (True, False):
+            run(executor(), stage(ranks=1), pg_collection=alone, forward_only=forward_only)
+
+
+@on_ranks(2)
+def test_a_whole_schedule_takes_steps_of_its_shape():
+    """And evaluates on any."""
+    collection = groups()
+    (model,), expected = in_a_row(Placement(2))
+    given = executor(ScheduleChoice.of(build("auto", Shape(Placement(2), MICROBATCHES))))
+    run(given, model, pg_collection=collection)
+    assert_gradients([model], expected)
+    with torch.no_grad():
+        assert len(run(given, model, microbatches=2, pg_collection=collection, forward_only=True)) in (0, 2)
+    with pytest.raises(ValueError, match="3 micro-batches"):
+        run(given, model, microbatches=2, pg_collection=collection)
+
+
+@on_ranks(2)
+def test_chunks_in_a_v():
+    """A whole schedule brings its placement, a name is given one."""
+    placement, collection = Placement(2, 2, "v"), groups()
+    model, expected = in_a_row(placement)
+    whole = ScheduleChoice.of(build("zb-h1", Shape(placement, MICROBATCHES)))
+    for choice in (whole, ScheduleChoice("1f1b", "v")):
+        reports = run(executor(choice), model, pg_collection=collection)
+        assert len(reports) == (MICROBATCHES if dist.get_rank() == 0 else 0)
+        assert_gradients(model, expected)
+
+
+class OnDevice(Communicator):
+    """Messages over gloo that are taken for kernels of a GPU."""
+
+    turns = 0
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.is_on_device = True
+
+    def finish(self):
+        OnDevice.turns += self.goes_in_turn
+        super().finish()
+
+    def _settle(self) -> None:
+        """There is no stream to wait for."""
+
+
+class Counted:
+    """Batches [b, n, h], the sequences first as in Megatron's data sets, and how many were read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self._batches = (tokens.transpose(0, 1) for tokens in batches(100))
+
+    def __next__(self) -> torch.Tensor:
+        self.read += 1
+        return next(self._batches)
+
+
+@on_ranks(2)
+def test_messages_used_in_another_order_than_sent():
+    """In a schedule of a user's own, rank 1 begins its second chunk before the last unit of its first. Also as on a
+    GPU, where the first step is special."""
+    placement, collection = Placement(2, 2), groups()
+    order = build("breadth-first", Shape(placement, MICROBATCHES, 2))
+    second, units = list(order.ranks[1]), 2 * MICROBATCHES
+    second[units - 1 : units + 1] = second[units], second[units - 1]
+    order = replace(order, ranks=(order.ranks[0], tuple(second)))
+    sent, used = (
+        [(action.microbatch, action.segment, action.stage // 2) for action in rank if action.kind is Kind.F]
+        for rank in order.ranks
+    )
+    assert sent != used
+
+    def step(data_iterator, model):
+        return model(next(data_iterator).transpose(0, 1)), sum_of_squares
+
+    model, expected = in_a_row(placement)
+    for kind in (Communicator, OnDevice):
+        given = executor(ScheduleChoice.of(order), k=2)
+        with patch.object(executor_file, "Communicator", kind):
+            for _ in range(2):
+                run(given, model, step, pg_collection=collection, data_iterator=[Counted(), Counted()])
+                assert_gradients(model, expected)
+    assert OnDevice.turns == 1, "the first step has messages in turn, the second has not"
+
+
+@on_ranks(2)
+def test_a_rerun_on_rewound_iterators():
+    """Megatron runs a step again to see whether it gives the same; each run reads every micro-batch once."""
+
+    def step(data_iterator, model):
+        output = model(next(data_iterator).transpose(0, 1))
+
+        def loss_func(output):
+            loss = output.square().sum()
+            get_rerun_state_machine().validate_result(loss, rejection_func=torch.isnan, message="loss")
+            return loss, torch.tensor(output.numel()), {"loss": loss.detach()}
+
+        return output, loss_func
+
+    destroy_rerun_state_machine()  # Megatron makes one at the first call
+    initialize_rerun_state_machine(mode=RerunMode.REPORT_DETERMINISM_STATS)
+    collection, model, schedule, counted = groups(), stage(), executor(k=2), Counted()
+    iterator, seen = RerunDataIterator(counted), []
+    for _ in range(2):
+        while get_rerun_state_machine().should_run_forward_backward(iterator):
+            given = {"data_iterator": [iterator], "decoder_seq_length": SEQUENCE}
+            reports = run(schedule, model, step, pg_collection=collection, **given)
+            assert len(iterator.saved_microbatches) == MICROBATCHES
+            seen.append((reports, gradients(model)))
+    first, again, second, _ = seen
+    assert first[0] == again[0] and all(torch.equal(first[1][name], again[1][name]) for name in first[1])
+    assert len(first[0]) == MICROBATCHES * dist.get_rank()
+    assert not torch.equal(first[1]["layers.0.weight"], second[1]["layers.0.weight"])
+    assert counted.read == 2 * MICROBATCHES
+
+
+@on_ranks(2)
+def test_ranks_that_disagree_all_raise_before_a_message():
+    collection, rank = groups(), dist.get_rank()
+    for differing in ({"schedule": ScheduleChoice(("1f1b", "gpipe")[rank])}, {"k": 1 + rank}):
+        with pytest.raises(ValueError, match="rank 1 has") as refusal:
+            run(executor(**differing), stage(), pg_collection=collection)
+        assert "rank 0 has" not in str(refusal.value)
+
+
+def failing_step(is_stuck=False):
+    """Rank 1 raises in its second call; if it is stuck, rank 0 in its fourth, when nobody has received what it sent."""
+    calls, failing = [], (0, 4) if is_stuck else (1, 2)
+
+    def step(data_iterator, model):
+        calls.append(None)
+        if is_stuck and dist.get_rank() == 1:
+            time.sleep(90)
+        if (dist.get_rank(), len(calls)) == failing:
+            raise KeyError("no more data")
+        return forward_step(data_iterator, model)
+
+    return step
+
+
+@on_ranks(2)
+def test_after_a_failure_no_rank_takes_a_step():
+    """The other ranks fail within the timeout even if the process of the failed one lives on and catches the error."""
+    rank, failing, model, collection = dist.get_rank(), executor(timeout=5), stage(), groups()
+    kind, place = (KeyError, "rank 1 failed at 1F1.0, among") if rank else (RuntimeError, "rank 0 failed at 0B")
+    with pytest.raises(kind, match=place):
+        run(failing, model, failing_step(), pg_collection=collection)
+    with pytest.raises(RuntimeError, match=rf"an earlier step of this pipeline failed \({kind.__name__}: "):
+        run(failing, model, pg_collection=collection)
+
+
+def fail(is_stuck: bool) -> None:
+    """Nobody catches the error; where a rank is stuck, the message that the failing one has sent is not taken."""
+    schedule, step = ScheduleChoice("gpipe" if is_stuck else "1f1b"), failing_step(is_stuck)
+    run(executor(schedule, timeout=600), stage(), step, 6, pg_collection=groups())
+
+
+@pytest.mark.parametrize("is_stuck, place", [(False, "1 failed at 1F1.0"), (True, "0 failed at 0F3.0")])
+def test_a_failing_rank_ends_its_job_and_names_its_action(launch, is_stuck, place):
+    with pytest.raises(AssertionError, match=rf"(?s)^exit code 1;.*pipeline rank {place}, among"):
+        launch.call(2, fail, timeout=60, is_stuck=is_stuck)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.checks import few_of
 from support.launch import ROOT, TINY_GPT, torchrun
+from support.on_ranks import few_of
 
 SCRIPT = Path(__file__).parent / "scripts" / "faulty_script.py"
 FLAGS = [*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", 2, "--sequence-splits", 2, "--train-iters", 7]

@@ -1,23 +1,33 @@
 """The flags that the launchers make, for every preset and every set of installed packages, and those that the planner
 prints go through Megatron's parser and its checks, and through ours."""
 
+import argparse
 import json
-import re
+import os
 import shlex
 import subprocess
-from collections.abc import Iterable
+import sys
+import traceback
 from itertools import batched
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments, parse_args, validate_args
 
+import megatron.seq1f1b
+from megatron.seq1f1b import add_arguments, validate
 from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import model_of, read_model, training_flags
+from megatron.seq1f1b.cpu.upstream import FLAGS
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.planner.space import Candidate, Question, candidates
 from support.launchers import run
 
-WORKER = Path(__file__).parent / "workers" / "flags_worker.py"
+NAMES = [
+    *("num_layers", "hidden_size", "vocab_size", "bf16", "sequence_parallel", "data_parallel_size", "manual_gc", "lr"),
+    *("global_batch_size", "transformer_impl", "gradient_accumulation_fusion", "masked_softmax_fusion"),
+    "no_persist_layer_norm",
+]
 
 # Parameters, with 32768 words, of the shapes that the authors trained; the GPUs that they had.
 PRESETS = {
@@ -94,12 +104,33 @@ def launches(packages) -> dict[tuple[str, str, int], dict]:
     return made
 
 
-def parsed(launch, jobs: Iterable[dict]) -> list[dict]:
-    """What Megatron and we make of launches, each with `flags` and its `environment`; see workers/flags_worker.py."""
-    jobs = [json.dumps(job) for job in jobs]
-    printed = launch(1, jobs, WORKER, timeout=800).check().log
-    found = [json.loads(line) for line in re.findall("^SEEN (.*)$", printed, re.MULTILINE)]
-    assert len(found) == len(jobs), printed[-2000:]
+def accepted(jobs: list[dict]) -> list[dict]:
+    """What Megatron's parser and our validation make of launches, each with `flags` and its `environment`."""
+    sys.argv[1:] = ["--device", "cpu"]
+    megatron.seq1f1b.install()
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    of_gpus = {name for name, _, _ in FLAGS}  # replaced on a CPU, where this runs
+    found = []
+    for job in jobs:
+        os.environ.update(job["environment"])
+        sys.argv[1:] = job["flags"]
+        try:
+            args = parse_args(add_arguments)
+            validate_args(args)
+            args.padded_vocab_size = args.vocab_size
+            config = validate(args)
+        except BaseException:
+            found.append({"error": traceback.format_exc()})
+            continue
+        cut = config.cut(args.seq_length) if config.schedule is not None else None
+        asked = vars(parser.parse_args(job["flags"]))
+        found.append({name: asked[name] if name in of_gpus else getattr(args, name) for name in NAMES})
+        found[-1] |= {"attention_backend": args.attention_backend.name, "cut": cut}
+    return found
+
+
+def parsed(launch, jobs: list[dict]) -> list[dict]:
+    (found,) = launch.call(1, accepted, timeout=800, jobs=jobs)
     return found
 
 
@@ -113,7 +144,7 @@ def seen(launch, launches) -> dict[tuple[str, str, int], dict]:
     """What Megatron's parser and our validation make of every launch; many differ in what is installed only."""
     jobs = {key: json.dumps({name: job[name] for name in ("flags", "environment")}) for key, job in launches.items()}
     different = list(dict.fromkeys(jobs.values()))
-    found = dict(zip(different, parsed(launch, map(json.loads, different)), strict=True))
+    found = dict(zip(different, parsed(launch, [*map(json.loads, different)]), strict=True))
     return {key: found[job] for key, job in jobs.items()}
 
 

@@ -1,144 +1,62 @@
-"""Our schedules in a program without Megatron's training loop and arguments (see library_worker.py)."""
+"""Our schedules in programs without Megatron's training loop and arguments."""
 
-from pathlib import Path
+import ctypes
+from argparse import Namespace
+from collections import Counter
+from dataclasses import replace
 
+import megatron.core.pipeline_parallel as of_megatron
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as imported_before
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training import checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron.seq1f1b
+from functional_tests.equality.cases import Case
+from functional_tests.equality.models import SEQUENCE, Model, mixture
+from functional_tests.equality.step import batches, forward_step, run
+from megatron.seq1f1b.process.patches import patched
+from megatron.seq1f1b.runtime.partitioned_state import patches_of_training_loop
 from megatron.seq1f1b.schedule import Placement, Shape, build, read_timeline, write_csv
 
-PARTITIONED = {"whole": (), "partitioned": ("partition_state=True",)}
-WORKER = Path(__file__).parent / "workers" / "library_worker.py"
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def result(launch, path, *options, **environment) -> list[tuple]:
-    """(reports, gradients) of each rank."""
-    launch(2, [path, *options], script=WORKER, env=environment).check()
-    return [torch.load(f"{path}.{rank}") for rank in range(2)]
-
-
-@pytest.fixture(scope="module")
-def megatrons_own(launch, tmp_path_factory):
-    return result(launch, tmp_path_factory.mktemp("own") / "own")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["pipeline_schedule=1f1b", "sequence_splits=4"],
-        ["sequence_splits=3", "sequence_split_strategy=balanced"],
-        ["pipeline_schedule=zb-h1", "sequence_splits=2"],
-        ["pipeline_schedule_file=mine.csv", "sequence_splits=2", "pipeline_trace=trace", "pipeline_trace_iterations=1"],
-    ],
-    ids=" ".join,
-)
-def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, tmp_path, options):
-    write_csv(build("auto", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
-    for name in ("mine", "trace"):
-        options = [option.replace(f"={name}", f"={tmp_path}/{name}") for option in options]
-    assert_equal(result(launch, tmp_path / "ours", *options), megatrons_own)
-    if any("trace" in option for option in options):
-        timeline = read_timeline(tmp_path / "trace" / "iteration-1-pipeline-0.json")
-        assert len(timeline.ranks[0]) >= 12
-
-
-def test_a_function_imported_before_is_ours_too(launch, megatrons_own, tmp_path):
-    options = [tmp_path / "ours", "sequence_splits=4", "sequence_split_strategy=even"]
-    job = launch(2, options, script=WORKER, env={"IMPORTED_BEFORE": "1"}).check()
-    assert job.log.count("steps are run by megatron.seq1f1b: 1f1b, segments: 4") == 1
-    assert_equal([torch.load(f"{tmp_path}/ours.{rank}") for rank in range(2)], megatrons_own)
-
-
-def test_a_loop_that_compiles_megatrons_helpers_does_not_fail(launch, tmp_path):
-    """As Megatron-Bridge's does at its start: the wheel of megatron-core has no makefile for it."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import megatron.seq1f1b\n"
-        "megatron.seq1f1b.install(sequence_splits=2)\n"
-        "from megatron.core.datasets.utils import compile_helpers\n"
-        "compile_helpers()\n"
+def model_of(plain: Model, number: int = 1, experts: int = 1, **ddp) -> list[DistributedDataParallel]:
+    """So many chunks on this rank of two pipeline stages; nothing here is ours."""
+    virtual = number if number > 1 else None
+    parallel_state.initialize_model_parallel(1, 2, virtual, expert_model_parallel_size=experts)
+    model_parallel_cuda_manual_seed(1)
+    config = plain.transformer_config(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+        expert_model_parallel_size=experts,
     )
-    launch(1, script=script).check()
+    config.finalize_model_grads_func = finalize_model_grads
+    chunks = []
+    for chunk in range(number):
+        place = {"ignore_virtual": False, "vp_stage": chunk if virtual else None}
+        is_first, is_last = (
+            parallel_state.is_pipeline_first_stage(**place),
+            parallel_state.is_pipeline_last_stage(**place),
+        )
+        built = plain.build(config, is_first, is_last, place["vp_stage"])
+        chunks.append(DistributedDataParallel(config, DistributedDataParallelConfig(**ddp), built))
+    return chunks
 
 
-def test_another_install_with_other_keywords_is_refused(launch, tmp_path):
-    """As the second of a program and its framework; one without keywords or with the same does nothing."""
-    script = tmp_path / "script.py"
-    calls = ("sequence_splits=2", "sequence_splits=2", "", "sequence_splits=4")
-    script.write_text("from megatron.seq1f1b import install\n" + "".join(f"install({each})\n" for each in calls))
-    job = launch(1, script=script)
-    assert job.code == 1 and "line 5" in job.log
-    assert "ValueError: install was called before with other keywords; call it once" in job.log
-
-
-def test_uninstall_leaves_megatrons_own_schedules(launch, tmp_path):
-    """In what imported the function before, too; another install may then have other keywords."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from megatron.core.pipeline_parallel import schedules\n"
-        "from megatron.core.pipeline_parallel.schedules import get_forward_backward_func\n"
-        "from megatron.seq1f1b import install, uninstall\n"
-        "upstream = [get_forward_backward_func]\n"  # in a list, where no name is bound anew
-        "uninstall()\n"
-        "for segments in (2, 4):\n"
-        "    install(sequence_splits=segments)\n"
-        "    assert upstream[0] is not get_forward_backward_func is schedules.get_forward_backward_func\n"
-        "    uninstall()\n"
-        "    assert upstream[0] is get_forward_backward_func is schedules.get_forward_backward_func\n"
-    )
-    launch(1, script=script).check()
-
-
-@pytest.fixture(scope="module")
-def masked(launch, tmp_path_factory):
-    """Megatron's own, with a mask that keeps documents apart."""
-    return result(launch, tmp_path_factory.mktemp("masked") / "own", DOCUMENTS="mask")
-
-
-@pytest.mark.parametrize("documents", ["mask", "cu_seqlens"])
-def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, tmp_path, documents):
-    options = ["sequence_splits=3", "sequence_split_strategy=balanced", "keep_documents_apart=True"]
-    ours = result(launch, tmp_path / "ours", *options, DOCUMENTS=documents)
-    assert_equal(ours, masked)
-    assert not torch.allclose(masked[1][0][0]["loss"], megatrons_own[1][0][0]["loss"])
-
-
-@pytest.mark.parametrize(
-    "documents, what",
-    [
-        ("mask", "the attention mask in the batch of micro-batch 0 is not plain causal attention"),
-        ("packed_seq_params", "the model got packed_seq_params, but segments attend across documents"),
-    ],
-)
-def test_documents_that_nobody_spoke_of_are_a_value_error(launch, tmp_path, documents, what):
-    job = launch(2, [tmp_path / "refused", "sequence_splits=3"], script=WORKER, env={"DOCUMENTS": documents})
-    assert job.code == 1
-    sentence = next(line for line in job.log.splitlines() if f"ValueError: {what}" in line)
-    assert sentence.endswith("for packed documents give keep_documents_apart, or drop sequence_splits")
-
-
-def steps_of_adam(launch, path, *options, **environment) -> list[tuple]:
-    """(losses and norms, weights, bytes of weights between steps) of each of four ranks after three steps."""
-    options = [path, "pipeline_schedule=breadth-first", "sequence_splits=2", *options]
-    launch(4, options, script=WORKER, env={"STEPS": "3"} | environment).check()
-    return [torch.load(f"{path}.{rank}") for rank in range(4)]
-
-
-def test_a_partitioned_state_trains_a_program_alike(launch, tmp_path):
-    """Losses, norms and weights of three steps of Adam are the same numbers; between them no weights are there."""
-    found = [steps_of_adam(launch, tmp_path / name, *more) for name, more in PARTITIONED.items()]
-    for (losses, weights, there), (same_losses, same_weights, same_there) in zip(*found, strict=True):
-        assert there > 0 == same_there
-        assert str(losses) == str(same_losses) and len(losses) == 3
-        assert len(weights) > 10 and all(map(torch.equal, weights, same_weights))
-
-
-def test_a_partitioned_state_adds_up_the_gradients_of_two_calls(launch, tmp_path):
-    """In another order than a whole one. Of experts divided among both replicas, no other rank has a share."""
-    environment = {"CALLS": "2", "EXPERTS": "2"}
-    found = [steps_of_adam(launch, tmp_path / name, *more, **environment) for name, more in PARTITIONED.items()]
-    for (losses, _, _), (same_losses, _, _) in zip(*found, strict=True):
-        assert [norm for _, norm in losses] == pytest.approx([norm for _, norm in same_losses], rel=1e-5)
+def step(options: dict, packed: str | None = None, imports_before: bool = False) -> tuple:
+    """Reports and gradients of a program that installs our schedules if it has options for them."""
+    if options:
+        megatron.seq1f1b.install(**options)
+    get_function = imported_before if imports_before else of_megatron.get_forward_backward_func
+    model = model_of(Model())
+    return run(get_function(), model, Case("", 1, 3, "even", "random", packed), 0, 1)
 
 
 def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
@@ -146,19 +64,211 @@ def assert_equal(ours: list[tuple], own: list[tuple]) -> None:
     for rank, ((reports, gradients), (own_reports, own_gradients)) in enumerate(zip(ours, own, strict=True)):
         assert len(reports) == len(own_reports) == 3 * rank
         for mine, other in zip(reports, own_reports, strict=True):
-            assert torch.allclose(mine["loss"], other["loss"], rtol=1e-10)
+            assert torch.allclose(mine["lm loss"], other["lm loss"], rtol=1e-10)
         assert gradients.keys() == own_gradients.keys()
         for name, gradient in gradients.items():
             assert (gradient - own_gradients[name]).abs().max() <= 1e-10 * own_gradients[name].abs().max(), name
 
 
+@pytest.fixture(scope="module")
+def megatrons_own(launch):
+    return launch.call(2, step, options={})
+
+
 @pytest.mark.parametrize(
-    "option, sentence",
+    "options",
     [
-        ("partition_state=True", "partition_state needs DistributedDataParallelConfig("),
-        ("sequence_splits=40", "sequence_splits 40 leaves empty segments: seq_length 32 has only 32 pieces"),
+        {"pipeline_schedule": "1f1b", "sequence_splits": "4"},
+        {"sequence_splits": 3, "sequence_split_strategy": "balanced"},
+        {"pipeline_schedule": "zb-h1", "sequence_splits": 2},
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_are_those_without_us(launch, megatrons_own, options):
+    assert_equal(launch.call(2, step, options=options), megatrons_own)
+
+
+def test_a_schedule_from_a_file_and_a_trace(launch, megatrons_own, tmp_path):
+    write_csv(build("auto", Shape(Placement(2), 3, 2)), tmp_path / "mine.csv")
+    options = {"pipeline_schedule_file": tmp_path / "mine.csv", "sequence_splits": 2}
+    options |= {"pipeline_trace": str(tmp_path), "pipeline_trace_iterations": "1"}
+    assert_equal(launch.call(2, step, options=options), megatrons_own)
+    assert len(read_timeline(tmp_path / "iteration-1-pipeline-0.json").ranks[0]) >= 12
+
+
+def test_a_function_imported_before_is_ours_too(launch, megatrons_own):
+    options = {"sequence_splits": 4, "sequence_split_strategy": "even"}
+    assert_equal(launch.call(2, step, options=options, imports_before=True), megatrons_own)
+    assert launch.last.log.count("steps are run by megatron.seq1f1b: 1f1b, segments: 4") == 1
+
+
+@pytest.fixture(scope="module")
+def masked(launch):
+    """Megatron's own, with a mask that keeps documents apart."""
+    return launch.call(2, step, options={}, packed="mask")
+
+
+@pytest.mark.parametrize("packed", ["mask", "cu_seqlens"])
+def test_documents_of_a_batch_are_kept_apart(launch, megatrons_own, masked, packed):
+    options = {"sequence_splits": 3, "sequence_split_strategy": "balanced", "keep_documents_apart": True}
+    assert_equal(launch.call(2, step, options=options, packed=packed), masked)
+    assert not torch.allclose(masked[1][0][0]["lm loss"], megatrons_own[1][0][0]["lm loss"])
+
+
+@pytest.mark.parametrize(
+    "options, packed, sentence",
+    [
+        ({"partition_state": True}, None, r"partition_state needs DistributedDataParallelConfig\("),
+        ({"sequence_splits": 60}, None, "sequence_splits 60 leaves empty segments: seq_length 56 has only 56 pieces"),
+        (
+            {"sequence_splits": 3},
+            "mask",
+            "the attention mask in the batch of micro-batch 0 is not plain causal attention.*; "
+            "for packed documents give keep_documents_apart, or drop sequence_splits",
+        ),
+        (
+            {"sequence_splits": 3},
+            "cu_seqlens",
+            "the model got packed_seq_params, but segments attend across documents.*; "
+            "for packed documents give keep_documents_apart, or drop sequence_splits",
+        ),
     ],
 )
-def test_what_cannot_be_honoured_is_a_value_error(launch, tmp_path, option, sentence):
-    job = launch(2, [tmp_path / "refused", option], script=WORKER)
-    assert job.code == 1 and f"ValueError: {sentence}" in job.log
+def test_what_cannot_be_honoured_is_a_value_error(launch, options, packed, sentence):
+    with pytest.raises(AssertionError, match=f"exit code 1;(?s:.*)ValueError: {sentence}"):
+        launch.call(2, step, options=options, packed=packed)
+
+
+def compile_helpers() -> None:
+    """As Megatron-Bridge does at its start: the wheel of megatron-core has no makefile for it."""
+    megatron.seq1f1b.install(sequence_splits=2)
+    from megatron.core.datasets.utils import compile_helpers
+
+    compile_helpers()
+
+
+def install_twice() -> None:
+    """As a program and its framework may: one without keywords or with the same does nothing."""
+    for given in ({"sequence_splits": 2}, {"sequence_splits": 2}, {}):
+        megatron.seq1f1b.install(**given)
+    with pytest.raises(ValueError, match="install was called before with other keywords; call it once"):
+        megatron.seq1f1b.install(sequence_splits=4)
+
+
+def uninstall() -> None:
+    """In what imported the function before, too; another install may then have other keywords."""
+    upstream = [imported_before]  # in a list, where no name is bound anew
+    megatron.seq1f1b.uninstall()
+    for segments in (2, 4):
+        megatron.seq1f1b.install(sequence_splits=segments)
+        assert upstream[0] is not imported_before is of_megatron.get_forward_backward_func
+        megatron.seq1f1b.uninstall()
+        assert upstream[0] is imported_before is of_megatron.get_forward_backward_func
+
+
+@pytest.mark.parametrize("program", [compile_helpers, install_twice, uninstall])
+def test_a_program_can(launch, program):
+    launch.call(1, program)
+
+
+class Elements(TorchDispatchMode):
+    """Elements that collectives of shares move to, or from, the other ranks of their group."""
+
+    # The place of the whole tensor, and of the share, among the arguments of a collective.
+    PLACES = {"_allgather_base_": ("gathered", 0, 1), "_reduce_scatter_base_": ("reduced", 1, 0)}
+    PLACES["allgather_into_tensor_coalesced_"] = PLACES["_allgather_base_"]
+    PLACES["reduce_scatter_tensor_coalesced_"] = PLACES["_reduce_scatter_base_"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and (name := func._schema.name.partition("::")[2]) in self.PLACES:
+            kind, whole, share = self.PLACES[name]
+            self.counts[kind] += _size(args[whole]) - _size(args[share])
+        return func(*args, **(kwargs or {}))
+
+
+def _size(tensors) -> int:
+    return tensors.numel() if isinstance(tensors, torch.Tensor) else sum(each.numel() for each in tensors)
+
+
+def trained(partitions: bool, layers: int = 4, steps: int = 3, calls=1, experts=1, m: int = 3, **sizes: int) -> dict:
+    """Steps of Adam of a program with a layer in each chunk, each on the gradients of several calls of Megatron's
+    function, of m micro-batches each: losses and norms, weights, and what the last step moves and holds."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    options = {"partition_state": True} if partitions else {}
+    megatron.seq1f1b.install(pipeline_schedule="breadth-first", sequence_splits=2, **options)
+    plain = Model() if experts == 1 else mixture(moe_token_dispatcher_type="alltoall")
+    plain = replace(plain, dtype=torch.float32, layers=layers).with_config(**sizes)
+    chunks = model_of(plain, layers // 2, experts, **OVERLAP)
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.1)
+    optimizer, losses = get_megatron_optimizer(config, chunks), []
+    for _ in range(steps):
+        torch.cuda.reset_peak_memory_stats()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        with Elements() as elements:
+            for call in range(calls):
+                for chunk in chunks:
+                    chunk.config.finalize_model_grads_func = finalize_model_grads if call == calls - 1 else None
+                reports = of_megatron.get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=[batches(Case("", 1, m, "even", "random"), call, 2) for _ in chunks],
+                    model=chunks,
+                    num_microbatches=m,
+                    seq_length=SEQUENCE,
+                    micro_batch_size=2,
+                )
+            _, norm, _ = optimizer.step()
+        losses.append(([report["lm loss"].tolist() for report in reports], norm))
+    found = {"losses": losses, "resident": torch.cuda.max_memory_allocated(), **elements.counts}
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)  # which overlap_param_gather leaves to the next forward
+    if partitions:
+        settings = Namespace(ckpt_format="torch_dist", no_save_optim=True, no_save_rng=True)
+        with patched(patches_of_training_loop()):
+            assert checkpointing.generate_state_dict(settings, chunks, None, None, None)["model0"]
+    found["there"] = sum(weight.untyped_storage().nbytes() for chunk in chunks for weight in chunk.parameters())
+    with megatron.seq1f1b.whole_weights(chunks):
+        return found | {"chunks": [torch.cat([weight.flatten() for weight in chunk.parameters()]) for chunk in chunks]}
+
+
+def both(launch, **given) -> list[tuple[dict, dict]]:
+    """What four ranks found with a whole state and with a partitioned one."""
+    return list(zip(*(launch.call(4, trained, partitions=each, **given) for each in (False, True)), strict=True))
+
+
+def test_a_partitioned_state_trains_a_program_alike(launch):
+    """Losses, norms and weights of three steps of Adam are the same numbers; no weights are there after
+    them, and after they were read for a checkpoint."""
+    for whole, partitioned in both(launch):
+        assert whole["there"] > 0 == partitioned["there"]
+        assert whole["losses"] == partitioned["losses"]
+        assert all(map(torch.equal, whole["chunks"], partitioned["chunks"]))
+
+
+def test_a_partitioned_state_adds_up_gradients_of_two_calls(launch):
+    """In another order than a whole one. Of experts divided among both replicas, no other rank has a share."""
+    for whole, partitioned in both(launch, calls=2, experts=2):
+        norms = ([norm for _, norm in each["losses"]] for each in (whole, partitioned))
+        assert next(norms) == pytest.approx(next(norms), rel=1e-5)
+
+
+def test_messages_do_not_grow_with_micro_batches(launch):
+    """In a step W weights of a stage are gathered twice, but for those of the two chunks that end the forward and begin
+    the backward, and their gradients are reduced once: (DP - 1)/DP of each goes between replicas."""
+    few, many = (launch.call(4, trained, partitions=True, layers=8, steps=1, m=m, hidden_size=64) for m in (1, 3))
+    for before, after in zip(few, many, strict=True):
+        sizes = [len(chunk) for chunk in before["chunks"]]
+        assert before["reduced"] == after["reduced"] == pytest.approx(sum(sizes) / 2, rel=0.005)
+        assert before["gathered"] == after["gathered"] == pytest.approx(sum(sizes) - sum(sizes[-2:]) / 2, rel=0.005)
+
+
+def test_resident_memory_is_that_of_two_chunks_and_a_share(launch):
+    """Of eight chunks and two replicas: at most 2/8 + 1/2 of all weights and gradients, in fp32."""
+    for whole, partitioned in both(launch, layers=16, steps=2, m=1, hidden_size=256, kv_channels=64):
+        everything = 2 * sum(chunk.nbytes for chunk in whole["chunks"])
+        assert whole["resident"] - partitioned["resident"] > (1 - 2 / 8 - 1 / 2) * everything

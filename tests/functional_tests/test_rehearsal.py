@@ -15,9 +15,9 @@ from megatron.seq1f1b.planning.costs.machine import GIB
 from megatron.seq1f1b.planning.costs.step_memory import host_bytes, rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build, units_to_move, with_moves
-from support.checks import few_of
 from support.launch import PRETRAIN, ROOT
 from support.launchers import started
+from support.on_ranks import few_of
 
 # Long enough for activations to outweigh what is the same for any length.
 MODEL = (

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, build, moved, read_timeline, write_csv
-from support.checks import few_of
 from support.launch import ITERATIONS, PRETRAIN, ROOT, TINY_GPT
+from support.on_ranks import few_of
 
 OVERLAY = ROOT / "megatron" / "seq1f1b" / "__main__.py"
 FOREIGN = Path(__file__).parent / "scripts" / "foreign_script.py"

@@ -3,17 +3,18 @@
 Its Python runs on CPU tensors, on a double of its kernels (see support/te_double.py).
 """
 
-import re
-from pathlib import Path
-
 import pytest
 
+from functional_tests.equality import layout
+from functional_tests.equality.cases import Layout
+from functional_tests.equality.comparison import run_cases, verdicts_in
+from functional_tests.equality.models import Model
 from functional_tests.equality.suites import groups, representatives
+from megatron.seq1f1b.model import use_segment_attention
 from megatron.seq1f1b.schedule import Placement, Shape, build, write_csv
-from support.checks import few_of
 from support.launch import ITERATIONS, ROOT, TINY_GPT, Launcher
+from support.on_ranks import few_of, on_ranks
 
-FOLDER = Path(__file__).parent
 # Made by scripts/setup.sh, away from other packages.
 PACKAGES = ROOT / ".venv" / "transformer-engine"
 CASES = [name for group in groups() if group.model.transformer_engine for name in group.cases]
@@ -31,18 +32,23 @@ def launch(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def verdicts(request, launch, tmp_path_factory):
+def verdicts(request, launch):
     """The line on every selected case, of one job on two ranks."""
-    selected = tmp_path_factory.mktemp("transformer_engine") / "cases"
     items = [item for item in request.session.items if item.originalname == test_its_layers_train_by_segments.__name__]
-    selected.write_text("\n".join(item.callspec.params["case"] for item in items))
-    job = launch(2, [selected], FOLDER / "equality" / "worker.py", timeout=300)
-    return dict(re.findall(r"^case (\S+): (.*)$", job.check().log, re.MULTILINE))
+    launch.call(2, run_cases, timeout=300, names={item.callspec.params["case"] for item in items})
+    return verdicts_in(launch.last.log)
 
 
-def test_a_checkpoint_keeps_its_names(launch):
-    job = launch(1, script=FOLDER / "workers" / "transformer_engine_worker.py", timeout=200)
-    assert "equal\n" in job.check().log
+@on_ranks(1)
+def test_a_checkpoint_keeps_its_names():
+    """All but that of its own fp8 state, which holds nothing without fp8."""
+    chunks = layout.build(Model(transformer_engine="unfused"), Layout())
+    before = chunks[0].state_dict()
+    use_segment_attention(chunks)
+    gone = before.keys() - chunks[0].state_dict().keys()
+    assert chunks[0].state_dict().keys() <= before.keys()
+    assert gone and all(name.endswith(".core_attention._extra_state") for name in gone), gone
+    assert all(before[name] is None or before[name].numel() == 0 for name in gone)
 
 
 TRAINING = (*TINY_GPT, "--mock-data", "--transformer-impl", "transformer_engine", "--pipeline-model-parallel-size", "2")

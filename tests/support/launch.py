@@ -1,7 +1,9 @@
 """Start a training script on several ranks of this machine's CPU, and read its log."""
 
+import inspect
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -9,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +90,10 @@ def torchrun(
 class Launcher:
     """Runs jobs in forks of one process that has imported Megatron already (see zygote.py).
 
-    `packages` are folders of further packages for their ranks.
+    `packages` are folders of further packages for their ranks. `last` is the last job.
     """
+
+    last: Job
 
     def __init__(self, logs: Path, packages: Sequence[Path] = ()):
         self._logs = logs
@@ -134,7 +138,16 @@ class Launcher:
         codes = json.loads(self._zygote.stdout.readline())
         # The code of a rank that failed, not of those that were ended because of it.
         code = next((code for code in codes if code > 0), min(codes))
-        return Job(code, log.read_text(errors="replace"), tuple(codes))
+        self.last = Job(code, log.read_text(errors="replace"), tuple(codes))
+        return self.last
+
+    def call(self, ranks: int, function: Callable, timeout: float = 120, **arguments: object) -> list:
+        """What a function of a file of tests returns on each rank, in a process group of gloo's."""
+        file = self._logs / f"{self._jobs + 1}.call"
+        path = Path(inspect.getfile(function)).relative_to(ROOT / "tests")
+        file.write_bytes(pickle.dumps((".".join(path.with_suffix("").parts), function.__name__, arguments)))
+        self(ranks, [file], Path(__file__).with_name("on_ranks.py"), timeout).check()
+        return [pickle.loads(file.with_suffix(f".{rank}").read_bytes()) for rank in range(ranks)]
 
     def close(self) -> None:
         self._zygote.stdin.close()

@@ -1,7 +1,6 @@
-"""Stages of linear layers, without code of Megatron's, and their steps: for workers that check a schedule function."""
+"""Stages of linear layers, without code of Megatron's, and their steps: for tests of schedule functions."""
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from megatron.core import ModelParallelConfig
@@ -67,20 +66,3 @@ def call(function: Callable, model: Stage | list[Stage], m: int, step=forward_st
         "micro_batch_size": BATCH,
     }
     return function(**{**arguments, **given})
-
-
-def raises(kind: type[Exception] | tuple, function: Callable, *args, **kwargs) -> str:
-    """The words and notes of the error."""
-    try:
-        function(*args, **kwargs)
-    except kind as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", [])])
-    raise AssertionError(f"no {kind}")
-
-
-def run_checks(functions: Mapping[str, object], *arguments) -> None:
-    """Call every `check_...` in order, and print a line for each; see checks.py."""
-    for name, check in list(functions.items()):
-        if name.startswith("check_"):
-            check(*arguments)
-            print(f"passed: {name} on rank {os.environ['RANK']}", flush=True)

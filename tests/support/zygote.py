@@ -33,6 +33,7 @@ COMMON = (
     "megatron.seq1f1b.runtime.from_config",
     "megatron.seq1f1b.runtime.training_loop",
     "megatron.training.datasets.sft_dataset",
+    "pytest",
 )
 
 

@@ -5,7 +5,8 @@ tensor-parallel size: Megatron computes the cross entropy in fp32, which rounds 
 Every data-parallel replica of the reference sees all micro-batches.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +22,11 @@ from functional_tests.equality.cases import Case, Layout
 from functional_tests.equality.layout import build, groups_of, has_loss, replicas_of
 from functional_tests.equality.models import SEQUENCE, VOCABULARY, Model
 from functional_tests.equality.step import logged, run
+from functional_tests.equality.suites import groups
 from megatron.seq1f1b.model import host_memory, latents, loss_pieces
 from megatron.seq1f1b.model.kernels.cpu import CpuFlash
 from megatron.seq1f1b.model.kernels.unfused import Unfused
+from megatron.seq1f1b.model.without_te import OUTPUT_LAYER
 from megatron.seq1f1b.partition import balanced, packs_of_step
 from megatron.seq1f1b.planning.costs.stage_costs import AnalyticTime
 from megatron.seq1f1b.process.patches import Patch, patched
@@ -241,3 +244,34 @@ def cut_by_documents(case: Case):
         return None
     cost = AnalyticTime(per_token=1.0, per_pair=0.5)
     return lambda length, documents: balanced(length, case.k, cost, multiple_of=2, documents=documents)
+
+
+def run_cases(names: Container[str]) -> None:
+    """The cases of these names that have as many ranks as there are; rank 0 prints a line for each."""
+    patched(OUTPUT_LAYER)  # as `install` does where Transformer Engine is there without apex
+    references = References()
+    for group in groups():
+        cases = {name: case for name, case in group.cases.items() if name in names}
+        if not cases or group.ranks != dist.get_world_size():
+            continue
+        with patched(patches_of(group.model)):
+            for name, verdict in compare(references, group.model, group.layout, cases):
+                found: list[Verdict] = [None] * dist.get_world_size()
+                dist.all_gather_object(found, verdict)
+                if dist.get_rank() == 0:
+                    print(f"case {name}: {in_words(found)}", flush=True)
+
+
+def in_words(verdicts: list[Verdict]) -> str:
+    """Of all ranks."""
+    wrong = [(rank, *each) for rank, verdict in enumerate(verdicts) for each in verdict.wrong]
+    if not wrong:
+        gradients, worst = sum(each.gradients for each in verdicts), max(each.worst for each in verdicts)
+        return f"equal, {gradients} gradients, worst {worst:.1e}"
+    rank, size, what = max(wrong, key=lambda each: each[1])
+    return f"{len(wrong)} values differ, the worst by {size:.1e}: {what}, on rank {rank}"
+
+
+def verdicts_in(log: str) -> dict[str, str]:
+    """By the names of the cases."""
+    return dict(re.findall(r"^case (\S+): (.*)$", log, re.MULTILINE))

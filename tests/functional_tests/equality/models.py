@@ -95,25 +95,24 @@ class Model:
         # What Megatron reads from the configuration without declaring it there.
         undeclared = {name: given.pop(name) for name in list(given) if name.startswith("yarn_")}
         kind = MLATransformerConfig if "kv_lora_rank" in given else TransformerConfig
-        config = kind(
-            num_layers=self.layers,
-            hidden_size=HIDDEN,
-            num_attention_heads=self.heads,
-            kv_channels=HIDDEN // HEADS,
-            num_query_groups=self.kv_heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            params_dtype=self.dtype,
-            pipeline_dtype=self.dtype,
-            deallocate_pipeline_outputs=True,
-            gradient_accumulation_fusion=self.transformer_engine == "fused",
-            masked_softmax_fusion=False,
+        defaults = {
+            "num_layers": self.layers,
+            "hidden_size": HIDDEN,
+            "num_attention_heads": self.heads,
+            "kv_channels": HIDDEN // HEADS,
+            "num_query_groups": self.kv_heads,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "params_dtype": self.dtype,
+            "pipeline_dtype": self.dtype,
+            "deallocate_pipeline_outputs": True,
+            "gradient_accumulation_fusion": self.transformer_engine == "fused",
+            "masked_softmax_fusion": False,
             # Megatron's local layers have no product that is grouped.
-            moe_grouped_gemm=self.transformer_engine is not None and "num_moe_experts" in given,
-            calculate_per_token_loss=self.per_token_loss,
-            **(recompute | given),
-            **layout,
-        )
+            "moe_grouped_gemm": self.transformer_engine is not None and "num_moe_experts" in given,
+            "calculate_per_token_loss": self.per_token_loss,
+        }
+        config = kind(**(defaults | recompute | given), **layout)
         vars(config).update(undeclared)
         return config
 
