@@ -173,7 +173,7 @@ class Bare(torch.autograd.Function):
 def attention_layer(kernel: Kernel) -> SegmentAttention:
     config = SimpleNamespace(kv_channels=8, softmax_scale=None, attention_dropout=0.0, sequence_parallel=True)
     layer = SegmentAttention(config, kernels=SimpleNamespace(kernel=lambda *_: kernel))
-    layer.context = SegmentContext()
+    layer.segment_context = SegmentContext()
     return layer
 
 
@@ -181,12 +181,12 @@ def attend(layer: SegmentAttention, num_segments: int) -> None:
     inputs = torch.zeros(1, 1, 2, 8, requires_grad=True)
     segments = [Segment(0, index, index, index + 1, num_segments) for index in range(num_segments)]
     outputs = []
-    layer.context.segment = None
+    layer.segment_context.segment = None
     for segment in segments:
-        with layer.context.running(segment, True):
+        with layer.segment_context.running(segment, True):
             outputs.append(layer(inputs, inputs, inputs))
     for segment in reversed(segments):
-        with layer.context.running(segment, True):
+        with layer.segment_context.running(segment, True):
             outputs.pop().sum().backward()
 
 
@@ -262,15 +262,15 @@ def moved_by_attention(
     ]
     beside, units = KernelsBeside(), []
     layer = attention_layer(CountedKernel(beside))
-    layer.context.segment = None
+    layer.segment_context.segment = None
     for segment in segments:
         shapes = [(segment.length, 1, count, 128) for count in (8, 2, 2)]
         inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta").requires_grad_() for shape in shapes]
-        with layer.context.running(segment, True), beside:
+        with layer.segment_context.running(segment, True), beside:
             units.append((segment, layer(*inputs)))
     for segment, output in reversed(units):
         grad = torch.empty_like(output)
-        with layer.context.running(segment, True), beside:
+        with layer.segment_context.running(segment, True), beside:
             output.backward(grad)
     return Moved(beside.kernels, beside.bytes, beside.by_attention)
 

@@ -1,12 +1,12 @@
 """Attention by segments in bf16 against fp64, beside the errors of the same kernel on whole sequences."""
 
+from importlib import import_module
 from math import sqrt
 
 import torch
 from common import Report, parse
 
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice
-from megatron.seq1f1b.model.kernels.flash import why_not
 from support.segments import attention, inputs, of_lengths, run
 
 # What it is, sequences, query heads, KV heads, head size of queries and keys, of values.
@@ -110,6 +110,17 @@ def dropout(report: Report, version: int | None, length: int, device: str) -> No
     report.check(f"{name}: the mean over masks is the output without", off.max() <= 6, f"off by {off.max():.1f} errors")
 
 
+def why_not_4() -> str | None:
+    """Why flash-attn-4 cannot be used here; None if it can."""
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        return "it is made for Hopper and Blackwell GPUs"
+    try:
+        import_module("flash_attn.cute.interface")
+    except Exception as error:  # of any kind, from its compiler or its loader
+        return str(error)
+    return None
+
+
 def main() -> None:
     args = parse()
     report = Report(args.output)
@@ -117,7 +128,7 @@ def main() -> None:
     for version in PACKAGES:
         if args.device == "cpu" and version:
             continue
-        if version and (reason := why_not(version)):
+        if version and (reason := why_not_4()):
             report.figure(package=PACKAGES[version], not_used=reason)
             continue
         if args.device == "cuda" and version is None:

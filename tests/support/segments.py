@@ -31,7 +31,7 @@ def attention(size, kernel_of=None, dropout=0.0, sequence_parallel=True, **optio
     if kernel_of is not None:
         options["kernels"] = SimpleNamespace(kernel=lambda rule, query, value: kernel_of(rule))
     layer = SegmentAttention(config, **options)
-    layer.context = SegmentContext()
+    layer.segment_context = SegmentContext()
     return layer
 
 
@@ -59,14 +59,14 @@ class Attended:
             assert self.outputs[-1].is_contiguous()
 
     def _call(self, segment, *part):
-        with self.layer.context.running(segment, keeps_for_backward=True):
+        with self.layer.segment_context.running(segment, keeps_for_backward=True):
             return self.layer(*part)
 
     def backward(self) -> None:
         for segment, output in zip(reversed(self.segments), reversed(self.outputs), strict=True):
-            with self.layer.context.running(segment, keeps_for_backward=True):
+            with self.layer.segment_context.running(segment, keeps_for_backward=True):
                 output.backward(self.grad[segment.start : segment.end])
-        self.layer.context.assert_empty()
+        self.layer.segment_context.assert_empty()
 
 
 def run(layer, tensors, grad, segments, recompute=False):

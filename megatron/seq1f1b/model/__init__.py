@@ -3,11 +3,10 @@ gradients."""
 
 from .attach import attach, refuse_attention_to_later_tokens, use_segment_attention
 from .host_copies import link_rate
-from .host_memory import HostMemory, MovableResults
-from .linear_layers import add_up_all_weight_gradients, defer_weight_gradients
+from .host_memory import HostMemory
 from .local_hybrid import local_hybrid_spec
 from .loss_pieces import PIECE, compute_loss_in_pieces
 from .packed_documents import Documents
 from .prediction_heads import LookAhead, PredictionHeads
 from .segment import Segment, SegmentContext
-from .weight_gradient import WeightGradientStore
+from .weight_gradient import WeightGradientStore, add_up_all_weight_gradients, defer_weight_gradients

@@ -2,34 +2,30 @@
 attention, and patch other modules."""
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.hybrid.hybrid_block import HybridStack
-from megatron.core.ssm.gated_delta_net import GatedDeltaNet
-from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from ..process.patches import Patch, patched_on, wrapping
-from . import experts, recurrent_layers
+from ..process.patches import Patch, owner_of, patched_on, wrapping
+from . import experts, recurrent_layers, rotary
 from .attention import SegmentAttention
 from .head_exchange import HeadExchange
 from .kernels import KernelChoice
 from .latents import keep_latents
 from .masks import KEEP_APART
-from .packed_documents import pieces
-from .segment import Segment, SegmentContext
+from .segment import SegmentContext
+
+# Modules that depend on the running segment, with their patches.
+_FOLLOWS = (*experts.FOLLOWS, *recurrent_layers.FOLLOWS, *rotary.FOLLOWS)
+_FOLLOWERS = tuple({owner_of(patch.target)[0] for patch in _FOLLOWS})
 
 
 def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
@@ -39,22 +35,18 @@ def attach(chunks: Iterable[torch.nn.Module], context: SegmentContext) -> None:
     """
     others = [chunk for chunk in chunks if getattr(chunk, "segment_context", None) is not context]
     for chunk in use_segment_attention(others):
-        if not hasattr(chunk, "segment_context"):
+        is_new = not hasattr(chunk, "segment_context")
+        if is_new:
             chunk.register_forward_pre_hook(_without_packed_format, with_kwargs=True)
-            for module in chunk.modules():
-                if isinstance(module, (TransformerBlock, HybridStack)) and module.config.recompute_granularity:
-                    module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
         chunk.segment_context = context
-        keep_latents(chunk)
-        followers = [module for module in chunk.modules() if isinstance(module, _FOLLOWERS)]
-        patched_on((each for each in followers if not hasattr(each, "segment_context")), _FOLLOWS)
-        for module in followers:
-            module.segment_context = context
         for path, module in chunk.named_modules():
-            if isinstance(module, SegmentAttention):
-                module.context = context
-            if isinstance(module, RotaryEmbedding):
-                module.path_in_chunk = path
+            keep_latents(module)
+            if is_new and isinstance(module, (TransformerBlock, HybridStack)) and module.config.recompute_granularity:
+                module.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+            if isinstance(module, (SegmentAttention, *_FOLLOWERS)):
+                if not hasattr(module, "segment_context"):
+                    patched_on([module], _FOLLOWS)
+                module.segment_context, module.path_in_chunk = context, path
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -85,14 +77,13 @@ _CORE_ATTENTION = "megatron.core.transformer.attention.Attention.core_attention"
 
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if the model has attention layers other than causal self-attention."""
-    for chunk in chunks:
-        for name, layer in _attention_layers(chunk):
-            if not _is_causal(layer):
-                raise ValueError(
-                    f"{name} is a {type(layer).__name__} with a mask of type {layer.attn_mask_type.name}, whose tokens "
-                    "need later ones (an encoder, a vision tower), so that its sequences cannot be cut; drop "
-                    "--sequence-splits"
-                )
+    for name, layer in (found for chunk in chunks for found in _attention_layers(chunk)):
+        if not _is_causal(layer):
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} with a mask of type {layer.attn_mask_type.name}, whose tokens "
+                "need later ones (an encoder, a vision tower), so that its sequences cannot be cut; drop "
+                "--sequence-splits"
+            )
 
 
 def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]:
@@ -117,8 +108,7 @@ def _sink(layer: Attention) -> Tensor | None:
     if layer.config.softmax_type == "learnable":
         return layer.core_attention.softmax_offset
     if layer.config.softmax_type == "off-by-one":
-        device = next(layer.parameters()).device
-        return torch.zeros(layer.num_attention_heads_per_partition, device=device)
+        return torch.zeros(layer.num_attention_heads_per_partition, device=next(layer.parameters()).device)
     return None
 
 
@@ -127,13 +117,13 @@ def _exchange(layer: Attention) -> HeadExchange | None:
     group = layer.pg_collection.cp
     if group.size() == 1:
         return None
-    given = layer.config.cp_comm_type or ()
+    heads, given = layer.num_attention_heads_per_partition, layer.config.cp_comm_type or ()
     kinds = {given} if isinstance(given, str) else set(given)
-    shared_by = gcd(group.size(), layer.num_attention_heads_per_partition)
+    shared_by = gcd(group.size(), heads)
     if not kinds or not kinds <= {"a2a", "all_gather"} or "a2a" in kinds and shared_by < group.size():
         raise ValueError(
-            f"{group.size()} context-parallel ranks cannot share {layer.num_attention_heads_per_partition} attention "
-            f"heads by --cp-comm-type {given}; use a2a for as many ranks as divide the heads, all_gather for more"
+            f"{group.size()} context-parallel ranks cannot share {heads} attention heads by --cp-comm-type {given}; "
+            "use a2a for as many ranks as divide the heads, all_gather for more"
         )
     return HeadExchange(group, shared_by)
 
@@ -172,88 +162,6 @@ def _with_gradient(_: torch.nn.Module, args: tuple, kwargs: dict) -> None:
     hidden = args[0] if args else kwargs["hidden_states"]
     if torch.is_grad_enabled() and isinstance(hidden, Tensor):
         hidden.requires_grad_()
-
-
-def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
-    """The positions of the `length` tokens of a segment, from the first to the end of each document.
-
-    They begin anew with each, since angles in fp32 round by more, the larger they are. Several sequences, which may
-    have other documents, share positions that count from their start, as attention depends on differences only.
-    """
-    documents = segment.documents
-    if documents is None or len(documents) > 1 or length != segment.length:
-        return [(segment.start, segment.start + length)]
-    found = pieces(documents[0], segment.start, segment.end)
-    return [(piece.start - piece.first_key, piece.end - piece.first_key) for piece in found]
-
-
-def _of_documents(
-    rotary: RotaryEmbedding,
-    forward: Callable[..., Any],
-    length: int,
-    packed_seq: bool = False,
-    cp_group: Any = None,
-) -> Any:
-    """What `forward` gives for the positions of the running segment."""
-    (first, end), *others = _positions(rotary.segment_context.segment, length)
-    if not others:
-        return forward(length, offset=first, packed_seq=packed_seq, cp_group=cp_group)
-    # These begin at 0, and share a table; nothing is parted among context-parallel ranks yet.
-    table = forward(max(stop for _, stop in others), packed_seq=True)
-    angles = forward(end - first, offset=first, packed_seq=True)
-    is_yarn = isinstance(rotary, YarnRotaryEmbedding)  # also returns a number
-    rows, of_others = (angles[0], table[0]) if is_yarn else (angles, table)
-    rows = torch.cat([rows, *(of_others[:stop] for _, stop in others)])
-    group = cp_group or rotary.cp_group
-    if group is not None and group.size() > 1 and not packed_seq:
-        rows = get_pos_emb_on_this_cp_rank(rows, 0, group)
-    return (rows, angles[1]) if is_yarn else rows
-
-
-def _at_segment(rotary: torch.nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Rotary positions of the segment; Megatron's begin at 0.
-
-    All model chunks share them, since each copy would take 4·d bytes a token, for d rotary dimensions.
-    """
-    segment = rotary.segment_context.segment
-    if segment is None:
-        return forward(*args, **kwargs)
-    at_segment = partial(_of_documents, rotary, forward, *args, **kwargs)
-    if isinstance(rotary, YarnRotaryEmbedding):  # also returns a number
-        return at_segment()
-    return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), at_segment)
-
-
-def _cosines_and_sines(
-    rotary: YarnRotaryEmbedding, cached: Callable, length: int, *, dtype: torch.dtype, packed_seq: bool = False
-) -> tuple[Tensor, Tensor]:
-    """What the fused rotary embedding of multi-latent attention reads, for the positions of the running segment."""
-    segment = rotary.segment_context.segment
-    if segment is None:
-        return cached(length, dtype=dtype, packed_seq=packed_seq)
-
-    def of_angles(function: Callable[[Tensor], Tensor]) -> Tensor:
-        angles, scale = rotary(length, packed_seq=packed_seq)
-        return (function(angles) * scale).to(dtype)
-
-    key = rotary.path_in_chunk, length, dtype, packed_seq
-    cos, sin = (segment.shared((*key, each), partial(of_angles, each)) for each in (torch.cos, torch.sin))
-    return cos, sin
-
-
-# Other modules that depend on the running segment, and their patches.
-_FOLLOWERS = RotaryEmbedding, TopKRouter, GatedDeltaNet, MambaMixer
-_EMBEDDINGS = "megatron.core.models.common.embeddings"
-_FOLLOWS = (
-    *experts.FOLLOWS,
-    *recurrent_layers.FOLLOWS,
-    wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
-    wrapping(
-        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding.get_cached_cos_sin",
-        _cosines_and_sines,
-        "keeps one table, which begins at 0",
-    ),
-)
 
 
 # With context parallelism, Megatron's local attention is built only to be replaced.

@@ -6,7 +6,7 @@ schedules can be compared on equal kernels.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from math import sqrt
 from typing import Any, NamedTuple
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head_exchange import HeadExchange
 from .kernels import AttentionRule, Kernel, KernelChoice, RunOnce, Saved, WithSink, default_generator, on_parts
-from .kv_cache import KVCache, WindowCache
+from .kv_cache import KVCache
 from .masks import KEEP_APART
 from .segment import Segment, SegmentContext
 
@@ -34,8 +34,8 @@ class SegmentAttention(torch.nn.Module):
     is never expanded. With an `exchange`, the n tokens are those of this context-parallel rank, which attends with its
     share of the heads, and of the queries if ranks have the same heads. The backward needs query, output and
     log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element. Keys and values live in the KVCache of the
-    micro-batch, with a sliding window in its WindowCache. A query sees at most `window` keys before its own. A `sink`
-    [h] is a term in the denominator of each head's softmax; if it is a parameter, it has the name of Megatron's.
+    micro-batch. A query sees at most `window` keys before its own. A `sink` [h] is a term in the denominator of each
+    head's softmax; if it is a parameter, it has the name of Megatron's.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class SegmentAttention(torch.nn.Module):
         scale = softmax_scale or config.softmax_scale or 1.0 / sqrt(config.kv_channels)
         self.training_rule = AttentionRule(scale, config.attention_dropout, window)
         self.evaluation_rule = AttentionRule(scale, window=window)
+        self.config = config
         self.softmax_offset = sink
         self.exchange = exchange
-        self.has_own_random_state = not config.sequence_parallel
         self.kernels = kernels or KernelChoice()
-        self.context = SegmentContext()  # until `attach` gives it the executor's
+        self.segment_context = SegmentContext()  # until `attach` gives it the executor's
 
     def forward(
         self,
@@ -68,7 +68,8 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        segment = self.context.segment
+        context = self.segment_context
+        segment = context.segment
         if attn_mask_type not in (None, AttnMaskType.causal) or attention_bias is not None:
             raise ValueError(
                 f"attention with a bias or with a mask of type {getattr(attn_mask_type, 'name', None)} cannot be cut "
@@ -81,7 +82,7 @@ class SegmentAttention(torch.nn.Module):
             )
         # The kernel applies the triangle by itself, within each of the documents of the segment.
         if attention_mask is not None and segment is not None and segment.documents is None:
-            self.context.check_mask(attention_mask)
+            context.check_mask(attention_mask)
         sink = self.softmax_offset
         if self.exchange is not None:
             query, key, value = self.exchange.to_heads(query, key, value)
@@ -92,19 +93,19 @@ class SegmentAttention(torch.nn.Module):
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
-            of = KVCache if rule.window is None else partial(WindowCache, rule.window)
-            cache = self.context.cache(self, partial(of, segment.sequence_length))
-            call = _Call(call.kernel, segment, cache, partial(self.context.release, self, segment.microbatch))
-        with self._random_numbers(rule):
+            cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
+            call = _Call(call.kernel, segment, cache, context.end_of_backward(self))
+        # Each tensor-parallel rank drops other weights; with sequence parallelism Megatron has already forked.
+        draws = rule.dropout and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if draws else nullcontext():
             output = _Attend.apply(query, key, value, sink, call.cache and call.cache.take_prefix(), call)
         if call.cache is not None:
-            is_used_again = self.context.expects_backward(output)
-            if segment.is_last and not is_used_again:
-                call.release()
-            elif isinstance(call.cache, WindowCache) and not output.requires_grad:
-                call.cache.trim(keeps_earlier=is_used_again)
-            if segment.is_last and is_used_again:
-                call.cache.rest(self.context.keep)
+            is_used_again = context.is_used_again(self, output)
+            for rows in call.cache.rows if is_used_again or not segment.is_last else ():
+                if rule.window is not None and not output.requires_grad:
+                    rows.trim(keeps_earlier=is_used_again)
+                if segment.is_last:
+                    rows.rest(context.keep)
         return output if self.exchange is None else self.exchange.to_tokens(output)
 
     def _kernel(self, rule: AttentionRule, query: Tensor, value: Tensor, sink: Tensor | None) -> Kernel:
@@ -112,40 +113,29 @@ class SegmentAttention(torch.nn.Module):
         kernel = self.kernels.kernel(rule, query, value)
         if sink is not None:
             kernel = WithSink(kernel, sink)
-        length, context, segment = len(value), self.context, self.context.segment
+        length, context, segment = len(value), self.segment_context, self.segment_context.segment
         runs = ((0, length),) if self.exchange is None else self.exchange.own_queries(length)
         kernel = on_parts(kernel, segment, rule.window, runs, query)
-        if segment is None or not context.keeps_for_backward or context.kept_attention is None:
+        results = context.kept_attention
+        if segment is None or not context.keeps_for_backward or results is None:
             return kernel
         generator = default_generator(query.device) if rule.dropout else None
-        return RunOnce(kernel, (self, segment.microbatch, segment.index), context.kept_attention, generator)
+        return RunOnce(kernel, (self, segment.microbatch, segment.index), results, context.keep, generator)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The sink of the heads of this tensor-parallel rank, as Megatron's own attention saves it."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=get_tensor_model_parallel_group(),
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
+    @property
+    def tp_group(self) -> Any:
+        return get_tensor_model_parallel_group()
 
-    def _random_numbers(self, rule: AttentionRule) -> AbstractContextManager:
-        """Each tensor-parallel rank drops other weights; with sequence parallelism Megatron has already forked."""
-        return get_cuda_rng_tracker().fork() if rule.dropout and self.has_own_random_state else nullcontext()
+    sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
 
 
 class _Call(NamedTuple):
-    """A call of `kernel`; for a segment also the cache of its keys and values. The first segment's backward ends with
-    `release`."""
+    """A call of `kernel`; for a segment also the cache of its keys and values, and what its backward ends with."""
 
     kernel: Kernel
     segment: Segment | None = None
     cache: KVCache | None = None
-    release: Callable[[], None] | None = None
+    end: Callable[[], object] | None = None
 
 
 class _Attend(torch.autograd.Function):
@@ -166,30 +156,29 @@ class _Attend(torch.autograd.Function):
     ) -> Tensor:
         query = query.contiguous()  # a view would keep all that the projection computed
         if call.cache is None:
-            key, value = key.contiguous(), value.contiguous()
-            output, statistics = call.kernel.forward(query, key, value)
-            ctx.save_for_backward(query, output, *statistics, key, value)
+            kept = key, value = key.contiguous(), value.contiguous()
         else:
-            segment = call.segment
-            call.cache.write(segment.start, segment.end, key, value)
-            output, statistics = call.kernel.forward(query, *call.cache.read(segment.start, segment.end))
-            ctx.save_for_backward(query, output, *statistics)
+            span, kept = (call.segment.start, call.segment.end), ()
+            call.cache.write(*span, key, value)
+            key, value = call.cache.read(*span)
+        output, statistics = call.kernel.forward(query, key, value)
+        ctx.save_for_backward(query, output, *kept, *statistics)
         ctx.call = call
         return output.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        kernel, segment, cache, release = ctx.call
+        kernel, segment, cache, end = ctx.call
         query, output, *statistics = ctx.saved_tensors
-        grad_output = grad_output.view_as(output)
         if cache is None:
-            *statistics, key, value = statistics
-            grads = kernel.backward(grad_output, Saved(query, key, value, output, tuple(statistics)))
-            return grads.query, grads.key, grads.value, grads.sink, None, None
-        keys, values = cache.read(segment.start, segment.end)
-        grads = kernel.backward(grad_output, Saved(query, keys, values, output, tuple(statistics)))
-        key, value, prefix = cache.exchange_gradients(segment.start, segment.end, grads)
-        if segment.is_first:
-            release()
-        return grads.query, key, value, grads.sink, prefix, None
+            key, value, *statistics = statistics
+        else:
+            key, value = cache.read(segment.start, segment.end)
+        saved = Saved(query, key, value, output, tuple(statistics))
+        grad_query, *of_keys_and_values, grad_sink = grads = kernel.backward(grad_output.view_as(output), saved)
+        prefix = None
+        if cache is not None:
+            *of_keys_and_values, prefix = cache.exchange_gradients(segment.start, segment.end, grads)
+            end()
+        return grad_query, *of_keys_and_values, grad_sink, prefix, None

@@ -64,15 +64,14 @@ class _Product(torch.autograd.Function):
     """A segment's part of a balance loss; its backward multiplies by the counts of all segments."""
 
     @staticmethod
-    def forward(ctx: Any, probabilities: Tensor, tally: _Tally, factor: float, release: Callable | None) -> Tensor:
-        ctx.tally, ctx.factor, ctx.dtype, ctx.release = tally, factor, probabilities.dtype, release
+    def forward(ctx: Any, probabilities: Tensor, tally: _Tally, factor: float, end: Callable) -> Tensor:
+        ctx.tally, ctx.factor, ctx.dtype, ctx.end = tally, factor, probabilities.dtype, end
         return tally.add(probabilities) * factor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        if ctx.release is not None:
-            ctx.release()
+        ctx.end()
         chosen = ctx.tally.chosen()
         # The gradient, a tensor without dimensions, does not raise the type of the counts.
         chosen = chosen.to(torch.promote_types(ctx.dtype, chosen.dtype))
@@ -90,25 +89,22 @@ def _apply_balance(
     **kwargs: Any,
 ) -> Tensor:
     """Attach a balance loss to `probs` and log it; all arguments are [tokens, experts]."""
-    segment = router.segment_context.segment
-    coefficient = router.get_aux_loss_coeff(balance)
+    context, layer = router.segment_context, (router, balance)
+    segment, coefficient = context.segment, router.get_aux_loss_coeff(balance)
     if segment is None or segment.is_whole_sequence or coefficient <= 0:
         return of_whole_sequences(probs, scores, routing_map, *shape, **kwargs)
     if kwargs.get("with_padding_mask"):
         raise ValueError(
             "a balance loss of experts got a padding_mask, which is not cut into segments; drop --sequence-splits"
         )
-    context, group = router.segment_context, _group(router, balance)
-    sequences = shape[1] if balance == _BY_SEQUENCE else 1
+    group, sequences = _group(router, balance), shape[1] if balance == _BY_SEQUENCE else 1
     tally = _noted(router, balance, routing_map, sequences)
-    release = partial(context.release, (router, balance), segment.microbatch) if segment.is_first else None
     # Of the whole micro-batch, or of each sequence if the loss is taken by sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)
-    loss = _Product.apply(probabilities, tally, factor, release) / sequences
-    if segment.is_last and not context.expects_backward(loss):
-        context.release((router, balance), segment.microbatch)
+    loss = _Product.apply(probabilities, tally, factor, context.end_of_backward(layer)) / sequences
+    context.is_used_again(layer, loss)
     return router.attach_and_log_load_balancing_loss(
         probs,
         coefficient,
@@ -124,17 +120,17 @@ def _routing(
     router: TopKRouter, routing: Callable[..., Any], logits: Tensor, padding_mask: Tensor | None = None
 ) -> Any:
     """With recomputation, Megatron adds losses in the repeated forward, but other segments need the counts earlier."""
-    context = router.segment_context
+    context, segment = router.segment_context, router.segment_context.segment
     is_computed_again = router.training and context.keeps_for_backward and not torch.is_grad_enabled()
-    segment = context.segment
-    if segment is not None and not segment.is_whole_sequence and is_computed_again and _balances(router):
+    balances = [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
+    if segment is not None and not segment.is_whole_sequence and is_computed_again and balances:
         chosen, _ = compute_routing_scores_for_aux_loss(
             logits.view(-1, router.num_experts),
             router.topk,
             router.score_function,
             fused=router.config.moe_router_fusion,
         )
-        for balance in _balances(router):
+        for balance in balances:
             _noted(router, balance, chosen, logits.shape[1] if balance == _BY_SEQUENCE else 1)
     return routing(logits, padding_mask=padding_mask)
 
@@ -157,6 +153,10 @@ def _noted(router: TopKRouter, balance: str, routing_map: Tensor, sequences: int
     if is_complete and balance == _OVER_STEP:
         router.global_tokens_per_expert += sum(tally.counts.values())
     return tally
+
+
+def _group(router: TopKRouter, balance: str) -> torch.distributed.ProcessGroup:
+    return router.tp_dp_cp_group if balance == _OVER_STEP else router.tp_cp_group
 
 
 def _apply_z_loss(
@@ -186,11 +186,3 @@ FOLLOWS = (
         for balance in _BALANCES
     ),
 )
-
-
-def _balances(router: TopKRouter) -> list[str]:
-    return [balance for balance in _BALANCES if router.get_aux_loss_coeff(balance) > 0]
-
-
-def _group(router: TopKRouter, balance: str) -> torch.distributed.ProcessGroup:
-    return router.tp_dp_cp_group if balance == _OVER_STEP else router.tp_cp_group

@@ -8,19 +8,17 @@ nothing. The schedule decides when (schedule/moves.py).
 Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
-from itertools import accumulate
 from sys import getrefcount
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_map
 
-from .host_copies import Lane, Wait, mapped_buffer, pinned_buffer
+from .host_copies import Lane, Pairs, Wait, mapped_buffer, pinned_buffer
 
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
@@ -38,29 +36,30 @@ class _Storage:
 
     def __init__(self, tensor: Tensor) -> None:
         self.here: UntypedStorage | None = tensor.untyped_storage()
+        self.num_bytes = self.here.nbytes()
         self.empty = tensor.new_empty(0)  # from which views are made, on the same device
         self.leaves: list[Tensor] = []
 
+    def own_leaves(self) -> list[Tensor]:
+        """Without those that have got another storage since."""
+        return [leaf for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
+
     def references(self) -> list[int]:
-        """The numbers of references to the leaves, without those that have got another storage since."""
-        return [getrefcount(leaf) for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
+        """The numbers of references to these."""
+        return [getrefcount(leaf) for leaf in self.own_leaves()]
 
     def may_leave(self) -> bool:
         """Whether only handles refer to it, and leaves to which only the graph refers."""
         own = 1 + self.references().count(_references_to_free_leaf())
-        return self.here.nbytes() >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == own
+        return self.num_bytes >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == own
 
     def leave(self) -> UntypedStorage:
         """From now on only the returned object keeps it on the device."""
-        here, self.here = self.here, None
-        for leaf in self.leaves:
-            if leaf.untyped_storage()._cdata == here._cdata:
-                leaf.data = leaf.new_empty(0)
+        for leaf in self.own_leaves():
+            leaf.data = leaf.new_empty(0)
         self.leaves.clear()
+        here, self.here = self.here, None
         return here
-
-    def bytes(self) -> Tensor:
-        return self.empty.new_empty(0, dtype=torch.uint8).set_(self.here)
 
 
 @cache
@@ -90,10 +89,10 @@ class _Handle(NamedTuple):
 
 
 class _Away(NamedTuple):
-    """The storages of a unit on the host, each in pieces of blocks."""
+    """The storages of a unit on the host."""
 
+    storages: list[_Storage]
     blocks: list[Tensor]
-    parts: list[tuple[_Storage, list[Tensor]]]
     departure: Wait
 
 
@@ -148,26 +147,22 @@ class HostMemory:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""
         self._settle()
         going = [each for each in self._here.pop(unit).values() if each.may_leave()]
-        starts = [*accumulate((-(-each.here.nbytes() // _ALIGNMENT) * _ALIGNMENT for each in going), initial=0)]
-        blocks, after = self._blocks(starts[-1])
-        parts = [(each, _pieces(blocks, start, each.here.nbytes())) for each, start in zip(going, starts, strict=False)]
-        departure = self._lanes[0].copy(_pairs(parts), after, span)
-        self._away[unit] = _Away(blocks, parts, departure)
-        leaving = [each.leave() for each in going]
-        self._leaving = unit, leaving
-        self.num_bytes += sum(each.nbytes() for each in leaving)
+        blocks, after = self._blocks(sum(_aligned(each.num_bytes) for each in going))
+        departure = self._lanes[0].copy(_pairs(going, blocks), after, span)
+        self._away[unit] = _Away(going, blocks, departure)
+        self._leaving = unit, [each.leave() for each in going]
+        self.num_bytes += sum(each.num_bytes for each in going)
         self.most_bytes = max(self.most_bytes, self.num_bytes)
 
     def reload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start bringing the tensors of `unit` back."""
         if self._leaving[0] == unit:
             self._settle()
-        blocks, parts, departure = self._away.pop(unit)
-        for storage, pieces in parts:
-            size = sum(piece.nbytes for piece in pieces)
-            storage.here = UntypedStorage(size, device=storage.empty.device)
-            self.num_bytes -= size
-        back = [(there, here) for here, there in _pairs(parts)]
+        storages, blocks, departure = self._away.pop(unit)
+        for storage in storages:
+            storage.here = UntypedStorage(storage.num_bytes, device=storage.empty.device)
+            self.num_bytes -= storage.num_bytes
+        back = [(there, here) for here, there in _pairs(storages, blocks)]
         arrival = self._arriving[unit] = self._lanes[1].copy(back, departure, span)
         self._unused += [(block, arrival) for block in blocks]
 
@@ -218,39 +213,24 @@ class HostMemory:
         return [block for block, _ in chosen], after
 
 
-def _pieces(blocks: Sequence[Tensor], start: int, size: int) -> list[Tensor]:
-    """The bytes from `start` on of blocks that follow one another."""
-    found = []
-    while size:
-        number, offset = divmod(start, len(blocks[0]))
-        found.append(blocks[number][offset : offset + size])
-        start, size = start + len(found[-1]), size - len(found[-1])
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pairs(storages: Iterable[_Storage], blocks: list[Tensor]) -> Pairs:
+    """The bytes of storages on the device, and their places on the host: one after the other, across blocks."""
+    found, place = [], 0
+    for storage in storages:
+        here = storage.empty.new_empty(0, dtype=torch.uint8).set_(storage.here)
+        while len(here):
+            number, offset = divmod(place, len(blocks[0]))
+            there = blocks[number][offset : offset + len(here)]
+            found.append((here[: len(there)], there))
+            here, place = here[len(there) :], place + len(there)
+        place = _aligned(place)
     return found
-
-
-def _pairs(parts: Sequence[tuple[_Storage, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
-    """The pieces of storages, on the device and on the host."""
-    return [
-        pair
-        for storage, pieces in parts
-        for pair in zip(storage.bytes().split([piece.nbytes for piece in pieces]), pieces, strict=True)
-    ]
 
 
 def taken(kept: Any) -> Any:
     """The tensor that `HostMemory.keep` was given."""
     return kept.tensor() if isinstance(kept, _Handle) else kept
-
-
-class MovableResults(dict[Hashable, Any]):
-    """Results by unit; their tensors move with the unit."""
-
-    def __init__(self, memory: HostMemory) -> None:
-        super().__init__()
-        self._memory = memory
-
-    def __setitem__(self, unit: Hashable, results: Any) -> None:
-        super().__setitem__(unit, tree_map(self._memory.keep, results))
-
-    def pop(self, unit: Hashable, *default: Any) -> Any:
-        return tree_map(taken, super().pop(unit, *default), is_leaf=lambda kept: isinstance(kept, _Handle))

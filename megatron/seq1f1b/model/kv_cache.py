@@ -33,8 +33,9 @@ class Rows:
         self._rows = rows.new_empty((self._length, *rows.shape[1:])) if self._rows is None else taken(self._rows)
         self._rows[start:end].copy_(rows)
 
-    def read(self, end: int) -> Tensor:
-        """The rows up to `end`, outside of the graph: autograd would report the writes of later segments."""
+    def read(self, start: int, end: int) -> Tensor:
+        """The rows that the tokens `start` to `end` see, up to `end`; outside of the graph, since autograd would report
+        the writes of later segments."""
         assert self._rows is not None, "segments went forward out of order"
         if end not in self._first:
             self._rows = taken(self._rows)
@@ -42,7 +43,7 @@ class Rows:
         return self._first[end]
 
     def rest(self, keep: Callable[[Tensor], Any]) -> None:
-        """Until they are used again, what `keep` returns stands for the rows; see `KVCache.rest`."""
+        """What `keep` returns, as in HostMemory, stands for the rows until they are used again, in a backward."""
         rows, self._rows = self._rows, keep(self._rows)
         if self._rows is not rows:
             self._first.clear()
@@ -63,16 +64,61 @@ class Rows:
         return own
 
 
+class WindowRows(Rows):
+    """A tensor [n, b, ...] of each segment, since a token sees no more than `window` rows before its own."""
+
+    def __init__(self, sequence_length: int, window: int) -> None:
+        super().__init__(sequence_length)
+        self._window = window
+        # By the last token of a segment, in order: its rows, or the last of them if it was trimmed.
+        self._kept: dict[int, Any] = {}
+
+    def write(self, start: int, end: int, rows: Tensor) -> None:
+        self._kept[end] = rows.clone()  # often a view of a larger tensor
+
+    def read(self, start: int, end: int) -> Tensor:
+        return self._between(max(0, start - self._window), end)
+
+    def rest(self, keep: Callable[[Tensor], Any]) -> None:
+        self._kept = {end: keep(rows) for end, rows in self._kept.items()}
+
+    def trim(self, keeps_earlier: bool) -> None:
+        """Forget the rows of the latest segment that later ones do not see, and earlier segments unless
+        `keeps_earlier`: no backward follows, or only after a repeated forward."""
+        end, rows = next(reversed(self._kept.items()))
+        first = max(0, end - self._window)
+        if keeps_earlier:
+            first = max(first, end - rows.shape[0])
+        kept = self._between(first, end).clone()
+        self._kept = (self._kept if keeps_earlier else {}) | {end: kept}
+
+    def exchange(self, start: int, end: int, grad: Tensor) -> Tensor:
+        del self._kept[end]
+        return super().exchange(start, end, grad)
+
+    def _between(self, first: int, end: int) -> Tensor:
+        """The rows of the tokens from `first` to `end`, without a copy if they are of one segment."""
+        seen = [stop for stop in self._kept if stop == end or first < stop < end]
+        for stop in seen:
+            self._kept[stop] = taken(self._kept[stop])
+        parts = [_last(self._kept[stop], stop - first) for stop in seen]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 class KVCache:
     """The state of attention of one layer and one micro-batch, used outside of autograd's recording.
 
-    Keys and values are preallocated, each [S, b, g, d] for S tokens, b sequences, g KV heads of size d, and never
+    Keys and values, each [S, b, g, d] for S tokens, b sequences, g KV heads of size d, are preallocated and never
     concatenated. Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the
     micro-batch to its last backward, and 2·b·g·d·max(e, 4) for the gradients from its first backward to its last.
+
+    With a `window` they are kept for the segments in flight only, and a window of a trimmed segment; gradients for a
+    window between two backwards.
     """
 
-    def __init__(self, sequence_length: int) -> None:
-        self.rows = Rows(sequence_length), Rows(sequence_length)
+    def __init__(self, sequence_length: int, window: int | None = None) -> None:
+        length = sequence_length
+        self.rows = tuple(Rows(length) if window is None else WindowRows(length, window) for _ in range(2))
 
     def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
         """Store the keys [n, b, g, d] and values [n, b, g, e] of a segment, again if its forward is repeated."""
@@ -83,13 +129,7 @@ class KVCache:
     def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """The keys and values [m, b, g, ...] that the segment sees; its own are the last."""
         keys, values = self.rows
-        return keys.read(end), values.read(end)
-
-    def rest(self, keep: Callable[[Tensor], Any]) -> None:
-        """The last segment has gone forward, and its backward is the next to use the cache: `keep`, as in HostMemory,
-        may move it with that segment's unit."""
-        for rows in self.rows:
-            rows.rest(keep)
+        return keys.read(start, end), values.read(start, end)
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
         """Exchange gradients as in `Rows`; the keys and values of the segment are not needed any more.
@@ -102,53 +142,6 @@ class KVCache:
     def take_prefix(self) -> Tensor | None:
         """The prefix of the running segment if it is a part of the graph, None if the cache takes its gradients."""
         return None
-
-
-class WindowCache(KVCache):
-    """Separate keys and values [n, b, g, d] of each segment, for n tokens, b sequences, g KV heads of size d.
-
-    A query sees at most `window` keys before its own, so a segment needs a window of earlier keys, not the prefix.
-    Bytes, with e bytes an element: 2·b·g·d·e for every token of the segments in flight, at most a window of a trimmed
-    segment; 2·b·g·d·max(e, 4) for every token of a window between two backwards.
-    """
-
-    def __init__(self, window: int, sequence_length: int) -> None:
-        super().__init__(sequence_length)
-        self._window = window
-        # By the last token of a segment, in order: its rows, or the last of them if it was trimmed.
-        self._kept: dict[int, tuple[Any, Any]] = {}
-
-    def write(self, start: int, end: int, key: Tensor, value: Tensor) -> None:
-        self._kept[end] = key.clone(), value.clone()  # both are often views of a larger tensor
-
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._between(max(0, start - self._window), end)
-
-    def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        del self._kept[end]
-        return super().exchange_gradients(start, end, grads)
-
-    def rest(self, keep: Callable[[Tensor], Any]) -> None:
-        self._kept = {end: (keep(keys), keep(values)) for end, (keys, values) in self._kept.items()}
-
-    def trim(self, keeps_earlier: bool) -> None:
-        """Forget the rows of the latest segment that later ones do not see, and earlier segments unless
-        `keeps_earlier`: no backward follows, or only after a repeated forward."""
-        end, (keys, _) = next(reversed(self._kept.items()))
-        first = max(0, end - self._window)
-        if keeps_earlier:
-            first = max(first, end - keys.shape[0])
-        kept = tuple(rows.clone() for rows in self._between(first, end))
-        self._kept = (self._kept if keeps_earlier else {}) | {end: kept}
-
-    def _between(self, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """The rows of the tokens from `first` to `end`, without a copy if they are of one segment."""
-        seen = [stop for stop in self._kept if stop == end or first < stop < end]
-        for stop in seen:
-            keys, values = self._kept[stop]
-            self._kept[stop] = taken(keys), taken(values)
-        keys, values = zip(*([_last(x, stop - first) for x in self._kept[stop]] for stop in seen), strict=True)
-        return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys), torch.cat(values))
 
 
 def _added(grad: Tensor, left: Tensor | None) -> Tensor:

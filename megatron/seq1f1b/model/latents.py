@@ -24,27 +24,25 @@ from .segment import Segment
 LARGEST_SHARE = 1 / 8  # of the time of attention to the prefix, for projecting it up again
 
 
-def keep_latents(chunk: torch.nn.Module) -> None:
-    """Make multi-latent attention keep latents if that takes little time and all gradients can be computed."""
-    for layer in chunk.modules():
-        if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
-            continue
-        projection, reason = layer.linear_kv_up_proj, "projects the latents of its own segment only"
-        if _can_keep_latents(layer) and "forward" not in vars(projection):
-            patched_on([projection], [wrapping("torch.nn.Module.forward", partial(_with_prefix, layer), reason)])
+def keep_latents(layer: torch.nn.Module) -> None:
+    """Make multi-latent attention keep latents if that takes little time and all gradients can be computed.
 
-
-def _can_keep_latents(layer: MLASelfAttention) -> bool:
-    """Not if the backward recomputes the projection or attention alone, from their arguments; not if ranks share tokens
-    or heads; not in 8 bits, which need a context that the backward lacks."""
-    config, attention = layer.config, layer.core_attention
+    Not if the backward recomputes the projection or attention alone, from their arguments; not if ranks share tokens or
+    heads; not in 8 bits, which need a context that the backward lacks.
+    """
+    if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
+        return
+    config, attention, projection = layer.config, layer.core_attention, layer.linear_kv_up_proj
     modules = set(config.recompute_modules or ()) if config.recompute_granularity == "selective" else set()
-    return (
+    if (
         not {"core_attn", "mla_up_proj"} & modules
         and not (config.sequence_parallel or config.fp8 or config.fp4)
         and attention.exchange is None
         and attention.training_rule.window is None
-    )
+        and "forward" not in vars(projection)
+    ):
+        reason = "projects the latents of its own segment only"
+        patched_on([projection], [wrapping("torch.nn.Module.forward", partial(_with_prefix, layer), reason)])
 
 
 def share_of_projection(config: Any, length: int) -> float:
@@ -59,38 +57,36 @@ def _with_prefix(
     layer: MLASelfAttention, _: torch.nn.Module, forward: Callable[..., Any], latent: Tensor
 ) -> tuple[Tensor, Any]:
     attention = layer.core_attention
-    context, segment = attention.context, attention.context.segment
+    context, segment = attention.segment_context, attention.segment_context.segment
     if segment is None or segment.is_whole_sequence or context.splits_backwards:
         return forward(latent)
     cache = context.find(attention)
     if cache is None and segment.is_first and share_of_projection(layer.config, segment.length) <= LARGEST_SHARE:
         make = partial(LatentCache, segment.sequence_length, forward, layer.config.qk_head_dim)
         cache = context.cache(attention, make)
-    if not isinstance(cache, LatentCache):
-        return forward(latent)
-    return cache.project(_Join.apply(latent, cache, segment), segment)
+    return cache.project(latent, segment) if isinstance(cache, LatentCache) else forward(latent)
 
 
 class LatentCache(KVCache):
     """Latents [S, b, r] and rotary keys [S, b, p] of one layer and one micro-batch, and their gradients.
 
     `project_up` is the layer's projection, from latents [m, b, r] to the keys without positions and the values of all
-    heads, [m, b, h·(d + e)].
+    heads, [m, b, h·(d + e)]; `size` is d.
     """
 
     def __init__(self, sequence_length: int, project_up: Callable[[Tensor], tuple[Tensor, Any]], size: int) -> None:
         super().__init__(sequence_length)
         self._project_up = project_up
-        self._size = size  # d
+        self._size = size
         self.latents, self.rotary = self.rows
         self._heads = 0
         # Of the running segment: prefix and segment projected up, and the prefix as a part of the graph.
         self._projected: Tensor | None = None
         self._prefix: Tensor | None = None
 
-    def project(self, joined: Tensor, segment: Segment) -> tuple[Tensor, Any]:
-        """Project the latents [end, b, r] of a prefix and a segment up; returns those of the segment."""
-        output, bias = self._project_up(joined)
+    def project(self, latent: Tensor, segment: Segment) -> tuple[Tensor, Any]:
+        """Project the latents [n, b, r] of a segment up, together with those of its prefix; returns the segment's."""
+        output, bias = self._project_up(_Join.apply(latent, self, segment))
         self._prefix, own = output.split([segment.start, segment.length])
         self._projected = output.detach()
         return own, bias
@@ -108,9 +104,9 @@ class LatentCache(KVCache):
         """As in KVCache, with g = h and keys of size d + p. Projects up again unless `project` just did."""
         projected, self._projected = self._projected, None
         if projected is None:
-            projected, _ = self._project_up(self.latents.read(end))
+            projected, _ = self._project_up(self.latents.read(start, end))
         projected = projected.unflatten(2, (self._heads, -1))
-        rotary = self.rotary.read(end).unsqueeze(2).expand(-1, -1, self._heads, -1)
+        rotary = self.rotary.read(start, end).unsqueeze(2).expand(-1, -1, self._heads, -1)
         return torch.cat([projected[..., : self._size], rotary], -1), projected[..., self._size :].contiguous()
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -132,12 +128,12 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, latent: Tensor, cache: LatentCache, segment: Segment) -> Tensor:
-        cache.latents.write(segment.start, segment.end, latent)
-        ctx.cache, ctx.segment = cache, segment
+        ctx.rows, ctx.span = cache.latents, (segment.start, segment.end)
+        ctx.rows.write(*ctx.span, latent)
         # `data` has a version of its own, since the projection saves it and later segments write to the buffer.
-        return cache.latents.read(segment.end).data
+        return ctx.rows.read(*ctx.span).data
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.cache.latents.exchange(ctx.segment.start, ctx.segment.end, grad.clone()), None, None
+        return ctx.rows.exchange(*ctx.span, grad.clone()), None, None

@@ -9,6 +9,7 @@ piece is computed with its input gradient, in I if backwards are split: in W it 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +48,30 @@ def keeps_logits(layer: torch.nn.Module) -> bool:
     return getattr(layer, "logits_of_piece", None) is None
 
 
+_LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
+
+
+def _logits(
+    layer: ColumnParallelLinear,
+    forward: Callable,
+    hidden: Tensor,
+    weight: Any = None,
+    runtime_gather_output: Any = None,
+) -> tuple:
+    if keeps_logits(layer) or runtime_gather_output:
+        return forward(hidden, weight, runtime_gather_output)
+    weight = layer.weight if weight is None else weight
+    num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
+    shape = torch.Size((num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
+    length = max(1, layer.logits_of_piece // (num_runs * shape[1:].numel()))
+    return Logits(lambda *of_piece: forward(*of_piece)[0], hidden, weight, num_runs, length, shape), None
+
+
+def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], labels: Tensor, logits: Any) -> Tensor:
+    return logits.loss(labels, loss) if isinstance(logits, Logits) else loss(labels, logits)
+
+
+@dataclass(frozen=True)
 class Logits:
     """Logits [n, b, V/t] that are computed when needed: in pieces for the loss and the largest of each token, else
     whole.
@@ -55,16 +80,12 @@ class Logits:
     ranks, with the `weight` [V/t, h] of the layer. A piece has `length` tokens of each run.
     """
 
-    def __init__(
-        self, of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, weight: Tensor, layer: ColumnParallelLinear
-    ) -> None:
-        self.of = of
-        self.hidden = hidden
-        self.weight = weight
-        self.num_runs = layer.tp_group.size() if layer.sequence_parallel else 1
-        self.shape = torch.Size((self.num_runs * len(hidden), hidden.shape[1], layer.output_size_per_partition))
-        self.length = max(1, layer.logits_of_piece // (self.num_runs * self.shape[1:].numel()))
-        self._layer = layer
+    of: Callable[[Tensor, Tensor], Tensor]
+    hidden: Tensor
+    weight: Tensor
+    num_runs: int
+    length: int
+    shape: torch.Size
 
     def loss(self, labels: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """`loss(labels, logits)` [b, n] for labels [b, n]; its backward computes the logits again."""
@@ -93,7 +114,7 @@ class Logits:
     def __mul__(self, factor: Any) -> "Logits":
         """The maximal update parametrization scales logits (arXiv 2203.03466)."""
         of = self.of
-        return Logits(lambda hidden, weight: of(hidden, weight) * factor, self.hidden, self.weight, self._layer)
+        return replace(self, of=lambda hidden, weight: of(hidden, weight) * factor)
 
     def whole(self) -> Tensor:
         return self.of(self.hidden, self.weight)
@@ -164,23 +185,3 @@ def _gradient(weight: Tensor, alias: Tensor) -> Tensor | None:
     if alias.main_grad is not main_grad:
         main_grad += alias.main_grad
     return torch.zeros_like(weight)
-
-
-_LOSS = "megatron.core.models.common.language_module.language_module.LanguageModule.compute_language_model_loss"
-
-
-def _logits(
-    layer: ColumnParallelLinear,
-    forward: Callable,
-    hidden: Tensor,
-    weight: Any = None,
-    runtime_gather_output: Any = None,
-) -> tuple:
-    if keeps_logits(layer) or runtime_gather_output:
-        return forward(hidden, weight, runtime_gather_output)
-    weight = layer.weight if weight is None else weight
-    return Logits(lambda *of_piece: forward(*of_piece)[0], hidden, weight, layer), None
-
-
-def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], labels: Tensor, logits: Any) -> Tensor:
-    return logits.loss(labels, loss) if isinstance(logits, Logits) else loss(labels, logits)

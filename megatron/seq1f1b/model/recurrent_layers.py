@@ -38,44 +38,34 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
     """
     segment = context.segment
     assert segment is not None, "outside segments a layer runs by itself"
+    if segment.is_whole_sequence:
+        return _within_documents(recurrence, inputs, None, segment)[0]
     states: dict[int, State] = context.cache(layer, dict)  # after each segment, by its number
     output, state = _within_documents(recurrence, inputs, states.get(segment.index - 1), segment)
-    is_used_again = context.expects_backward(output)
+    is_used_again = context.is_used_again(layer, output)
     if not is_used_again:
         states.pop(segment.index - 1, None)
-    if not segment.is_last:
-        release = partial(context.release, layer, segment.microbatch)
-        return _Leave.apply(output, segment, states, is_used_again, release, *state)
-    if not is_used_again or segment.is_first:
-        context.release(layer, segment.microbatch)
-    return output
+    if segment.is_last:
+        return output
+    # A repeated forward leaves the first state, which is in the next segment's graph.
+    states.setdefault(segment.index, tuple(x.detach().requires_grad_(is_used_again) for x in state))
+    return _Leave.apply(output, partial(states.pop, segment.index), context.end_of_backward(layer), *state)
 
 
 class _Leave(torch.autograd.Function):
-    """Returns the output unchanged, puts the state into `states`, and takes its gradient from there."""
+    """Returns the output unchanged; its backward takes the leaves that stood for the state, and their gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        output: Tensor,
-        segment: Segment,
-        states: dict[int, State],
-        is_used_again: bool,
-        release: Callable,
-        *state: Tensor,
-    ) -> Tensor:
-        # A repeated forward leaves the first state, which is in the next segment's graph.
-        states.setdefault(segment.index, tuple(x.detach().requires_grad_(is_used_again) for x in state))
-        ctx.segment, ctx.states, ctx.release = segment, states, release
+    def forward(ctx: Any, output: Tensor, take: Callable[[], State], end: Callable, *state: Tensor) -> Tensor:
+        ctx.take, ctx.end = take, end
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        grads = (x.grad for x in ctx.states.pop(ctx.segment.index))
-        if ctx.segment.is_first:
-            ctx.release()
-        return grad_output, None, None, None, None, *grads
+        grads = [x.grad for x in ctx.take()]
+        ctx.end()
+        return grad_output, None, None, *grads
 
 
 def _within_documents(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,9 @@ class SegmentContext:
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
     backward. Between units there is no running segment, and modules treat their input as whole sequences. `keep` gives
     what stands for a tensor that may move with the running unit, as in HostMemory.
+
+    A cache is what a layer passes from segment to segment. It lives until the backward of the first segment, or the
+    forward of the last one if no backward follows.
     """
 
     def __init__(self, keep: Callable[[Any], Any] = lambda tensor: tensor) -> None:
@@ -83,11 +87,6 @@ class SegmentContext:
         finally:
             self.segment = self._checked_mask = None
 
-    def expects_backward(self, output: Tensor) -> bool:
-        """Whether a backward of the running segment passes through `output`: neither in an evaluation nor where all
-        weights below are frozen. A forward without gradients that is none of an evaluation will be repeated."""
-        return self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
-
     def check_mask(self, mask: Tensor) -> None:
         """Raise ValueError unless the mask of the running segment is causal; compared once for all layers."""
         if mask is not self._checked_mask:
@@ -105,8 +104,23 @@ class SegmentContext:
         """The cache of `layer` for the running micro-batch, if there is one."""
         return self._caches.get((layer, self.segment.microbatch))
 
-    def release(self, layer: Any, microbatch: int) -> None:
-        del self._caches[layer, microbatch]
+    def is_used_again(self, layer: Any, output: Tensor) -> bool:
+        """Whether a backward of the running segment passes through the `output` of `layer`; frees its cache after the
+        last segment otherwise.
+
+        None does in an evaluation, and where all weights below are frozen. A forward without gradients that is none of
+        an evaluation will be repeated.
+        """
+        is_used_again = self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
+        if self.segment.is_last and not is_used_again:
+            del self._caches[layer, self.segment.microbatch]
+        return is_used_again
+
+    def end_of_backward(self, layer: Any) -> Callable[[], object]:
+        """To be called at the end of the running segment's backward through `layer`; frees its cache after the first
+        segment."""
+        key = (layer, self.segment.microbatch)
+        return partial(self._caches.pop, key) if self.segment.is_first else _nothing
 
     def kept(self) -> list[Any]:
         """The caches of all layers and micro-batches in flight."""
@@ -122,3 +136,7 @@ class SegmentContext:
     def assert_empty(self) -> None:
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
         assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"
+
+
+def _nothing() -> None:
+    pass

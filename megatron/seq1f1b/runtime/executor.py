@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 from ..model import (
     PIECE,
     HostMemory,
-    MovableResults,
     SegmentContext,
     WeightGradientStore,
     add_up_all_weight_gradients,
@@ -83,7 +82,7 @@ class PipelineExecutor:
 
     def keep_attention(self) -> None:
         """Run the attention of a recomputed layer once; the repeated forward takes its results."""
-        self._context.kept_attention = MovableResults(self._host_memory)
+        self._context.kept_attention = {}
 
     def offload(self, share: float) -> None:
         """Move a `share` of what forwards leave for their backwards to the memory of the host, see `units_to_move`."""

@@ -20,7 +20,7 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
             return tensor
 
         layer, keep = attention(16), []
-        context = layer.context
+        context = layer.segment_context
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             for segment in segments_of([256 * i // k for i in range(k + 1)]):
                 part = projected[segment.start : segment.end].clone().requires_grad_().split(16, dim=-1)
@@ -41,16 +41,16 @@ def test_nothing_is_kept_where_all_weights_below_are_frozen(window):
     whole = torch.randn(64, 1, 2, 8)
     parts = []
     for segment in segments_of([0, 16, 32, 64]):
-        with layer.context.running(segment, keeps_for_backward=True):
+        with layer.segment_context.running(segment, keeps_for_backward=True):
             parts.append(layer(*[whole[segment.start : segment.end]] * 3))
-    layer.context.assert_empty()
+    layer.segment_context.assert_empty()
     assert torch.allclose(torch.cat(parts), layer(whole, whole, whole), atol=1e-6)
 
 
 def test_a_batch_that_was_not_cut_is_an_error():
     query = torch.randn(64, 1, 2, 8)
     layer = attention(8)
-    context = layer.context
+    context = layer.segment_context
     running = context.running(segments_of([0, 32, 64])[0], keeps_for_backward=True)
     with running, pytest.raises(AssertionError, match="64 tokens for a segment of 32"):
         layer(query, query, query)
@@ -70,7 +70,7 @@ def test_attention_runs_few_kernels_beside_its_own():
 def test_gradients_accumulate_in_fp32_for_16_bit_models():
     query, key, value = (torch.randn(64, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3))
     layer = attention(8)
-    context = layer.context
+    context = layer.segment_context
     outputs = []
     for segment in segments_of([0, 32, 64]):
         with context.running(segment, keeps_for_backward=True):

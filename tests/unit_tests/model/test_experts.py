@@ -27,7 +27,7 @@ def test_gradients_of_a_balance_loss_are_rounded_once(dtype):
     for index, (start, end) in enumerate(BOUNDS):
         sums = probabilities[start:end].sum(0).requires_grad_()
         tally.counts[index] = chosen[start:end].sum(0)
-        release = None if index else lambda: released.append(True)
+        release = (lambda: None) if index else (lambda: released.append(True))
         parts.append((sums, _Product.apply(sums, tally, FACTOR, release)))
     total = sum(loss.double() for _, loss in parts)
     torch.testing.assert_close(

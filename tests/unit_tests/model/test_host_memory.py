@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from megatron.seq1f1b.model import HostMemory, MovableResults, host_copies, host_memory
+from megatron.seq1f1b.model import HostMemory, host_copies, host_memory
 
 SIZE = 64  # x 64 x 4 bytes are above the smallest that move
 
@@ -104,22 +104,6 @@ def test_what_is_away_cannot_be_read(memory):
         output.backward()
     with pytest.raises(AssertionError, match="activations outlived the step: \\['unit'\\]"):
         memory.assert_empty()
-
-
-def test_results_that_are_kept_move_with_their_unit(memory):
-    kept = MovableResults(memory)
-    results = torch.randn(SIZE, SIZE), (torch.randn(SIZE, SIZE), torch.zeros(1)), None
-    copies = results[0].clone(), (results[1][0].clone(), torch.zeros(1)), None
-    with memory.keeping("unit"):
-        kept["layer"] = results
-    del results
-    memory.offload("unit", nullcontext())
-    assert memory.num_bytes == 2 * SIZE * SIZE * 4
-    memory.reload("unit", nullcontext())
-    memory.wait("unit")
-    first, (second, small), nothing = kept.pop("layer")
-    assert torch.equal(first, copies[0]) and torch.equal(second, copies[1][0])
-    assert small.item() == 0 and nothing is None and not kept
 
 
 def test_a_copy_that_fails_ends_the_wait(memory, monkeypatch):

@@ -24,7 +24,7 @@ class Counted(Unfused):
 def layer_that_keeps(**options):
     Counted.calls = []
     layer = attention(8, Counted, **options)
-    layer.context.kept_attention = {}
+    layer.segment_context.kept_attention = {}
     return layer
 
 
@@ -60,9 +60,9 @@ def test_evaluation_keeps_nothing():
     *tensors, _ = inputs(40, (2, 4, 2, 8, 8))
     with torch.no_grad():
         for segment in segments_of([0, 25, 40]):
-            with layer.context.running(segment, keeps_for_backward=False):
+            with layer.segment_context.running(segment, keeps_for_backward=False):
                 layer(*(x[segment.start : segment.end] for x in tensors))
-    layer.context.assert_empty()
+    layer.segment_context.assert_empty()
 
 
 def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
@@ -71,7 +71,7 @@ def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
     (segment,) = segments_of([0, 40])
     gc.disable()
     try:
-        with layer.context.running(segment, keeps_for_backward=True):
+        with layer.segment_context.running(segment, keeps_for_backward=True):
             with torch.no_grad():
                 left = weakref.ref(layer(*tensors).untyped_storage())
             output = layer(*(x.requires_grad_() for x in tensors))
@@ -79,12 +79,12 @@ def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
             output.backward(grad)
             del output
             assert left() is None
-            layer.context.assert_empty()
+            layer.segment_context.assert_empty()
             with torch.no_grad():
                 layer(*tensors)
     finally:
         gc.enable()
     with pytest.raises(AssertionError, match="1 forwards was kept and not used"):
-        layer.context.assert_empty()
-    layer.context.clear()
-    layer.context.assert_empty()
+        layer.segment_context.assert_empty()
+    layer.segment_context.clear()
+    layer.segment_context.assert_empty()

@@ -53,7 +53,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_choice(monkeypatch, flags, sizes, dtype, device, dropout, expected):
     transformer_engine(monkeypatch)
     flash_attention_4(monkeypatch)
-    monkeypatch.setattr(kernel_choice, "why_not", lambda number: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(kernel_choice, "why_not_3", lambda: None)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", lambda name: None)
     query, value = (tensor(size, dtype, device == "cuda") for size in sizes)
     kernel = KernelChoice(**flags, has_dropout=dropout > 0).kernel(AttentionRule(0.125, dropout), query, value)
@@ -86,8 +87,6 @@ def installed(monkeypatch, folder, modules):
 
 ON_3, ON_4 = {"flash_attn_interface": ""}, {"flash_attn.cute.interface": "_flash_attn_fwd = _flash_attn_bwd = None"}
 BROKEN_3 = {"flash_attn_interface": "raise ImportError('undefined symbol')"}
-# flash-attn 2.8.3 ships the folder flash_attn/cute.
-WITHOUT_COMPILER = {"flash_attn.cute.interface": "import cutlass_that_is_not_there"}
 
 
 @pytest.mark.parametrize(
@@ -96,19 +95,14 @@ WITHOUT_COMPILER = {"flash_attn.cute.interface": "import cutlass_that_is_not_the
         (None, 8, ON_3 | ON_4, 2),
         (None, 9, ON_3, 3),
         (None, 9, ON_4, "2 instead of FlashAttention-3: install FlashAttention-3"),
-        (None, 9, BROKEN_3, "2 instead of FlashAttention-3: .*cannot be imported .undefined symbol"),
+        (None, 9, BROKEN_3, "2 instead of FlashAttention-3: .*its import fails .undefined symbol"),
         (None, 9, "PyTorch 2.6", "2 instead of FlashAttention-3: install a PyTorch that can switch to it"),
         (None, 10, ON_3 | ON_4, 2),
         (2, 9, ON_3 | ON_4, 2),
         (3, 9, ON_3 | ON_4, 3),
         (4, 9, ON_3 | ON_4, 4),
         (4, 10, ON_4, 4),
-        (3, 10, ON_3, "3 cannot be used: it is made for Hopper GPUs; or drop it"),
-        (4, 8, ON_4, "4 cannot be used: it is made for Hopper and Blackwell GPUs"),
-        (4, 9, {}, "4 cannot be used: install the package flash-attn-4"),
-        (4, 10, WITHOUT_COMPILER, r"interface cannot be imported \(No module named 'cutlass_that"),
         (None, 9, "dropout", 2),
-        (3, 9, "dropout", "3 cannot be used: it has no attention dropout"),
     ],
 )
 def test_version_4_only_if_asked_for_else_3_else_2(monkeypatch, caplog, tmp_path, version, major, modules, used):
@@ -119,10 +113,6 @@ def test_version_4_only_if_asked_for_else_3_else_2(monkeypatch, caplog, tmp_path
         monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     installed(monkeypatch, tmp_path, ON_3 | ON_4 if isinstance(modules, str) else modules)
     kernels = KernelChoice(flash_attention_version=version, has_dropout=modules == "dropout")
-    if version and isinstance(used, str):
-        with pytest.raises(ValueError, match=f"--flash-attention-version .*{used}"):
-            kernels.kernel(RULE, tensor(64), tensor(64))
-        return
     warning, used = (used, 2) if isinstance(used, str) else (None, used)
     assert kernels.name(RULE, True, torch.bfloat16, 64, 64).split()[0] == f"FlashAttention-{used}"
     for value_size in (64, 32):

@@ -1,6 +1,5 @@
 """Multi-latent attention that keeps latents against one softmax over the whole sequence."""
 
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import torch
 
 from megatron.seq1f1b.model.attention import _Attend, _Call
 from megatron.seq1f1b.model.kernels import AttentionRule, KernelChoice, WithSink, on_parts
-from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, _Join, share_of_projection
+from megatron.seq1f1b.model.latents import LARGEST_SHARE, LatentCache, share_of_projection
 from megatron.seq1f1b.model.segment import Segment, SegmentContext
 from support.segments import one_softmax
 
@@ -46,13 +45,12 @@ class Attention:
     def __call__(self, query, latent, rotary, sink):
         segment = self.context.segment
         cache = self.context.cache(self, lambda: LatentCache(LENGTH, self.project_up, SIZE))
-        projected, _ = cache.project(_Join.apply(latent, cache, segment), segment)
+        projected, _ = cache.project(latent, segment)
         keys, values = projected.unflatten(2, (HEADS, -1)).split([SIZE, VALUE], -1)
         keys = torch.cat([keys, rotary.unsqueeze(2).expand(-1, -1, HEADS, -1)], -1)
         kernel = WithSink(KernelChoice().kernel(AttentionRule((SIZE + ROTARY) ** -0.5), query, values), sink)
         kernel = on_parts(kernel, segment, None, [(0, segment.length)], query)
-        release = partial(self.context.release, self, segment.microbatch)
-        call = _Call(kernel, segment, cache, release)
+        call = _Call(kernel, segment, cache, self.context.end_of_backward(self))
         return _Attend.apply(query, keys, values, sink, cache.take_prefix(), call)
 
 

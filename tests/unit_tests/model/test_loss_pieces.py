@@ -11,9 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.seq1f1b.model.linear_layers import defer_weight_gradients
 from megatron.seq1f1b.model.loss_pieces import WORTH, Logits, compute_loss_in_pieces
-from megatron.seq1f1b.model.weight_gradient import WeightGradientStore
+from megatron.seq1f1b.model.weight_gradient import WeightGradientStore, defer_weight_gradients
 
 TOKENS, SEQUENCES, HIDDEN, WORDS = 10, 2, 8, 16
 ROW = SEQUENCES * WORDS

@@ -1,4 +1,4 @@
-"""Caches of keys and values go to the memory of the host with the unit of the last segment."""
+"""Caches of keys and values, and kept attention, go to the memory of the host with the unit of the last segment."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ class Moved(Attended):
     memory = HostMemory()
 
     def forward(self) -> None:
-        self.layer.context.keep = self.memory.keep
+        self.layer.segment_context.keep = self.memory.keep
         with self.memory.keeping("unit"):
             super().forward()
         self.memory.offload("unit", nullcontext())
@@ -32,17 +32,18 @@ class Moved(Attended):
 
 # Tokens that are kept: all, or, where they are computed again, a window of each segment.
 @pytest.mark.parametrize("window, kept", [(None, (150, 150)), (20, (150, 60))], ids=["prefix", "window"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed"])
-def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute):
+@pytest.mark.parametrize("recompute, keeps", [(False, False), (True, False), (True, True)], ids=["", "again", "kept"])
+def test_a_cache_leaves_and_comes_back(monkeypatch, window, kept, recompute, keeps):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(host_memory, "SMALLEST", 1)
     *tensors, grad = inputs(sum(LENGTHS), HEADS)
     found = []
     for kind in (Attended, Moved):
         attended = kind(attention(SIZE, window=window), tensors, grad, of_lengths(LENGTHS), recompute)
+        attended.layer.segment_context.kept_attention = {} if keeps else None
         attended.forward()
         if kind is Moved:
-            of_kernels = 0 if recompute else LOG_SUM_EXP * sum(LENGTHS)
+            of_kernels = 0 if recompute and not keeps else LOG_SUM_EXP * sum(LENGTHS)
             assert Moved.memory.num_bytes == OF_TOKEN * kept[recompute] + of_kernels
         attended.backward()
         found.append([torch.cat(attended.outputs), *(x.grad for part in attended.parts for x in part)])

@@ -46,7 +46,7 @@ def test_one_sequence_within_documents(window, starts, cuts):
 def test_a_flattened_batch_is_an_error():
     query = torch.randn(8, 1, 2, 8)
     layer = attention(8)
-    running = layer.context.running(*segments_of([0, 8], ((0,), (0, 3))), keeps_for_backward=True)
+    running = layer.segment_context.running(*segments_of([0, 8], ((0,), (0, 3))), keeps_for_backward=True)
     with running, pytest.raises(AssertionError, match="1 sequences for a micro-batch of 2.*--micro-batch-size 1"):
         layer(query, query, query)
 

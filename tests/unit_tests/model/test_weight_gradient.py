@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from megatron.seq1f1b.model import WeightGradientStore, add_up_all_weight_gradients
-from megatron.seq1f1b.model.linear_layers import deferring
+from megatron.seq1f1b.model.weight_gradient import deferring
 
 TOKENS, BATCH, IN, OUT = 5, 2, 4, 3
 

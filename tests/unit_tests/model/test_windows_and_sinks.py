@@ -64,7 +64,7 @@ WINDOW, OF_TOKEN = 16, 2 * 2 * SIZE * 4  # bytes of keys and values in fp32
 
 def kept_tokens(context):
     """Tokens whose keys and values layers keep, by the bytes of their storages."""
-    tensors = [x for cache in context.kept() for rows in cache._kept.values() for x in rows]
+    tensors = [x for cache in context.kept() for rows in cache.rows for x in rows._kept.values()]
     return sum({x.data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()) / OF_TOKEN
 
 
@@ -81,15 +81,15 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
     layer, parts = windowed([50, 60, 80, LENGTH], documents)
     outputs = []
     for segment, part in parts:
-        with layer.context.running(segment, keeps_for_backward=True):
+        with layer.segment_context.running(segment, keeps_for_backward=True):
             outputs.append(layer(*part))
-        assert kept_tokens(layer.context) == segment.end
+        assert kept_tokens(layer.segment_context) == segment.end
     for segment, _ in reversed(parts):
         outputs.pop().sum().backward()
-        assert kept_tokens(layer.context) == segment.start
-        for kept in layer.context.kept():
+        assert kept_tokens(layer.segment_context) == segment.start
+        for kept in layer.segment_context.kept():
             assert [x._sum.untyped_storage().nbytes() for x in kept.rows] == [WINDOW * OF_TOKEN / 2] * 2
-    layer.context.assert_empty()
+    layer.segment_context.assert_empty()
 
 
 def test_segments_that_are_computed_again_keep_a_window_each():
@@ -97,22 +97,22 @@ def test_segments_that_are_computed_again_keep_a_window_each():
     outputs = []
 
     def forward(segment, *part):
-        with layer.context.running(segment, keeps_for_backward=True):
+        with layer.segment_context.running(segment, keeps_for_backward=True):
             return layer(*part)
 
     for segment, part in parts:
         outputs.append(checkpoint(partial(forward, segment), *part, use_reentrant=True))
-    assert kept_tokens(layer.context) == 16 + 10 + 16 + 16
+    assert kept_tokens(layer.segment_context) == 16 + 10 + 16 + 16
     for output in reversed(outputs):
         output.sum().backward()
-    layer.context.assert_empty()
+    layer.segment_context.assert_empty()
 
 
 def test_evaluation_keeps_one_window():
     layer, parts = windowed([10, 50, 60, 80, LENGTH])
     kept = []
     for segment, part in parts:
-        with layer.context.running(segment, keeps_for_backward=False), torch.no_grad():
+        with layer.segment_context.running(segment, keeps_for_backward=False), torch.no_grad():
             layer(*part)
-        kept.append(kept_tokens(layer.context))
+        kept.append(kept_tokens(layer.segment_context))
     assert kept == [10, WINDOW, WINDOW, WINDOW, 0]

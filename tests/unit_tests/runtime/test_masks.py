@@ -83,7 +83,7 @@ class LikeCuda(torch.Tensor):
 
 def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
     layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
-    with layer.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
+    with layer.segment_context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True):
         layer(tokens, tokens, tokens, CAUSAL[None, None], attn_mask_type=AttnMaskType.causal)
         for mask in OTHERS.values():
             with pytest.raises(ValueError, match="micro-batch 0 is not plain causal"):
@@ -101,7 +101,7 @@ def test_a_mask_that_the_script_makes_is_checked_in_the_layer():
 def test_attention_that_is_not_causal_is_refused(given, words):
     layer, tokens = attention(8), torch.randn(LENGTH, 1, 2, 8)
     with (
-        layer.context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True),
+        layer.segment_context.running(Segment(0, 0, 0, LENGTH, 16), keeps_for_backward=True),
         pytest.raises(ValueError, match=words),
     ):
         layer(tokens, tokens, tokens, None, **given)

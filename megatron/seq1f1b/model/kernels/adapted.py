@@ -1,11 +1,13 @@
 """Wrappers of a kernel: for other head sizes, for a softmax with a sink, for layers that are recomputed."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..host_memory import taken
 from .interface import Gradients, Kernel, Saved
 
 
@@ -21,27 +23,18 @@ class Padded:
     multiple_of: int = 1
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        size = self._size(query, value)
-        output, statistics = self.kernel.forward(*(_pad(x, size) for x in (query, key, value)))
+        output, statistics = self.kernel.forward(*self._padded(query, key, value))
         return output[..., : value.shape[3]].contiguous(), statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        *tensors, statistics = saved
-        size, value_size = self._size(saved.query, saved.value), saved.value.shape[3]
-        padded = Saved(*(_pad(x, size) for x in tensors), statistics)
-        query, key, value, _ = self.kernel.backward(_pad(grad_output, size), padded)
-        own_size = saved.query.shape[3]
-        return Gradients(query[..., :own_size], key[..., :own_size], value[..., :value_size])
+        *tensors, grad_output = self._padded(*saved[:4], grad_output)
+        grads = self.kernel.backward(grad_output, Saved(*tensors, saved.statistics))
+        return Gradients(*(grad[..., : x.shape[3]] for grad, x in zip(grads[:3], saved[:3], strict=True)))
 
-    def _size(self, query: Tensor, value: Tensor) -> int:
-        largest = max(query.shape[3], value.shape[3])
-        return -(-largest // self.multiple_of) * self.multiple_of
-
-
-def _pad(x: Tensor, size: int) -> Tensor:
-    """[..., d] to [..., size], without a copy if `x` has that size."""
-    missing = size - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    def _padded(self, *tensors: Tensor) -> list[Tensor]:
+        largest = max(x.shape[3] for x in tensors)
+        size = -(-largest // self.multiple_of) * self.multiple_of
+        return [x if x.shape[3] == size else torch.nn.functional.pad(x, (0, size - x.shape[3])) for x in tensors]
 
 
 @dataclass(frozen=True)
@@ -60,57 +53,54 @@ class WithSink:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, (logsumexp, *others) = self.kernel.forward(query, key, value)
-        heads = self._by_head(logsumexp, query)
-        total = torch.logaddexp(heads, self._sink(heads))
-        kept = (heads - total).exp().permute(2, 0, 1).unsqueeze(-1)
+        own, sink = self._by_head(logsumexp, query)
+        total = torch.logaddexp(own, sink)
+        kept = (own - total).exp().permute(2, 0, 1).unsqueeze(-1)
         return (output * kept).to(output.dtype), (total.view_as(logsumexp), *others)
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:
-        total = self._by_head(saved.statistics[0], saved.query)
-        weight = (self._sink(total) - total).exp()
+        total, sink = self._by_head(saved.statistics[0], saved.query)
         # Σ weight · its gradient over the keys of a query; the sink has no value, so it adds nothing.
         expected = (grad_output * saved.output).to(total.dtype).sum(-1)
-        grad_sink = -(weight * expected.permute(1, 2, 0)).sum((0, 2)).to(self.sink.dtype)
+        grad_sink = -((sink - total).exp() * expected.permute(1, 2, 0)).sum((0, 2)).to(self.sink.dtype)
         return self.kernel.backward(grad_output, saved)._replace(sink=grad_sink)
 
-    def _sink(self, logsumexp: Tensor) -> Tensor:
-        return self.sink.detach().to(logsumexp.dtype).unsqueeze(-1)
-
-    @staticmethod
-    def _by_head(logsumexp: Tensor, query: Tensor) -> Tensor:
-        """As [b, h, n], however the kernel groups heads."""
+    def _by_head(self, logsumexp: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp as [b, h, n], however the kernel groups heads, and the sink as [h, 1]."""
         length, batch, heads, _ = query.shape
-        return logsumexp.view(batch, heads, length)
+        return logsumexp.view(batch, heads, length), self.sink.detach().to(logsumexp.dtype).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
 class RunOnce:
-    """Runs `kernel` once if full recomputation repeats the forward of `unit`; `results` has those of first forwards.
+    """Runs `kernel` once where full recomputation repeats the forward of `unit`.
 
-    Autograd does not record a first forward that is repeated (`is_recorded`). The repeated forward takes its output and
-    statistics out of `results`, so that the graph does not keep itself. In between a layer keeps b·n·h·(e·w + 4) bytes,
-    for n tokens of b sequences, h query heads, values of size e and w bytes an element. `generator` is the one that the
-    kernel draws from, None if it draws nothing.
+    Autograd does not record the first forward, and leaves output and statistics in `results`; the repeated one takes
+    them out, so that the graph does not keep itself. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
+    sequences, h query heads, values of size e and w bytes an element, in what `keep` returns, see HostMemory.
+    `generator` is the one that the kernel draws from, None if it draws nothing: the rest of the layer goes on from its
+    state.
     """
 
     kernel: Kernel
     unit: Hashable
-    # Output, statistics, and the state of the generator, from which the rest of the layer draws, too.
-    results: dict[Hashable, tuple[Tensor, tuple[Tensor, ...], Tensor | None]]
+    results: dict[Hashable, tuple[list[Any], Tensor | None]]
+    keep: Callable[[Tensor], Any]
     generator: torch.Generator | None
     is_recorded: bool = field(default_factory=torch.is_grad_enabled)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         if self.unit in self.results:
             assert self.is_recorded, "attention of a unit went forward twice before its backward"
-            output, statistics, state = self.results.pop(self.unit)
+            kept, state = self.results.pop(self.unit)
             if self.generator is not None:
                 self.generator.set_state(state)
-            return output, statistics
+            output, *statistics = map(taken, kept)
+            return output, tuple(statistics)
         output, statistics = self.kernel.forward(query, key, value)
         if not self.is_recorded:
-            state = None if self.generator is None else self.generator.get_state()
-            self.results[self.unit] = output, statistics, state
+            state = self.generator and self.generator.get_state()
+            self.results[self.unit] = [self.keep(x) for x in (output, *statistics)], state
         return output, statistics
 
     def backward(self, grad_output: Tensor, saved: Saved) -> Gradients:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -14,11 +15,6 @@ _flash = torch.ops.aten._flash_attention_forward
 # Without the random state, which version 3 fills with zeros; PyTorch 2.6 lacks this operator.
 _flash_without_dropout = getattr(torch.ops.aten, "_flash_attention_forward_no_dropout_inplace", None)
 _flash_backward = torch.ops.aten._flash_attention_backward
-# The module of a version, its GPUs with their compute capabilities, and the package to install.
-_VERSIONS = {
-    3: ("flash_attn_interface", "Hopper", (9,), "FlashAttention-3 (the folder hopper of flash-attention)"),
-    4: ("flash_attn.cute.interface", "Hopper and Blackwell", (9, 10), "the package flash-attn-4"),
-}
 
 
 @dataclass(frozen=True)
@@ -34,32 +30,34 @@ class CudaFlash(DocumentKernel):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: CumulativeLengths | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        query, key, value = map(_turned, (query, key, value))
-        lengths = documents or (None, None, query.shape[1], key.shape[1])
-        call = query, key, value, *lengths, self.rule.dropout, True, False
+        tensors = [_turned(x) for x in (query, key, value)]
+        call, options = self._call(tensors, documents)
         if self.rule.dropout or _flash_without_dropout is None:
             # The random state has two tensors, one of which some versions of PyTorch do not use.
-            output, *statistics, _ = _flash(*call, **self._options)
+            output, *statistics, _ = _flash(*tensors, *call, False, **options)
         else:
-            output = torch.empty_like(query)  # with the strides of the query
-            statistics = [_flash_without_dropout(output, *call, **self._options)]
+            output = torch.empty_like(tensors[0])  # with the strides of the query
+            statistics = [_flash_without_dropout(output, *tensors, *call, False, **options)]
         return _turned(output).contiguous(), tuple(statistics)
 
     def backward(self, grad_output: Tensor, saved: Saved, documents: CumulativeLengths | None = None) -> Gradients:
         *tensors, (logsumexp, *rng_state) = saved
-        grad_output, query, key, value, output = map(_turned, (grad_output, *tensors))
+        tensors = [_turned(x) for x in tensors]
+        call, options = self._call(tensors, documents)
         if not rng_state:  # nothing reads it
-            rng_state = [query.new_empty(shape, dtype=torch.uint64) for shape in (2, ())]
-        lengths = documents or (None, None, query.shape[1], key.shape[1])
-        call = grad_output, query, key, value, output, logsumexp, *lengths, self.rule.dropout, True, *rng_state
-        return Gradients(*map(_turned, _flash_backward(*call, **self._options)))
+            rng_state = [logsumexp.new_empty(shape, dtype=torch.uint64) for shape in (2, ())]
+        grads = _flash_backward(_turned(grad_output), *tensors, logsumexp, *call, *rng_state, **options)
+        return Gradients(*map(_turned, grads))
 
-    @property
-    def _options(self) -> dict[str, float]:
-        """The scale, and the keys that a query sees before and after its own token."""
+    def _call(
+        self, tensors: list[Tensor], documents: CumulativeLengths | None
+    ) -> tuple[tuple[Any, ...], dict[str, float]]:
+        """Of forward and backward: lengths, dropout and the causal mask; the scale, and the keys that a query sees
+        before and after its own token."""
+        lengths = documents or (None, None, tensors[0].shape[1], tensors[1].shape[1])
         window = self.rule.window
         sizes = {} if window is None else {"window_size_left": window, "window_size_right": 0}
-        return {"scale": self.rule.scale, **sizes}
+        return (*lengths, self.rule.dropout, True), {"scale": self.rule.scale, **sizes}
 
 
 class FlashAttention4:
@@ -70,9 +68,10 @@ class FlashAttention4:
     """
 
     def __init__(self, rule: AttentionRule) -> None:
-        assert rule.dropout == 0 and rule.window is None, "the kernel has no dropout, and our call no window"
+        if rule.dropout:
+            raise ValueError("--flash-attention-version 4 has no attention dropout; drop it or --attention-dropout")
         self._options = {"softmax_scale": rule.scale, "causal": True}
-        self._package = import_module(_VERSIONS[4][0])
+        self._package = import_module("flash_attn.cute.interface")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         call = map(_turned, (query, key, value))
@@ -93,15 +92,12 @@ def _turned(x: Tensor) -> Tensor:
     return x.transpose(0, 1) if x.dim() == 4 else x
 
 
-def why_not(number: int) -> str | None:
-    """Why FlashAttention 3 or 4 cannot be used here; None if it can."""
-    module, gpus, capabilities, package = _VERSIONS[number]
-    if torch.cuda.get_device_capability()[0] not in capabilities:
-        return f"it is made for {gpus} GPUs"
-    if number == 3 and not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+def why_not_3() -> str | None:
+    """Why PyTorch's operators cannot run on FlashAttention 3 here; None if they can."""
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
         return "install a PyTorch that can switch to it, such as 2.13"
     try:
-        import_module(module)
+        import_module("flash_attn_interface")
     except Exception as error:  # of any kind, from its compiler or its loader
-        return f"install {package}; {module} cannot be imported ({error})"
+        return f"install FlashAttention-3 (the folder hopper of flash-attention); its import fails ({error})"
     return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...process.ranks import warn_on_rank_0
 from .adapted import Padded
 from .cpu import CpuFlash
-from .flash import CudaFlash, FlashAttention4, why_not
+from .flash import CudaFlash, FlashAttention4, why_not_3
 from .interface import AttentionRule, Kernel
 from .transformer_engine import TransformerEngineFused
 from .unfused import Unfused
@@ -28,8 +28,7 @@ class KernelChoice:
     Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is its
     --flash-attention-version: 2 for PyTorch's own operators, 3 for these operators on FlashAttention 3, 4 for
     flash-attn-4; None takes 3 on Hopper GPUs if it is installed, else 2. All operators of a process run on one version.
-    Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2. Raises ValueError for a version that
-    cannot be used.
+    Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2 unless it is told otherwise.
     """
 
     def __init__(
@@ -93,19 +92,13 @@ class KernelChoice:
 
     def _best_version(self) -> int:
         """The version for this process; switches its operators."""
-        if self._asked_for in (3, 4):
-            reason = "it has no attention dropout" if self._has_dropout else why_not(self._asked_for)
-            if reason is not None:
-                raise ValueError(
-                    f"--flash-attention-version {self._asked_for} cannot be used: {reason}; or drop it, which takes "
-                    "FlashAttention 2"
-                )
-        elif self._asked_for == 2 or self._has_dropout:
-            return 2
-        elif (reason := why_not(3)) is not None:
-            if torch.cuda.get_device_capability()[0] == 9:
+        version = self._asked_for or 2
+        if self._asked_for is None and not self._has_dropout and torch.cuda.get_device_capability()[0] == 9:
+            reason = why_not_3()
+            if reason is None:
+                version = 3
+            else:
                 self._warn_once(f"attention runs on FlashAttention-2 instead of FlashAttention-3: {reason}")
-            return 2
-        if self._asked_for != 4:
+        if version == 3:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-        return self._asked_for or 3
+        return version

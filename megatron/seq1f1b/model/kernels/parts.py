@@ -38,8 +38,7 @@ def on_parts(
     first_key = 0 if window is None else max(0, start - window)
     key = first_key, tuple(runs), device
     if key not in made:
-        in_window = (document_start(starts, start, first_key) for starts in documents or ())
-        seen = min(in_window, default=first_key)
+        seen = min((document_start(starts, start, first_key) for starts in documents or ()), default=first_key)
         made[key] = tuple(_calls(start, seen, runs, documents, device)), seen - first_key
     return InCalls(kernel, *made[key])
 
@@ -107,15 +106,14 @@ class InCalls:
         )
         if len(self.calls) == 1:
             return Gradients(*map(_as_sequences, next(grads)))
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        grad_sink = None
+        whole = Gradients(torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value))
         for (queries, keys, _), of_call in zip(self.calls, grads, strict=True):
-            grad_query[queries] = of_call.query
-            grad_key[keys][-len(of_call.key) :].add_(of_call.key)
-            grad_value[keys][-len(of_call.value) :].add_(of_call.value)
+            whole.query[queries] = of_call.query
+            for of_whole, part in ((whole.key, of_call.key), (whole.value, of_call.value)):
+                of_whole[keys][-len(part) :].add_(part)
             if of_call.sink is not None:
-                grad_sink = of_call.sink if grad_sink is None else grad_sink + of_call.sink
-        return Gradients(grad_query, grad_key, grad_value, grad_sink)
+                whole = whole._replace(sink=of_call.sink if whole.sink is None else whole.sink + of_call.sink)
+        return whole
 
 
 def _as_sequences(x: Tensor | None) -> Tensor | None:

@@ -1,0 +1,87 @@
+"""Rotary positions of a segment, which begin anew with each document; Megatron's begin at 0."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rope_utils import get_pos_emb_on_this_cp_rank
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
+
+from ..process.patches import wrapping
+from .packed_documents import pieces
+from .segment import Segment
+
+
+def _at_segment(rotary: RotaryEmbedding, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Angles of the running segment. Model chunks share them, since each copy would take 4·d bytes a token, for d
+    rotary dimensions."""
+    segment = rotary.segment_context.segment
+    if segment is None:
+        return forward(*args, **kwargs)
+    of_documents = partial(_of_documents, segment, rotary, forward, *args, **kwargs)
+    if isinstance(rotary, YarnRotaryEmbedding):  # also returns a number
+        return of_documents()
+    return segment.shared((rotary.path_in_chunk, *args, *kwargs.items()), of_documents)
+
+
+def _of_documents(
+    segment: Segment,
+    rotary: RotaryEmbedding,
+    forward: Callable[..., Any],
+    length: int,
+    packed_seq: bool = False,
+    cp_group: Any = None,
+) -> Any:
+    (first, end), *others = _positions(segment, length)
+    if not others:
+        return forward(length, offset=first, packed_seq=packed_seq, cp_group=cp_group)
+    # These begin at 0, and share a table; nothing is parted among context-parallel ranks yet.
+    table = forward(max(stop for _, stop in others), packed_seq=True)
+    angles = forward(end - first, offset=first, packed_seq=True)
+    is_yarn = isinstance(rotary, YarnRotaryEmbedding)
+    rows, of_others = (angles[0], table[0]) if is_yarn else (angles, table)
+    rows = torch.cat([rows, *(of_others[:stop] for _, stop in others)])
+    group = cp_group or rotary.cp_group
+    if group is not None and group.size() > 1 and not packed_seq:
+        rows = get_pos_emb_on_this_cp_rank(rows, 0, group)
+    return (rows, angles[1]) if is_yarn else rows
+
+
+def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
+    """The positions of the `length` tokens of a segment, from the first to the end of each document.
+
+    Small ones, since angles in fp32 round by more, the larger they are. Several sequences, which may have other
+    documents, share positions that count from their start, as attention depends on differences only.
+    """
+    documents = segment.documents
+    if documents is None or len(documents) > 1 or length != segment.length:
+        return [(segment.start, segment.start + length)]
+    found = pieces(documents[0], segment.start, segment.end)
+    return [(piece.start - piece.first_key, piece.end - piece.first_key) for piece in found]
+
+
+def _cosines_and_sines(
+    rotary: YarnRotaryEmbedding, cached: Callable, length: int, *, dtype: torch.dtype, packed_seq: bool = False
+) -> tuple[Tensor, ...]:
+    """What the fused rotary embedding of multi-latent attention reads."""
+    segment = rotary.segment_context.segment
+    if segment is None:
+        return cached(length, dtype=dtype, packed_seq=packed_seq)
+
+    def of_angles(function: Callable[[Tensor], Tensor]) -> Tensor:
+        angles, scale = rotary(length, packed_seq=packed_seq)
+        return (function(angles) * scale).to(dtype)
+
+    key = rotary.path_in_chunk, length, dtype, packed_seq
+    return tuple(segment.shared((*key, each), partial(of_angles, each)) for each in (torch.cos, torch.sin))
+
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+_YARN = f"{_EMBEDDINGS}.yarn_rotary_pos_embedding.YarnRotaryEmbedding"
+FOLLOWS = (
+    wrapping(f"{_EMBEDDINGS}.rotary_pos_embedding.RotaryEmbedding.forward", _at_segment, "begins at position 0"),
+    wrapping(f"{_YARN}.get_cached_cos_sin", _cosines_and_sines, "keeps one table, which begins at 0"),
+)
