@@ -11,7 +11,7 @@ TABLE = re.compile(r"(<!-- unsupported: .*? -->\n).*?(\n<!-- end of unsupported 
 
 
 def with_table(page: str) -> str:
-    lines = ["| feature of Megatron | unsupported | because it | way out |", "|---|---|---|---|"]
+    lines = ["| feature | unsupported | because it | way out |", "|---|---|---|---|"]
     for use, rows in UNSUPPORTED.items():
         lines += [f"| `{row.feature}` | {use.value} | {row.because} | {row.way_out} |" for row in rows]
     return TABLE.sub(lambda found: found[1] + "\n".join(lines) + found[2], page)

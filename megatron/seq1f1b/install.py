@@ -8,26 +8,19 @@ import re
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import cpu, rehearsal
-from .arguments import (
-    PipelineConfig,
-    add_arguments,
-    has_our_flags,
-    parse_options,
-    run_of_arguments,
-)
+from .arguments import PipelineConfig, add_arguments, has_our_flags, parse_options, run_of_arguments
 from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
-from .planning.advice import advice
 from .planning.run_costs import RunCosts
-from .planning.summary import copies_summary, summary
-from .process.patches import PatchTable, patched, rebound, wrapping
+from .planning.summary import advice, copies_summary, summary
+from .process.patches import Patch, patched, rebound, wrapping
 from .process.ranks import is_rank_0, warn_on_rank_0
 
 if TYPE_CHECKING:
@@ -48,8 +41,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     and raises ValueError with other keywords.
 
     A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags` this happens in
-    every script that has Megatron parse its arguments, at the latest when it calls `pretrain`. Without our schedule
-    flags Megatron's own functions run. With `--dry-run` a script rehearses its launch instead of training.
+    every script that has Megatron parse its arguments and calls `pretrain`. Without our schedule flags Megatron's own
+    functions run. With `--dry-run` a script rehearses its launch instead of training.
 
     A program that uses megatron-core without megatron.training passes our flags as keywords, see docs/library.md:
     `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
@@ -61,47 +54,39 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     On a machine without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown
     keyword, and ImportError for a version of Megatron that does not fit.
     """
-    is_library = bool(flags) or keep_documents_apart
-    options = parse_options(flags) if is_library else None
-    is_rehearsal = not is_library and "--dry-run" in sys.argv[1:]
-    keywords = flags | {"keep_documents_apart": keep_documents_apart} if is_library else {}
+    keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
     before = _installed()
     if before is not None:
         if keywords not in ({}, before.keywords):
             raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
         return
+    options = parse_options(flags) if keywords else None
+    is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
     net, patches = Net(), ExitStack()
-    if not is_library:
+    if options is None:
         patches.enter_context(patched((net.patch(),)))
-    if not is_library and not is_rehearsal:
-        net.connect()
-    if is_rehearsal:
-        rehearsal.prepare(os.environ)
-    if is_rehearsal or cpu.wanted(["--device", options.device] if is_library else sys.argv[1:]):
+        if is_rehearsal:
+            rehearsal.prepare(os.environ)
+        else:
+            net.connect()
+    if is_rehearsal or cpu.wanted(sys.argv[1:] if options is None else ["--device", options.device]):
         _silence_imports()
         cpu.activate()
     from megatron.core import package_info
     from megatron.core.pipeline_parallel import schedules
 
-    version = package_info.__version__.split("+")[0]  # without a commit, which is that of the repository around it
-    check_version(version)
+    check_version(package_info.__version__.split("+")[0])  # without a commit, which is that of the repository around it
     upstream = schedules.get_forward_backward_func
     overlay = Overlay(upstream, patches, keywords)
-    if is_library:
-        from .runtime.from_config import ProgramExecutor
-
-        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
-            options.pipeline_schedule = "1f1b"
-        overlay.executor = ProgramExecutor(lambda run: _configured(RunCosts(options, run)), keep_documents_apart)
-        if options.partition_state:
-            from .runtime import partitioned_state
-
-            patches.enter_context(patched(partitioned_state.patches()))
-    with _names_of(version):
-        overlay.patches.enter_context(patched(_patches(overlay, net, is_library, add_flags)))
-    overlay.patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
+    rows = _patches_of_megatron()
+    if options is None:
+        rows += overlay.patches_of_scripts(net, add_flags)
+    else:
+        rows += overlay.patches_of_programs(options, keep_documents_apart)
+    patches.enter_context(patched(rows))
+    patches.enter_context(rebound(upstream, overlay.get_forward_backward_func))
     if is_rehearsal:
-        overlay.patches.enter_context(patched(rehearsal.patches()))
+        patches.enter_context(patched(rehearsal.patches()))
 
 
 def check_version(version: str) -> None:
@@ -111,17 +96,6 @@ def check_version(version: str) -> None:
         raise ImportError(f"megatron.seq1f1b needs megatron-core 0.19 and found {version}; it is {tested}")
     if version not in TESTED:
         warn_on_rank_0(_log, f"megatron-core {version} was never tried with megatron.seq1f1b, which is {tested}")
-
-
-@contextmanager
-def _names_of(version: str) -> Iterator[None]:
-    """Turns a missing name of Megatron into a sentence on its version."""
-    try:
-        yield
-    except (AttributeError, ImportError) as error:
-        raise ImportError(
-            f"megatron.seq1f1b does not fit megatron-core {version} ({error}); it is tested with {', '.join(TESTED)}"
-        ) from error
 
 
 def _silence_imports() -> None:
@@ -170,14 +144,17 @@ def pipeline_config() -> PipelineConfig:
     return _installed().pipeline_config()
 
 
+# `model` and `runtime` import Megatron, which has to wait for `install`.
+
+
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     """Give the self-attention layers of the model chunks our attention, for Megatron's own schedules, too.
 
     For scripts that build local layers. Returns the chunks as a list, as Megatron's `pre_wrap_hooks` do.
     """
-    from . import model as room
+    from .model import use_segment_attention
 
-    return room.use_segment_attention(model)
+    return use_segment_attention(model)
 
 
 def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -193,9 +170,9 @@ def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
 
     `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`, with Megatron's configuration of the model.
     """
-    from . import model as room
+    from .model import local_hybrid_spec
 
-    return room.local_hybrid_spec(config)
+    return local_hybrid_spec(config)
 
 
 class Overlay:
@@ -208,23 +185,50 @@ class Overlay:
         self.keywords = keywords or {}  # of a program
         self._upstream = upstream
 
+    def patches_of_programs(self, options: Namespace, keep_documents_apart: bool) -> list[Patch]:
+        """A program without Megatron's arguments: its executor is there, nothing of megatron.training is replaced."""
+        from .runtime import partitioned_state
+        from .runtime.from_config import ProgramExecutor
+
+        if options.pipeline_schedule is None and options.pipeline_schedule_file is None:
+            options.pipeline_schedule = "1f1b"
+        self.executor = ProgramExecutor(lambda run: _configured(RunCosts(options, run)), keep_documents_apart)
+        return list(partitioned_state.patches()) if options.partition_state else []
+
+    def patches_of_scripts(self, net: Net, add_flags: bool) -> list[Patch]:
+        """A script with Megatron's arguments; with `add_flags` it has neither our flags nor calls `validate`."""
+        from .runtime.training_loop import TrainingLoop
+
+        def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:
+            def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
+                parser = own_flags(parser) if own_flags else parser
+                return parser if has_our_flags(parser) else add_arguments(parser)
+
+            return net.parsed(upstream(with_our_flags if add_flags else own_flags, *args, **more))
+
+        reason = "checks neither what is unsupported with our flags nor whether all ranks have the same ones"
+        rows = [wrapping("megatron.training.arguments.parse_args", parse, reason)]
+        if add_flags:
+            names = "megatron.training.training.pretrain", "megatron.training.pretrain"
+            rows += [wrapping(name, self.pretrain, "does not validate our flags") for name in names]
+        return [*rows, *TrainingLoop(_megatron_args, lambda: self.executor).patches()]
+
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
         self.config = config
+        rows: list[Patch] = []
         if config.places_chunks_in_a_v:
             from .runtime import v_chunks
 
-            self.patches.enter_context(patched(v_chunks.patches()))
-        if config.partitions_state:
+            rows += v_chunks.patches()
+        if config.flags.partition_state:
             from .runtime import partitioned_state
 
-            self.patches.enter_context(
-                patched(partitioned_state.patches() + partitioned_state.patches_of_training_loop())
-            )
+            rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
         if config.num_segments > 1 and config.run.settings.get("tp_comm_overlap"):
             name = "megatron.training.initialize._initialize_tp_communicators"
-            sized = wrapping(name, self._communicators_of_segments, "makes buffers for whole sequences")
-            self.patches.enter_context(patched((sized,)))
+            rows.append(wrapping(name, self._communicators_of_segments, "makes buffers for whole sequences"))
+        self.patches.enter_context(patched(rows))
 
     def get_forward_backward_func(self, *args: Any, **kwargs: Any) -> Callable:
         """Our executor if a schedule flag was given, Megatron's own function otherwise."""
@@ -260,23 +264,6 @@ class Overlay:
         finally:
             parsed.seq_length = whole
 
-    def parse_with_our_flags(
-        self, parse_args: Callable, extra_args_provider: Callable | None = None, *args: Any, **kwargs: Any
-    ) -> Namespace:
-        """Megatron's `parse_args` for a script that does not have our flags."""
-
-        def provider(parser: ArgumentParser) -> ArgumentParser:
-            parser = extra_args_provider(parser) if extra_args_provider else parser
-            return parser if has_our_flags(parser) else add_arguments(parser)
-
-        return parse_args(provider, *args, **kwargs)
-
-    def parse_and_validate(self, parse_and_validate_args: Callable, *args: Any, **kwargs: Any) -> Namespace:
-        """Megatron's function and our `validate`, which such a script does not call."""
-        parsed = parse_and_validate_args(*args, **kwargs)
-        validate(parsed)
-        return parsed
-
     def pretrain(self, pretrain: Callable, cfg_container: Any, *args: Any, **kwargs: Any) -> Any:
         """Megatron's `pretrain` for a script that calls neither `validate` nor `use_segment_attention`."""
         parsed = _megatron_args()
@@ -295,8 +282,7 @@ class Overlay:
 def _installed() -> Overlay | None:
     """The overlay in force, found by what `install` has bound."""
     schedules = sys.modules.get("megatron.core.pipeline_parallel.schedules")
-    bound = getattr(schedules, "get_forward_backward_func", None)
-    overlay = getattr(bound, "__self__", None)
+    overlay = getattr(getattr(schedules, "get_forward_backward_func", None), "__self__", None)
     return overlay if isinstance(overlay, Overlay) else None
 
 
@@ -307,38 +293,19 @@ def _megatron_args() -> Namespace:
     return get_args()
 
 
-def _patches(overlay: Overlay, net: Net, is_library: bool, add_flags: bool) -> PatchTable:
-    """What `install` binds; nothing of megatron.training in a program that does without it."""
+def _patches_of_megatron() -> list[Patch]:
+    """What every install binds."""
     from .model import without_te
     from .model.attach import LOCAL_ATTENTION
 
+    def compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
+        if find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
     helpers = wrapping(
         "megatron.core.datasets.utils.compile_helpers",
-        _compile_unless_shipped,
+        compile_unless_shipped,
         "fails in an installed wheel, which ships the helpers compiled and without their Makefile",
     )
-    rows = [*LOCAL_ATTENTION, helpers]
-    if not cpu.is_active():  # the CPU's patches include these
-        rows += without_te.repairs()
-    if not is_library:
-        rows.append(net.parsing())
-        from .runtime.training_loop import TrainingLoop
-
-        rows += TrainingLoop(_megatron_args, lambda: overlay.executor).patches()
-    if add_flags:
-        reason = "neither takes our flags nor validates them"
-        rows += [
-            wrapping(f"megatron.training.{name}", function, reason)
-            for name, function in (
-                ("arguments.parse_args", overlay.parse_with_our_flags),
-                ("arguments.parse_and_validate_args", overlay.parse_and_validate),
-                ("training.pretrain", overlay.pretrain),
-                ("pretrain", overlay.pretrain),
-            )
-        ]
-    return tuple(rows)
-
-
-def _compile_unless_shipped(compile_helpers: Callable[[], None]) -> None:
-    if find_spec("megatron.core.datasets.helpers_cpp") is None:
-        compile_helpers()
+    # The CPU's patches include the repairs.
+    return [*LOCAL_ATTENTION, helpers, *(() if cpu.is_active() else without_te.repairs())]

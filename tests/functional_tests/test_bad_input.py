@@ -1,6 +1,5 @@
 """Bad input of a training: for each fault one sentence on rank 0, exit code 2, and no traceback but in a file."""
 
-import argparse
 import os
 import shutil
 import struct
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.seq1f1b.arguments.supported import UNSUPPORTED
 from support.files import write_files
 from support.launch import PRETRAIN, ROOT, TINY_GPT
 
@@ -26,15 +24,10 @@ CASES = [
     for number, row in enumerate(kind.splitlines()[1:])
 ]
 GOOD = [MOCK + "--load {}/none", MOCK + SPLIT + "--save {}/new --save-interval 2"]
-WITHOUT_EFFECT = "--flash-attention-version 4 --sequence-split-strategy even --sequence-split-profile {}/none"
 CHANGED = {
-    MOCK + SPLIT + "--distributed-backend nccl " + WITHOUT_EFFECT: (
+    MOCK + SPLIT + "--distributed-backend nccl --flash-attention-version 4": (
         "--distributed-backend nccl becomes gloo on the CPU",
         "--flash-attention-version has no effect on the CPU",
-        "--sequence-split-profile has no effect",
-    ),
-    MOCK + "--pipeline-schedule gpipe --pipeline-schedule-file {}/four.csv": (
-        "takes the place of --pipeline-schedule gpipe",
     ),
 }
 INDEX = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
@@ -47,7 +40,6 @@ FILES = {
     "words": "many small words",
     "negative": "-10 74",
     "broken/tokenizer.json": '{"version": "1.0", "model"',
-    "four.csv": ",".join(f"0F{m},0B{m}" for m in range(4)),
     # Data sets: names, an index and its tokens.
     "data.idx": INDEX,
     "data.bin": bytes(16),
@@ -154,13 +146,3 @@ def test_a_vision_tower_ends_the_first_step_with_a_sentence(launch, ranks):
     assert job.code == 2 and "Traceback" not in job.log, job.log[-4000:]
     assert last.startswith("error: ") and "vision_model.layers.0.self_attention is a SelfAttention" in last
     assert "whose tokens need later ones (an encoder, a vision tower)" in last and "drop --sequence-splits" in last
-
-
-def test_every_flag_of_the_table_is_one_of_megatrons():
-    from megatron.training.arguments import add_megatron_arguments
-
-    known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._option_string_actions
-    for rows in UNSUPPORTED.values():
-        for row in rows:
-            for word in row.feature.split():
-                assert not word.startswith("--") or word in known, row.feature

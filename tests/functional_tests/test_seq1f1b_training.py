@@ -175,7 +175,7 @@ def test_a_schedule_from_a_file(launch, megatrons_own, tmp_path):
     job = launch(2, [*PIPELINE, *flags]).check()
     assert_same_losses(job, megatrons_own)
     rate, need = re.findall(r"([\d.e+-]+) GB/s", job.log)
-    assert float(rate) > 0 and float(need) > 0 and job.log.count("predicted copies") == 1
+    assert float(rate) > 0 and float(need) > 0
 
 
 def test_bf16_falls_like_megatrons_own(launch):

@@ -37,10 +37,9 @@ def test_a_sentence_of_the_programs_own_stays():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"sequence_splits": "x"}, "^sequence_splits='x': "),
-        ({"pipeline_schedule": "2f2b"}, "^pipeline_schedule='2f2b': invalid choice: '2f2b'"),
-        ({"pipeline_placement": "w"}, "^pipeline_placement='w': invalid choice: 'w'"),
-        ({"segments": 2}, "^segments is not a keyword of megatron.seq1f1b.install; there are pipeline_schedule, "),
+        ({"sequence_splits": "x"}, "^argument sequence_splits/.*: 'x' is neither a number of segments nor 'auto'$"),
+        ({"pipeline_schedule": "2f2b"}, "^argument pipeline_schedule: invalid choice: '2f2b'"),
+        ({"sequence_split": 2}, "^unrecognized arguments: sequence_split 2 .did you mean sequence_splits"),
     ],
     ids=str,
 )

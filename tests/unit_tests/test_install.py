@@ -9,8 +9,7 @@ import pytest
 from megatron.core import package_info
 
 import megatron.seq1f1b
-from megatron.seq1f1b.install import TESTED, _names_of, check_version
-from megatron.seq1f1b.process.patches import Patch, patched
+from megatron.seq1f1b.install import TESTED, check_version
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,18 +30,6 @@ def test_a_megatron_that_nobody_has_tried_is_one_warning(caplog, version, lines)
 
 def test_the_installed_megatron_was_tried():
     assert package_info.__version__.split("+")[0] in TESTED
-
-
-def test_a_name_that_another_megatron_lacks_is_a_sentence():
-    table = (Patch("megatron.core.parallel_state.gone", None, "is not there"),)
-    with (
-        pytest.raises(
-            ImportError, match=r"does not fit megatron-core 0.20.0 \(cannot patch .*gone.*\); it is tested with"
-        ),
-        _names_of("0.20.0"),
-        patched(table),
-    ):
-        pass
 
 
 def test_on_a_cpu_the_imports_of_megatron_are_silent():

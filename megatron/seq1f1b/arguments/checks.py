@@ -22,32 +22,23 @@ def check(args: Namespace) -> None:
     for end in ("first", "last"):  # trains a model of other depth
         layers = given(f"decoder_{end}_pipeline_num_layers")
         if layers and layers > args.num_layers:
-            raise ValueError(
-                f"--decoder-{end}-pipeline-num-layers {layers} must be at most --num-layers {args.num_layers}"
-            )
-    _check_traced_iterations(args)
-    if args.dry_run_output is not None:
-        if not args.dry_run:
-            raise ValueError("--dry-run-output needs --dry-run")
-        _check_writable("--dry-run-output", args.dry_run_output)
+            flag = f"--decoder-{end}-pipeline-num-layers"
+            raise ValueError(f"{flag} {layers} must be at most --num-layers {args.num_layers}")
+    if args.pipeline_trace is not None:
+        first = min(args.pipeline_trace_iterations)
+        # Where a run starts that goes on from a checkpoint is not known yet.
+        for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", args.exit_interval)):
+            if last and first > last and not (args.load and flag == "--exit-interval"):
+                raise ValueError(f"--pipeline-trace-iterations {first} is beyond {flag} {last}; choose earlier ones")
+    if args.dry_run_output is not None and not args.dry_run:
+        raise ValueError("--dry-run-output needs --dry-run")
+    written = {"--dry-run-output": args.dry_run_output}
     if not args.dry_run and os.environ.get("LOCAL_RANK", "0") == "0":
         # Megatron notices at the first save, a trace is written after the third step.
-        for flag, path in (("--save", given("save")), ("--pipeline-trace", args.pipeline_trace)):
-            if path is not None and "://" not in str(path):
-                _check_writable(flag, Path(path))
-
-
-def _check_traced_iterations(args: Namespace) -> None:
-    iterations = args.pipeline_trace_iterations
-    if args.pipeline_trace is None:
-        return
-    # Where a run starts that goes on from a checkpoint is not known yet.
-    interval = None if args.load else args.exit_interval
-    for flag, last in (("--train-iters", args.train_iters), ("--exit-interval", interval)):
-        if last and min(iterations) > last:
-            raise ValueError(
-                f"--pipeline-trace-iterations {min(iterations)} is beyond {flag} {last}; choose earlier ones"
-            )
+        written |= {"--save": given("save"), "--pipeline-trace": args.pipeline_trace}
+    for flag, path in written.items():
+        if path is not None and "://" not in str(path):
+            _check_writable(flag, Path(path))
 
 
 def _check_writable(flag: str, path: Path) -> None:

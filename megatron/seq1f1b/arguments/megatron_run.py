@@ -20,7 +20,6 @@ _NAMES = {
     "gated_linear_unit": "swiglu",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "nccl_ub": "use_nccl_ub",
     "param_name_patterns_for_fp32_local_accumulation": "ddp_param_name_patterns_for_fp32_local_accumulation",
 }
 
@@ -111,8 +110,9 @@ def _attribute(chunk: "Module", name: str) -> Any:
 
 def run_of_settings(settings: Mapping[str, Any], num_microbatches: int) -> MegatronRun:
     """The run of settings by the names of Megatron's arguments."""
+    ways = settings.get("cp_comm_type") or "p2p"  # Transformer Engine's default
     return MegatronRun(
-        settings=MappingProxyType(settings),
+        settings=MappingProxyType({**settings, "cp_comm_type": ways}),
         layers_per_stage=layers_per_stage(settings) if settings.get("padded_vocab_size") is not None else (),
         sequence_length=settings["seq_length"],
         num_microbatches=num_microbatches,

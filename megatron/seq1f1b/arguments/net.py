@@ -16,14 +16,14 @@ import tempfile
 import threading
 import traceback
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Mapping
 from datetime import timedelta
 from enum import Enum
-from pathlib import Path
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
-from ..process.patches import Patch, wrapping
+from ..process.patches import Patch
 from ..process.ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
@@ -66,17 +66,8 @@ class Net:
         if rank() >= size:  # torch would wait for the missing ranks
             raise ValueError(f"RANK={rank()} in the environment must be below WORLD_SIZE={size}")
         if size > 1 and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            peers = Peers(lambda report: self._end_with(peers, report))
-            atexit.register(peers.leave)
-            self._peers = peers
-
-    def parsing(self) -> Patch:
-        """The patch that checks parsed flags before Megatron does."""
-        return wrapping(
-            "megatron.training.arguments.parse_args",
-            lambda upstream, *args, **options: self.parsed(upstream(*args, **options)),
-            "checks neither what is unsupported with our flags nor whether all ranks have the same ones",
-        )
+            self._peers = Peers(self._end_with)
+            atexit.register(self._peers.leave)
 
     def parsed(self, args: Namespace) -> Namespace:
         """The parsed `args`; raises ValueError if they differ from those of rank 0, or are unsupported."""
@@ -106,8 +97,6 @@ class Net:
         }
         sys.unraisablehook = lambda unraisable: None  # what is half built fails once more when it is deleted
         first = json.loads(self._peers.report(json.dumps(own))) if self._peers else own
-        if first == own:
-            _record_for_torchrun(sentence_of(error))
         if first == own and is_late:
             sys.__excepthook__(kind, error, trace)
         elif is_rank_0():
@@ -118,12 +107,13 @@ class Net:
         if not is_late and not isinstance(error, KeyboardInterrupt):  # by which Python itself ends with that signal
             sys.exit(2)
 
-    def _end_with(self, peers: Peers, report: str) -> None:
+    def _end_with(self, report: str) -> None:
         """End this process at once: its main thread may wait for ever for the rank that failed."""
         first = json.loads(report)
         if is_rank_0():
             self._print(first)
-        peers.leave()
+        if self._peers is not None:
+            self._peers.leave()
         os._exit(1 if first["is_late"] else 2)
 
     def _print(self, failure: Mapping[str, Any]) -> None:
@@ -147,8 +137,13 @@ def _facts(args: Namespace) -> dict[str, str]:
 
 def say(sentence: str, trace: str | None = None, stream: TextIO | None = None) -> None:
     """Print one sentence, given without its full stop, and the file into which `trace` is written."""
-    ending = "" if trace is None else f"; the traceback is in {_written(trace)}"
-    sentence = sentence.strip().rstrip(".") + ending
+    sentence = sentence.strip().rstrip(".")
+    if trace is not None:
+        folder = os.getcwd() if os.access(".", os.W_OK) else None  # as the log of a job lies where it was started
+        options: dict[str, Any] = {"prefix": "seq1f1b-traceback-", "suffix": ".txt", "dir": folder, "delete": False}
+        with tempfile.NamedTemporaryFile("w", **options) as file:
+            file.write(trace)
+        sentence += f"; the traceback is in {file.name}"
     sys.stdout.flush()  # or what is printed there would come last
     print(f"error: {sentence}{'' if sentence.endswith('?') else '.'}", file=stream or sys.stderr, flush=True)
 
@@ -170,16 +165,18 @@ def sentence_of(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         extra = "[report]" if error.name == "matplotlib" else ""
         return f"the package {error.name} is missing; pip install 'megatron-seq1f1b{extra}' brings it"
-    words = _words(error)
+    words, root = _words(error), error
     if is_mistake(error):
         return words
-    root = error
     while root.__cause__ is not None:
         root = root.__cause__
     if root is not error:
         words = f"{words} ({_words(root)})"
-    action = _action(error)
-    return f"{action} failed: {words}" if action else words
+    for frame in reversed(_frames(error)):
+        if action := _ACTIONS.get(frame.f_code.co_name):
+            values = defaultdict(str, getattr(frame.f_locals.get("args"), "__dict__", {}))
+            return f"{action.format_map(values)} failed: {words}"
+    return words
 
 
 def _words(error: BaseException) -> str:
@@ -212,47 +209,11 @@ def _failed_statement(error: BaseException) -> str:
     return source.replace("args.", "") + (f" ({values})" if values else "")
 
 
-def _action(error: BaseException) -> str | None:
-    """What the innermost function of the table was doing."""
-    for frame in reversed(_frames(error)):
-        action = _ACTIONS.get(frame.f_code.co_name)
-        if action is not None:
-            args = frame.f_locals.get("args")
-            names = re.findall(r"\{(\w+)\}", action)
-            return action.format_map({name: getattr(args, name, "") for name in names})
-    return None
-
-
 def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _first_step_is_over() -> bool:
     """By the arguments of Megatron's training loop, if there is one."""
-    module = sys.modules.get("megatron.training.global_vars")
-    args = getattr(module, "_GLOBAL_ARGS", None)
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return args is not None and getattr(args, "curr_iteration", 0) > getattr(args, "iteration", 0)
-
-
-def _written(trace: str) -> str:
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):  # as the log of a job lies where it was started
-        try:
-            with tempfile.NamedTemporaryFile(
-                "w", dir=folder, prefix="seq1f1b-traceback-", suffix=".txt", delete=False
-            ) as file:
-                file.write(trace)
-            return file.name
-        except OSError:
-            continue
-    return "no file, since none can be written"
-
-
-def _record_for_torchrun(sentence: str) -> None:
-    """Leave the sentence where torchrun's report looks for it."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        try:
-            raise RuntimeError(sentence)
-        except RuntimeError as error:  # the report has the traceback of what is being handled
-            get_error_handler().record_exception(error)

@@ -36,11 +36,6 @@ class SequencePartition:
         """Whether packed sequences are cut micro-batch by micro-batch, each by its own documents."""
         return self.file is None and STRATEGIES[self.strategy].follows_documents
 
-    @property
-    def uses_profile(self) -> bool:
-        """Whether measured times determine where sequences are cut."""
-        return self.file is None and STRATEGIES[self.strategy].needs_time
-
     def cut(
         self, sequence_length: int, num_segments: int | None = None, documents: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:

@@ -5,12 +5,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ..arguments.supported import Use, first_unsupported
+from ..arguments.supported import Use, first_unsupported, setting_of
 from ..planning.planner.space import Candidate
 from .model_flags import read_model
 
-# Flags that Megatron's settings have by other names.
-_RENAMED = {"fp8_format": "fp8", "fp4_format": "fp4"}
 # What the plans for unequal lengths have by themselves, or their user is told to add.
 _OF_UNITS = {"calculate_per_token_loss": True, "keep_documents_apart": True}
 # What a planner may take or leave.
@@ -65,6 +63,5 @@ def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
         values = [value, *values] if is_joined else values
         words += name, *values
         numbers = [int(value) if value.isdigit() else value for value in values]
-        key = name.removeprefix("--").replace("-", "_")
-        settings[_RENAMED.get(key, key)] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
-    return settings | vars(read_model(words))
+        settings[setting_of(name)] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
+    return settings | vars(read_model(words)) | {"dry_run": True}  # the packages are those of the cluster

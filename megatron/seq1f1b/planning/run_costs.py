@@ -2,27 +2,15 @@
 
 import argparse
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from statistics import fmean
 
-from ..arguments import AUTO, MegatronRun
-from ..arguments.device import device_memory, gpu_name, is_on_cpu
+from ..arguments import AUTO, MegatronRun, device_memory, gpu_name, is_on_cpu
 from ..partition import SegmentTime
-from ..schedule import (
-    MOVE_KINDS,
-    Costs,
-    Kind,
-    Schedule,
-    ScheduleChoice,
-    Shape,
-    build,
-    moved,
-    simulate,
-)
+from ..schedule import Costs, ScheduleChoice, build, moved, simulate
 from .costs.flops import authors_flops
 from .costs.layer_bytes import keeps_logits
 from .costs.machine import Device, Machine, read_machine
@@ -34,7 +22,6 @@ from .costs.traced_costs import FitError, read_traced_costs
 from .costs.training_setup import TrainingSetup, has_costs
 from .model_sizes import model_shape, ranks_of_experts, recompute_of, recomputed_share
 from .simulator.estimate import extended
-from .simulator.step import timeline_of
 
 # Numbers of segments to try; one between two of these makes a step at most a few percent shorter.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -56,21 +43,6 @@ class Forecast:
     bubble: float
     activations: float
     total_bytes: float
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Copies of units to the memory of the host and back.
-
-    The unit that needs the fastest link leaves `unit_bytes` in a forward of `unit_seconds`. A step takes `longer`, a
-    share of the one without copies. `hidden` is the share of the copies of one direction that does not lengthen it, on
-    the rank that copies longest.
-    """
-
-    unit_bytes: float
-    unit_seconds: float
-    longer: float
-    hidden: float
 
 
 @dataclass(frozen=True)
@@ -98,6 +70,11 @@ class RunCosts:
         if is_on_cpu(self.flags):
             return read_machine("cpu")
         return read_machine("a100-80gb" if "A100" in gpu_name(self.flags) else "h100-80gb")
+
+    @property
+    def _room(self) -> float:
+        """Bytes that a step may take."""
+        return _USABLE * device_memory(self.flags)
 
     @cached_property
     def model(self) -> ModelShape | None:
@@ -140,12 +117,10 @@ class RunCosts:
         With more segments bubble and memory shrink, but every action has its overhead, so that from some number on
         steps only become longer; the search ends there. Raises ValueError if the sequence cannot be cut at all.
         """
-        memory = _USABLE * device_memory(self.flags)
         found: dict[int, Forecast] = {}
 
         def fitting() -> list[int]:
-            """The numbers whose steps fit in memory."""
-            return [count for count, each in found.items() if each.total_bytes <= memory]
+            return [count for count, each in found.items() if each.total_bytes <= self._room]
 
         for count in self._candidates():
             try:
@@ -168,10 +143,8 @@ class RunCosts:
         return [count for count in _CANDIDATES if count <= max(1, self.run.sequence_length // least)]
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
-        memory = _USABLE * device_memory(self.flags)
-
         def fits(sixteenths: int) -> bool:
-            return self.forecast(schedule, lengths, sixteenths / 16).total_bytes <= memory
+            return self.forecast(schedule, lengths, sixteenths / 16).total_bytes <= self._room
 
         return min(bisect_left(range(17), True, key=fits), 16) / 16
 
@@ -185,11 +158,12 @@ class RunCosts:
         if share is None:
             share = 0.0 if self.flags.offload_activations == AUTO else self.flags.offload_activations
         setup = self._training_setup(schedule, lengths)
-        costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, self.machine)
+        costs = self._action_costs(setup)
         ranks = range(setup.pipeline_parallel)
 
         def simulated(num_microbatches: int) -> list[float]:
-            actions = _of_length(schedule, replace(setup, num_microbatches=num_microbatches).shape)
+            shape = replace(setup, num_microbatches=num_microbatches).shape
+            actions = schedule.given or build("1f1b" if schedule.is_planned else schedule.name, shape)
             timeline = simulate(actions.without_moves(), costs)
             with_moves = moved(actions, share)
             memory = [rank_memory(setup, with_moves.ranks[rank], rank) for rank in ranks]
@@ -202,34 +176,18 @@ class RunCosts:
         seconds, busy, activations, total = found
         return Forecast(seconds, 1 - busy / seconds if seconds else 0.0, activations, total)
 
-    def copies(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float, rate: float) -> Copies | None:
-        """Copies of a share of the activations at `rate` bytes/s each way; None if no unit waits long enough."""
+    def host_rate(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> float:
+        """The bytes/s at which every unit can leave for the memory of the host while its forward runs."""
         setup = replace(self._training_setup(schedule, lengths), offloads=share)
-        machine = replace(self.machine, device=replace(self.machine.device, host_bandwidth=rate / self._scale))
-        costs = self.of_actions(lengths) if self.is_measured else step_costs(setup, machine)
-        units: dict[tuple[int, int], tuple[float, float]] = {}  # bytes, and seconds of the forward
+        forwards = self._action_costs(setup).f
+        return max(
+            self._scale * moved_bytes(setup, stage, segment) / forwards[stage][segment]
+            for stage in range(setup.placement.num_stages)
+            for segment in range(len(lengths))
+        )
 
-        def simulated(num_microbatches: int) -> list[float]:
-            step = replace(setup, num_microbatches=num_microbatches)
-            actions = _of_length(schedule, step.shape)
-            without = timeline_of(step, machine, actions.without_moves(), costs)
-            timeline = timeline_of(step, machine, moved(actions, share), costs)
-            lanes: defaultdict[tuple[int, Kind], float] = defaultdict(float)
-            for rank, spans in enumerate(timeline.ranks):
-                for (kind, stage, _, segment), start, end in spans:
-                    if kind in MOVE_KINDS:
-                        lanes[rank, kind] += end - start
-                        units[stage, segment] = moved_bytes(step, stage, segment), costs.f[stage][segment]
-            return [without.end, timeline.end, max(lanes.values(), default=0.0)]
-
-        is_given = schedule.given is not None
-        found = simulated(setup.num_microbatches) if is_given else extended(setup.shape, simulated)
-        without, with_moves, copied = found
-        if not units:
-            return None
-        size, seconds = max(units.values(), key=lambda unit: unit[0] / unit[1])
-        longer = with_moves - without
-        return Copies(self._scale * size, seconds, longer / without, max(0.0, 1 - longer / copied))
+    def _action_costs(self, setup: TrainingSetup) -> Costs:
+        return self.of_actions(setup.segments) if self.is_measured else step_costs(setup, self.machine)
 
     def forecast_of_megatron(self) -> Forecast:
         """A step of Megatron's own 1F1B."""
@@ -248,7 +206,8 @@ class RunCosts:
 
     def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup:
         run, settings = self.run, self.run.settings
-        assert self.model is not None, "costs are for models of known sizes"
+        if self.model is None:
+            raise ValueError("costs are those of a transformer of known sizes, which this model is not")
         recompute = recompute_of(settings, self.flags.recompute_keeps_attention)
         return TrainingSetup(
             self.model,
@@ -259,7 +218,8 @@ class RunCosts:
             context_parallel=settings.get("context_parallel_size") or 1,
             expert_parallel=ranks_of_experts(settings),
             data_parallel=settings.get("data_parallel_size") or 1,
-            family=_costed_as(schedule),
+            # A schedule from a file has the costs of a family that splits backwards as it does.
+            family=schedule.name if schedule.given is None else "zb-h1" if schedule.splits_backwards else "1f1b",
             placement=run.shape(schedule.placement, len(lengths)).placement,
             segments=tuple(lengths),
             layers_per_stage=run.layers_per_stage,
@@ -272,14 +232,3 @@ class RunCosts:
             keeps_logits=self.flags.keep_logits,
             hides_tensor_exchange=bool(settings.get("tp_comm_overlap")),
         )
-
-
-def _of_length(schedule: ScheduleChoice, shape: Shape) -> Schedule:
-    return schedule.given or build("1f1b" if schedule.is_planned else schedule.name, shape)
-
-
-def _costed_as(schedule: ScheduleChoice) -> str:
-    """The name of a family; a schedule from a file has the costs of one that splits backwards as it does."""
-    if schedule.given is not None:
-        return "zb-h1" if schedule.splits_backwards else "1f1b"
-    return schedule.name

@@ -1,17 +1,25 @@
-"""The block at the start: what runs, and what is predicted of it beside Megatron's own schedule."""
+"""What a launch prints at its start: what runs, what is predicted of it, and what its user may not expect."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
 
 from ..arguments import PipelineConfig
-from ..schedule import Clock, num_gathers
+from ..arguments.supported import Use, first_unsupported
+from ..partition import segment_times
 from .costs.machine import in_words
+from .costs.stage_costs import analytic_costs
 from .run_costs import RunCosts
 
 # Up to this many segments, all lengths are printed.
 _FEW = 8
+# Differences of predicted steps below this are not worth a line.
+_WORTH_A_LINE = 0.01
 
 
 def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     """The block, several lines, for a configuration with one of our schedules; `attention` names its kernel."""
-    run, schedule = config.run, config.schedule
+    run, schedule, flags = config.run, config.schedule, config.flags
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
     rows = [
@@ -20,14 +28,14 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
         ("segments", _segments(config)),
         ("attention", attention),
     ]
-    if config.keeps_attention:
+    if flags.recompute_keeps_attention:
         rows.append(("recomputation", "all of a layer but its attention"))
     if config.offloads:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
-    if config.partitions_state:
-        rows.append(("state", f"shares of data-parallel ranks{_gathers(config)}"))
+    if flags.partition_state:
+        rows.append(("state", "shares of data-parallel ranks"))
     rows += _predictions(config, costs)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
@@ -37,26 +45,10 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
 def copies_summary(config: PipelineConfig, costs: RunCosts, rate: float) -> str:
     """The block of a launch that moves activations at `rate` bytes/s each way, as measured."""
     rows = [("link", f"{rate / 1e9:.3g} GB/s each way, measured on the slowest rank while all copy both ways")]
-    if _is_predicted(config):
-        rows += _copies(config, costs, rate)
+    if config.schedule is not None and _is_predicted(config):
+        need = costs.host_rate(config.schedule, config.lengths, config.offloads)
+        rows.append(("needed", f"{need / 1e9:.3g} GB/s, for every unit to leave while its forward runs"))
     return _block("activations to the memory of the host, and back", rows)
-
-
-def _copies(config: PipelineConfig, costs: RunCosts, rate: float) -> list[tuple[str, str]]:
-    """Predictions of the cost model for a measured rate."""
-    assert config.schedule is not None
-    try:
-        found = costs.copies(config.schedule, config.lengths, config.offloads, rate)
-    except ValueError:
-        return []
-    if found is None:
-        return [("units", "none moves: all go backward soon after their forward")]
-    need, time = found.unit_bytes / found.unit_seconds / 1e9, 1e3 * found.unit_seconds
-    hidden = f"{100 * found.hidden:.0f} % of one direction beside compute, a step {100 * found.longer:.1f} % longer"
-    return [
-        ("predicted units", f"up to {in_words(found.unit_bytes)} a forward of {time:.3g} ms, so {need:.3g} GB/s"),
-        ("predicted copies", hidden),
-    ]
 
 
 def _block(title: str, rows: list[tuple[str, str]]) -> str:
@@ -65,33 +57,22 @@ def _block(title: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _segments(config: PipelineConfig) -> str:
-    if config.unit_tokens is not None:
-        return f"units of at most {config.unit_tokens} tokens, of sequences as the data have them"
+    if config.flags.unit_tokens is not None:
+        return f"units of at most {config.flags.unit_tokens} tokens, of sequences as the data have them"
     if config.num_segments == 1:
         return f"1, sequences of {config.run.sequence_length} tokens stay whole"
     lengths = list(map(str, config.lengths))
     if len(lengths) > _FEW:
         lengths = [*lengths[: _FEW // 2], "...", *lengths[-_FEW // 2 :]]
-    file = config.partition.file
-    how = config.partition.strategy if file is None else str(file)
+    how = config.partition.file or config.partition.strategy
     by_documents = config.follows_documents and config.partition.follows_documents
     documents = "; each micro-batch by its own documents" if by_documents else ""
     return f"{config.num_segments}, {how}: {' '.join(lengths)} tokens{documents}"
 
 
-def _gathers(config: PipelineConfig) -> str:
-    """How often the first rank gathers weights, unless the order is still to be searched for."""
-    run, schedule = config.run, config.schedule
-    if schedule is None or schedule.is_planned:
-        return ""
-    plan = schedule.plan(run.shape(schedule.placement, config.num_segments), config.lengths, None)
-    order = plan.order(0) if isinstance(plan, Clock) else plan.ranks[0]
-    return f"; {num_gathers(order)} gathers of weights a step for {run.num_chunks} model chunks, 1 reduction of each"
-
-
 def _is_predicted(config: PipelineConfig) -> bool:
     """Not for a model of unknown sizes, nor for sequences of unknown lengths."""
-    return config.run.has_sizes and config.unit_tokens is None
+    return config.run.has_sizes and config.flags.unit_tokens is None
 
 
 def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str]]:
@@ -110,3 +91,59 @@ def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str
         ("predicted step", f"{bound}{ours.seconds / own.seconds:.2f} of the time of {of}"),
         ("predicted activations", f"{held} on the fullest rank, of {of} {would_hold}"),
     ]
+
+
+def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """What `config`, made with these `costs`, does unexpectedly, in sentences without their full stop."""
+    flags, schedule = config.flags, config.schedule
+    if schedule is None:
+        return
+    if config.num_segments > 1 and config.run.has_sizes:
+        if costs.machine.name != "cpu":
+            yield from _of_waiting_gpus(config, costs)
+        if flags.means_equal_lengths and flags.sequence_split_strategy is None:
+            yield from _of_equal_lengths(config, costs)
+    if schedule.is_planned and not schedule.split:
+        obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
+        yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
+
+
+def _of_equal_lengths(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """What equal lengths cost where no flag names them."""
+    schedule, length = config.schedule, config.run.sequence_length
+    assert schedule is not None
+    try:
+        cuts = config.lengths, replace(config.partition, strategy="balanced").cut(length)
+        equal, better = (costs.forecast(schedule, lengths).seconds for lengths in cuts)
+    except ValueError:  # what segments of this model cost is not known
+        return
+    if equal > (1 + _WORTH_A_LINE) * better:
+        yield (
+            "without --sequence-split-strategy these segments have equal lengths, with which the predicted step takes "
+            f"{100 * (equal / better - 1):.0f} % longer than with --sequence-split-strategy balanced"
+        )
+
+
+def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
+    """The host takes equally long to launch the layer of any segment.
+
+    The most segments that keep the device busy are the time of a whole sequence over that of the host. The length that
+    is enough follows from the shortest segment, nearly in proportion.
+    """
+    run, lengths, host, model = config.run, config.lengths, costs.machine.host.layer_forward, costs.model
+    assert model is not None
+    # Tensor- and context-parallel ranks share a segment.
+    devices = run.tensor_parallel_size * (run.settings.get("context_parallel_size") or 1) / run.micro_batch_size
+    device = replace(costs.machine.device, kernel_latency=0)
+    (layers,) = analytic_costs(model, (model.num_layers,), device, num_devices=devices)
+    seconds = [time / model.num_layers for time in segment_times(lengths, layers.forward)]
+    shortest = min(range(len(seconds)), key=seconds.__getitem__)
+    if seconds[shortest] < host:
+        most = int(sum(seconds) / host)
+        enough = ceil(lengths[shortest] * host / seconds[shortest])
+        way_out = f"--sequence-splits {most} keeps GPUs busy" if most > 1 else "whole sequences keep GPUs busier"
+        yield (
+            f"the segment of {lengths[shortest]} tokens takes a GPU about {1e3 * seconds[shortest]:.2g} ms a layer, "
+            f"and its host about {1e3 * host:.2g} ms to launch it, so that the GPU waits, as with all "
+            f"segments of less than about {enough} tokens; {way_out}"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from ..arguments import MegatronRun, PipelineConfig, keywords_in_errors, run_of_program
+from ..arguments import MegatronRun, PipelineConfig, is_on_cpu, keywords_in_errors, run_of_program
 from ..model import PIECE
 from ..model.kernels import AttentionRule, KernelChoice
 from ..process.ranks import warn_on_rank_0
@@ -38,7 +38,7 @@ def training_executor(config: PipelineConfig, args: Namespace, end_of_document: 
 
 def attention_kernel(config: PipelineConfig) -> str:
     """The name of the attention kernel; Megatron's own if sequences stay whole and no attention is kept."""
-    if config.num_segments == 1 and not config.keeps_attention:
+    if config.num_segments == 1 and not config.flags.recompute_keeps_attention:
         return "as with Megatron's own schedules"
     settings = config.run.settings
     dropout = settings.get("attention_dropout") or 0.0
@@ -46,7 +46,7 @@ def attention_kernel(config: PipelineConfig) -> str:
     choice = KernelChoice(backend, settings.get("flash_attention_version"), dropout > 0)
     dtype = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     size = settings.get("kv_channels") or 1
-    is_on_gpu = not config.is_on_cpu and torch.cuda.is_available()
+    is_on_gpu = not is_on_cpu(config.flags) and torch.cuda.is_available()
     return choice.name(AttentionRule(1.0, dropout), is_on_gpu, dtype, size, settings.get("v_head_dim") or size)
 
 
@@ -100,19 +100,19 @@ def _executor(
 ) -> PipelineExecutor:
     """To be called when the first step is about to run: it logs which schedule a program runs."""
     segments = f"segments: {config.num_segments}"
-    units = segments if config.unit_tokens is None else f"units of at most {config.unit_tokens} tokens"
+    units = segments if config.flags.unit_tokens is None else f"units of at most {config.flags.unit_tokens} tokens"
     warn_on_rank_0(_log, f"steps are run by megatron.seq1f1b: {config.schedule.name}, {units}")
     executor = PipelineExecutor(
         config.schedule,
         _segmentation(config, end_of_document),
         costs=config.partition.costs.of_actions if config.run.has_sizes else None,
-        piece=None if config.keeps_logits else PIECE,
+        piece=None if config.flags.keep_logits else PIECE,
         **options,
     )
     executor.tracer = _tracer(config, iteration_now)
     if config.offloads:
         executor.offload(config.offloads)
-    if config.keeps_attention:
+    if config.flags.recompute_keeps_attention:
         executor.keep_attention()
     return executor
 
@@ -122,15 +122,15 @@ def _segmentation(config: PipelineConfig, end_of_document: Callable[[], int] | N
     if not config.follows_documents:  # nor has units, which are refused where documents see one another
         return Segmentation(config.num_segments, cut)
     packing = Packing(end_of_document and end_of_document(), config.cut if config.partition.follows_documents else None)
-    if config.unit_tokens is None:
+    if config.flags.unit_tokens is None:
         return Segmentation(config.num_segments, cut, packing)
     return Repacking(cut, packing, config.pack)
 
 
 def _tracer(config: PipelineConfig, iteration_now: Callable[[], int]) -> Tracer | None:
-    if config.trace_directory is None:
+    if config.flags.pipeline_trace is None:
         return None
-    return Tracer(config.trace_directory, config.trace_iterations, iteration_now)
+    return Tracer(config.flags.pipeline_trace, config.flags.pipeline_trace_iterations, iteration_now)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """What ends a program is one sentence, with the traceback of what is not a plain mistake in a file."""
 
-import json
 import re
 import runpy
 from argparse import Namespace
@@ -94,12 +93,3 @@ def test_after_the_first_step_a_traceback_is_printed(monkeypatch, capfd):
     error = raised(load_checkpoint, ARGS, KeyError("args"))
     Net().caught(type(error), error, error.__traceback__)
     assert capfd.readouterr().err.startswith("Traceback (most recent call last)")
-
-
-def test_torchrun_is_given_the_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit):
-        Net().caught(ValueError, ValueError("no data"), None)
-    message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert message["message"] == "RuntimeError: no data"
-    assert message["extraInfo"]["py_callstack"].endswith("RuntimeError: no data\n")

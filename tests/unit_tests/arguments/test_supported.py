@@ -1,112 +1,52 @@
-"""The table of what is supported: every row is shown by a test, every refusal is a sentence."""
+"""The table of what is unsupported: every row ends a launch with its sentence, and no other does in its place."""
 
 import argparse
+import re
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
-from megatron.seq1f1b import validate
-from megatron.seq1f1b.arguments import packages, run_of_arguments
-from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported
+from megatron.seq1f1b import add_arguments, validate
+from megatron.seq1f1b.arguments import packages, run_of_arguments, supported
+from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported, setting_of
 from unit_tests.arguments.parsed import parsed
 
-# What turns each unsupported feature on, by the row's feature, where the setting is not `name=True` of a flag `--name`.
+ON_GPU = {"distributed_backend": "nccl"}
+# What turns on the clauses of the table that are no flags; the flags of `SETTINGS` need more than a value.
+CLAUSES = {
+    "a run": {},
+    "biases": {"add_bias_linear": True},
+    "fused gradient accumulation": {"gradient_accumulation_fusion": True},
+    "packed documents": {"reset_attention_mask": True},
+    "unequal numbers of attention heads": {"context_parallel_size": 64},
+    "tokens after the query": {"window_size": (128, 1)},
+    "multi-token prediction before the loss": {"mtp_num_layers": 1, "pipeline_model_parallel_layout": "Et|t|m|L"},
+    "a recipe of kitchen": {"kitchen_recipe_number": 0},
+    "D (sparse attention)": {"hybrid_layer_pattern": "*D"},
+    "G": {"hybrid_layer_pattern": "G-*-", "padded_vocab_size": None},
+    "M": {"hybrid_layer_pattern": "M-*-", "padded_vocab_size": None},
+    "a GPU": ON_GPU,
+    "this GPU": ON_GPU,
+    "this Hopper GPU": ON_GPU,
+    "Transformer Engine 2.20 or later": {},
+    "flash-linear-attention before 0.5": {},
+    "Triton 3.4.0 to 3.7.0": {},
+    "mamba-ssm, causal-conv1d": {},
+}
 SETTINGS = {
-    "--te-precision-config-file or a recipe of kitchen (quant_recipe)": {"kitchen_recipe_number": 0},
-    "--cuda-graph-impl": {"cuda_graph_impl": "local"},
-    "--context-parallel-size above 1 with another --cp-comm-type than a2a and all_gather": {
-        "context_parallel_size": 2,
-        "cp_comm_type": ["p2p"],
-    },
-    "--cp-comm-type a2a with attention heads of a tensor-parallel rank that --context-parallel-size does not divide": {
-        "context_parallel_size": 64,
-        "cp_comm_type": ["a2a"],
-    },
-    "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
-    "--tensor-parallel-num-weight-shards or --expert-tensor-parallel-num-weight-shards above a group's size": {
-        "expert_tensor_parallel_num_weight_shards": 2
-    },
-    "--moe-router-load-balancing-type sinkhorn, quantile_balancing": {"moe_router_load_balancing_type": ["sinkhorn"]},
-    "--pipeline-model-parallel-layout with multi-token prediction before the loss": {
-        "mtp_num_layers": 1,
-        "pipeline_model_parallel_layout": "Et|t|m|L",
-        "virtual_pipeline_model_parallel_size": 2,
-        "padded_vocab_size": None,
-    },
+    "--window-size": {"window_size": (128, 0)},
+    "--attention-dropout": {"attention_dropout": 0.1},
+    "--attention-backend fused": {"attention_backend": argparse.Namespace(name="fused")},
+    "--pipeline-model-parallel-layout": {"virtual_pipeline_model_parallel_size": 2, "padded_vocab_size": None},
     "--ckpt-format torch": {"ckpt_format": "torch", "virtual_pipeline_model_parallel_size": 2},
-    "--experimental-attention-variant": {"experimental_attention_variant": "dsa"},
-    "--hybrid-layer-pattern with D (sparse attention)": {"hybrid_layer_pattern": "*D"},
-    "--recompute-modules mlp with biases": {
-        "recompute_granularity": "selective",
-        "recompute_modules": ["mlp"],
-        "add_bias_linear": True,
-    },
-    "--recompute-modules gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
-    "--heterogeneous-layers-config-path": {"heterogeneous_layers_config_path": "layers.json"},
-    "--window-size with tokens after the query": {"window_size": (128, 1)},
-    "--position-embedding-type mrope": {"position_embedding_type": "mrope"},
-    "--allow-ambiguous-pad-tokens with --reset-attention-mask": {
-        "allow_ambiguous_pad_tokens": True,
-        "reset_attention_mask": True,
-    },
-    "--fp8-recipe delayed, tensorwise, custom": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "--fp8-format with --context-parallel-size above 1 or --num-experts": {
-        "fp8": "hybrid",
-        "fp8_recipe": "mxfp8",
-        "context_parallel_size": 2,
-        "cp_comm_type": ["a2a"],
-    },
-    "fp8_dot_product_attention or fp8_multi_head_attention": {"fp8_multi_head_attention": True},
-    "--fp4-format": {"fp4": "e2m1"},
-    "--attention-backend fused with --attention-dropout and a window or packed documents": {
-        "attention_backend": argparse.Namespace(name="fused"),
-        "distributed_backend": "nccl",
-        "attention_dropout": 0.1,
-        "window_size": (128, 0),
-    },
-    "--attention-backend fused without Transformer Engine 2.20 or later": {
-        "attention_backend": argparse.Namespace(name="fused"),
-        "distributed_backend": "nccl",
-    },
-    "--moe-flex-dispatcher-backend hybridep with packed documents": {
-        "moe_token_dispatcher_type": "flex",
-        "moe_flex_dispatcher_backend": "hybridep",
-        "reset_attention_mask": True,
-    },
-    "--hybrid-layer-pattern with G, flash-linear-attention before 0.5 and Triton 3.4.0 to 3.7.0": {
-        "hybrid_layer_pattern": "G-*-",
-        "distributed_backend": "nccl",
-        "padded_vocab_size": None,
-    },
-    "--hybrid-layer-pattern with M on a GPU without mamba-ssm and causal-conv1d": {
-        "hybrid_layer_pattern": "M-*-",
-        "distributed_backend": "nccl",
-        "padded_vocab_size": None,
-    },
-    "--moe-grouped-gemm with biases and --transformer-impl transformer_engine": {
-        "transformer_impl": "transformer_engine",
-        "moe_grouped_gemm": True,
-        "add_bias_linear": True,
-    },
-    "--cpu-offloading-num-layers": {"cpu_offloading_num_layers": 2},
-    "a run without --use-distributed-optimizer": {"use_distributed_optimizer": False},
-    "--num-distributed-optimizer-instances above 1": {"num_distributed_optimizer_instances": 2},
-    "--optimizer other than adam and sgd": {"optimizer": "muon"},
-    "--ckpt-format other than torch_dist": {"ckpt_format": "zarr"},
-    "a run whose documents see one another": {"reset_attention_mask": False},
-    "a run without --calculate-per-token-loss": {"calculate_per_token_loss": False},
-    "--micro-batch-size or --eval-micro-batch-size above 1": {"eval_micro_batch_size": 2},
-    "--moe-token-dispatcher-type allgather with expert parallelism": {
-        "moe_token_dispatcher_type": "allgather",
-        "expert_model_parallel_size": 2,
-    },
-    "--moe-router-load-balancing-type global_aux_loss": {"moe_router_load_balancing_type": ["global_aux_loss"]},
-    "--overlap-grad-reduce without --no-gradient-accumulation-fusion": {
-        "overlap_grad_reduce": True,
-        "gradient_accumulation_fusion": True,
-    },
+    "--fp8-format": {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
+    "--context-parallel-size above 1": {"context_parallel_size": 2, "cp_comm_type": ["a2a"]},
+    "--expert-model-parallel-size above 1": {"expert_model_parallel_size": 2},
+    "--hybrid-layer-pattern": {},
 }
 FLAGS = {
+    Use.MEGATRONS_OWN: (),
     Use.ANY_SCHEDULE: ("--pipeline-schedule", "1f1b"),
     Use.SEGMENTS: ("--sequence-splits", "4", "--device", "cuda"),
     Use.SPLIT_BACKWARDS: ("--pipeline-schedule", "zb-h1"),
@@ -117,39 +57,58 @@ FLAGS = {
 }
 IN_UNITS = {"calculate_per_token_loss": True, "reset_attention_mask": True, "micro_batch_size": 1}
 ROWS = [(use, row) for use, rows in UNSUPPORTED.items() for row in rows]
+OURS = add_arguments(argparse.ArgumentParser())._option_string_actions
 
 
 def settings_of(row):
-    name = row.feature.removeprefix("--").replace("-", "_")
-    return {"use_distributed_optimizer": True} | SETTINGS.get(row.feature, {name: True})
+    """What turns the feature of a row on."""
+    settings = {"use_distributed_optimizer": True}
+    words = ["with", *re.split(" (with|and|on|without) ", row.feature)]
+    for word, clause in zip(words[::2], words[1::2], strict=True):
+        flag, _, values = clause.partition(" ")
+        value = 9 if values.startswith("above") else values.split(", ")[0] or True
+        found = SETTINGS.get(clause, CLAUSES.get(clause, {setting_of(flag): value}))
+        settings |= dict.fromkeys(found, False) if word == "without" else found
+    return settings
 
 
-@pytest.mark.parametrize("use, row", ROWS, ids=[row.feature for _, row in ROWS])  # as `shown_by` has them
-def test_an_unsupported_feature_is_one_sentence(monkeypatch, use, row):
-    if "on a GPU without" in row.feature or "flash-linear-attention" in row.feature:
+@pytest.mark.parametrize("use, row", ROWS, ids=[f"{use.name}-{row.feature}" for use, row in ROWS])
+def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row):
+    if "this" in row.feature:
         versions = {"flash-linear-attention": (0, 4, 2), "triton": (3, 6, 0)}
         monkeypatch.setattr(packages, "find_spec", lambda module: None)
-        monkeypatch.setattr(packages, "_version", versions.get)
-        monkeypatch.setattr(packages, "_is_hopper", lambda: True)
-    args = parsed(*FLAGS[use], **(IN_UNITS if use is Use.UNITS else {}) | settings_of(row))
+        monkeypatch.setattr(supported, "installed", lambda *names: versions.get(names[0]))
+        monkeypatch.setitem(supported._FACTS, "this Hopper GPU", packages.is_on_gpu_here)
+    settings = settings_of(row)
+    if "pipeline_schedule_file" in settings:
+        settings["pipeline_schedule_file"] = tmp_path / "mine.csv"
+        settings["pipeline_schedule_file"].write_text("0F0,0B0\n1F0,1B0\n")
+    args = parsed(*FLAGS[use], **IN_UNITS if use is Use.UNITS else {})
+    vars(args).update(settings)
     with pytest.raises(ValueError) as error:
         validate(args)
     assert str(error.value) == f"{row.feature} {row.because}; {row.way_out}"
-    # By itself, too: another row does not stand in for it, nor does any use but its own; units need several flags.
-    settings = run_of_arguments(parsed(**settings_of(row))).settings
-    assert first_unsupported(settings, {*Use} - {use, Use.UNITS}) is None
-    validate(parsed(**settings_of(row)))
+    if row.feature.split()[0] not in OURS:
+        validate(parsed(**settings))  # with Megatron's own schedule
+
+
+def test_the_flags_of_the_table_are_megatrons_and_off():
+    parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    known = parser._option_string_actions
+    flags = {word for _, row in ROWS for word in row.feature.split() if word.startswith("--")}
+    assert len(flags) > 60 and {flag: known[flag].dest for flag in flags} == {flag: setting_of(flag) for flag in flags}
+    on = [row.feature for _, row in ROWS if row.holds(vars(parser.parse_args([])))]
+    assert len(on) == 3 and all(feature.startswith("a run without") for feature in on)
+
+
+def refused(**settings):
+    return first_unsupported(run_of_arguments(parsed(**settings)).settings, {Use.SEGMENTS}) is not None
 
 
 @pytest.mark.parametrize("installed, is_enough", [("2.19.1", False), ("2.20.0", True), ("2.21.0+cu13", True)])
 def test_fused_attention_needs_a_transformer_engine_of_today(monkeypatch, installed, is_enough):
     monkeypatch.setattr(packages, "version", lambda package: installed)
-    settings = SETTINGS["--attention-backend fused without Transformer Engine 2.20 or later"]
-    found = first_unsupported(run_of_arguments(parsed(**settings)).settings, {Use.SEGMENTS})
-    assert (found is None) == is_enough
-
-
-ON_GPU = {"distributed_backend": "nccl"}
+    assert refused(**ON_GPU, **SETTINGS["--attention-backend fused"]) != is_enough
 
 
 @pytest.mark.parametrize(
@@ -174,9 +133,10 @@ def test_gated_delta_nets_are_wrong_by_version(monkeypatch, fla, triton, is_hopp
         return found
 
     monkeypatch.setattr(packages, "version", version)
-    monkeypatch.setattr(packages, "_is_hopper", lambda: is_hopper)
-    assert packages.delta_nets_are_wrong(ON_GPU) == are_wrong
-    assert not packages.delta_nets_are_wrong(ON_GPU | {"dry_run": True})
+    is_here = packages.is_on_gpu_here if is_hopper else packages.is_on_hopper_here
+    monkeypatch.setitem(supported._FACTS, "this Hopper GPU", is_here)
+    assert refused(**ON_GPU, **CLAUSES["G"]) == are_wrong
+    assert not refused(**ON_GPU, **CLAUSES["G"], dry_run=True, device="cpu", replaced_on_cpu={})
 
 
 @pytest.mark.parametrize(
@@ -189,6 +149,6 @@ def test_gated_delta_nets_are_wrong_by_version(monkeypatch, fla, triton, is_hopp
         ({"attention_dropout": 0.1, "window_size": (128, 0), "distributed_backend": "gloo"}, False),
     ],
 )
-def test_fused_attention_has_no_dropout_in_documents_or_windows(given, is_refused):
-    settings = ON_GPU | {"attention_backend": argparse.Namespace(name="fused")} | given
-    assert packages.fused_attention_has_no_backend(settings) == is_refused
+def test_fused_attention_has_no_dropout_in_documents_or_windows(monkeypatch, given, is_refused):
+    monkeypatch.setattr(packages, "version", lambda package: "2.20.0")
+    assert refused(**ON_GPU | SETTINGS["--attention-backend fused"] | given) == is_refused
