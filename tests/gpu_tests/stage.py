@@ -18,7 +18,7 @@ from megatron.seq1f1b.model import HostMemory, Segment, SegmentContext, attach, 
 from megatron.seq1f1b.partition import Task, cut_sequence
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, analytic_costs, bottleneck_time
-from megatron.seq1f1b.runtime.recorder import Recorder
+from megatron.seq1f1b.runtime.tracer import Recorder
 from megatron.seq1f1b.schedule import MOVE_KINDS, Action, Kind, Placement, Shape, build, units_to_move, with_moves
 from support.segments import of_lengths
 

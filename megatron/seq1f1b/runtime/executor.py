@@ -31,12 +31,11 @@ from .gradient_sync import add_up_tied_embeddings
 from .interpreter import Interpreter
 from .loss import LossLedger
 from .partitioned_state import gradient_sync, is_partitioned
-from .prediction import prediction_heads
+from .prediction import prediction_patches
 from .program import Program, Programs, streams_share_queues
-from .recorder import Recorder
 from .segmentation import Segmentation
 from .step import Step
-from .tracer import Tracer
+from .tracer import Recorder, Tracer
 
 
 class PipelineExecutor:
@@ -44,14 +43,11 @@ class PipelineExecutor:
 
     `auto` plans for `costs(lengths)`, for equal costs if it is None. `around_forward(stage, length)` is entered around
     the user's forward step, for code that derives shapes, or what it reads, from globals. No wait for a message is
-    longer than `timeout`. `reports_on_last_rank` sends the reports to the last rank of the pipeline if another one
+    longer than `timeout`. `reports_on_last_rank`: the last rank of the pipeline gets the reports, too, if another one
     computes the loss. The loss is computed in pieces of `piece` logits (model/loss_pieces.py); None keeps all logits.
 
-    The first step with segments of certain lengths may load or compile kernels, and CUDA may then wait for the whole
-    GPU. If messages are kernels, none is in flight in that step while another kernel starts.
-
     No state of a step survives it. A step that fails closes the executor, since the other ranks stopped in the middle
-    of the step and their messages no longer match. Every later call raises RuntimeError.
+    of the step and their messages no longer match: every later call raises RuntimeError.
     """
 
     def __init__(
@@ -118,11 +114,12 @@ class PipelineExecutor:
             self._agree(step)
         lengths = segmentation.lengths(step.seq_length)
         communicator = self._communicator(step)
+        # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
+        # messages are kernels, none is in flight in that step while another kernel starts.
         kernels = step.placement, tuple(lengths), step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
-        is_packed, keeps = segmentation.packing is not None, context.kept_attention is not None
-        if segmentation.cuts_sequences or is_packed or keeps:  # else the model keeps its own attention
-            attach(step.chunks, context)
+        if segmentation.cuts_sequences or segmentation.packing is not None or context.kept_attention is not None:
+            attach(step.chunks, context)  # else the model keeps its own attention
         add_up_all_weight_gradients(step.chunks)
         num_tokens = step.seq_length * (step.micro_batch_size or 0) // step.groups.cp.size()
         compute_loss_in_pieces(step.chunks, num_tokens, self._piece)
@@ -132,14 +129,8 @@ class PipelineExecutor:
             timers("forward-backward", log_level=1).start(barrier=step.config.barrier_with_L1_time)
         try:
             segmentation.cut_step(step, partial(context.masks.require_causal, may_be_inverted=True))
-            program = self._programs.program(
-                step.shape,
-                lengths,
-                step.rank,
-                step.forward_only,
-                communicator.goes_in_turn,
-                is_partitioned(step.chunks),
-            )
+            in_turn, shares = communicator.goes_in_turn, is_partitioned(step.chunks)
+            program = self._programs.program(step.shape, lengths, step.rank, step.forward_only, in_turn, shares)
             context.splits_backwards = program.splits_backwards
             reports = self._run(step, program, communicator)
             self._ran_before.add(kernels)
@@ -157,18 +148,15 @@ class PipelineExecutor:
 
     def _run(self, step: Step, program: Program, communicator: Communicator) -> list[Any]:
         """Run the actions of this rank, then Megatron's end of the step."""
-        config, per_token = step.config, step.config.calculate_per_token_loss
-        losses = LossLedger(per_token, step.groups.cp)
+        config = step.config
+        losses = LossLedger(config.calculate_per_token_loss, step.groups.cp)
         sync = gradient_sync(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
             around.callback(sync.close)
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, step.chunks))
-            heads = None
             if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packing is not None:
-                heads = prediction_heads(step, self._context)
-            if heads is not None:
-                around.enter_context(patched(heads.patches()))
+                around.enter_context(patched(prediction_patches(step, self._context)))
             if self.tracer is None or step.forward_only:
                 recorder = around.enter_context(Recorder(step.device))
             else:
@@ -194,7 +182,7 @@ class PipelineExecutor:
             losses.checks.make_up()
             self._context.masks.settle()
             if config.finalize_model_grads_func is not None and not step.forward_only:
-                num_tokens = losses.total_num_tokens(step.device) if per_token else None
+                num_tokens = losses.total_num_tokens(step.device) if config.calculate_per_token_loss else None
                 if num_tokens is not None and step.placement.turns:
                     # The loss may be on the first rank, but Megatron takes the number of the last one.
                     dist.all_reduce(num_tokens, group=step.pipeline)

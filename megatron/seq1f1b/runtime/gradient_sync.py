@@ -1,9 +1,8 @@
 """When the gradients of a model chunk are reduced over data-parallel ranks, and those of tied embeddings added up.
 
-Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`. So
-we leave `no_sync` for exactly one backward of each chunk, its last in the step. If backwards are split, we leave it for
-the last input-gradient half, which completes biases and norms, and for the last weight-gradient half: every parameter
-must become ready as often in each step as in the first.
+Megatron's DistributedDataParallel reduces a bucket when its last parameter is ready, but only outside of `no_sync`,
+which we leave for the last backward of each chunk. Of split backwards the last input-gradient half completes biases and
+norms, the last weight-gradient half the rest: every parameter must become ready as often in each step as in the first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,14 @@ class GradientSync:
     """
 
     def __init__(self, config: Any, chunks: list[torch.nn.Module], ends_last: bool = False) -> None:
+        def per_chunk(hook: Callable | list[Callable] | None) -> list[Callable] | None:
+            """Megatron passes a bare hook for one chunk, a list for several."""
+            return hook if hook is None or isinstance(hook, list) else [hook] * len(chunks)
+
         self._chunks = chunks
-        self._start_reduction = None if ends_last else _per_chunk(config.grad_sync_func, len(chunks))
-        self._start_gather = _per_chunk(config.param_sync_func, len(chunks))
-        self._make_no_sync = _per_chunk(config.no_sync_func, len(chunks)) or [nullcontext] * len(chunks)
+        self._start_reduction = None if ends_last else per_chunk(config.grad_sync_func)
+        self._start_gather = per_chunk(config.param_sync_func)
+        self._make_no_sync = per_chunk(config.no_sync_func) or [nullcontext] * len(chunks)
         self._no_sync = [ExitStack() for _ in chunks]
         for chunk in range(len(chunks)):
             self._enter_no_sync(chunk)
@@ -63,13 +66,6 @@ class GradientSync:
 
     def _enter_no_sync(self, chunk: int) -> None:
         self._no_sync[chunk].enter_context(self._make_no_sync[chunk]())
-
-
-def _per_chunk(hook: Callable | list[Callable] | None, num_chunks: int) -> list[Callable] | None:
-    """Megatron passes a bare hook for one chunk, a list for several."""
-    if hook is None or isinstance(hook, list):
-        return hook
-    return [hook] * num_chunks
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

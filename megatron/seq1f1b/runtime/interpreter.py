@@ -28,8 +28,8 @@ from .gradient_sync import GradientSync
 from .loss import LossLedger
 from .prediction import rows_per_token
 from .program import Program
-from .recorder import Recorder
 from .step import Step
+from .tracer import Recorder
 
 _NOTHING = nullcontext()
 

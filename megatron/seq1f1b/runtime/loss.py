@@ -5,6 +5,7 @@ a mean of segment means is wrong as soon as segments or masks are uneven. But al
 forward when its first backward starts, so the division waits until then.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..model import Segment
+
+_log = logging.getLogger(__name__)
 
 _OF_SEGMENTS = "with --sequence-splits its report has to be a dictionary of the same numbers for every segment"
 
@@ -161,8 +164,8 @@ class LossChecks:
     """
 
     def __init__(self) -> None:
-        # By micro-batch and message: the result of each segment, and the call of `validate_result`.
-        self._put_off: dict[tuple[int, str], tuple[list[Tensor], Callable]] = {}
+        # By micro-batch and message: the result of each segment, what rejects it, and the call of `validate_result`.
+        self._put_off: dict[tuple[int, str], tuple[list[Tensor], Callable, Callable]] = {}
 
     @contextmanager
     def put_off(self, microbatch: int) -> Iterator[None]:
@@ -170,13 +173,12 @@ class LossChecks:
         machine = get_rerun_state_machine()
 
         def validate_result(result: Any, rejection_func: Callable, message: str, **options: Any) -> None:
-            options |= {"rejection_func": rejection_func, "message": message}
-            check = partial(type(machine).validate_result, machine, **options)
+            check = partial(type(machine).validate_result, machine, message=message, **options)
             if isinstance(result, Tensor):
-                results, _ = self._put_off.setdefault((microbatch, message), ([], check))
-                results.append(result.detach().clone())  # Megatron divides the loss in place
+                made = self._put_off.setdefault((microbatch, message), ([], rejection_func, check))
+                made[0].append(result.detach().clone())  # Megatron divides the loss in place
             else:
-                check(result)
+                check(result, rejection_func)
 
         machine.validate_result = validate_result
         try:
@@ -185,11 +187,14 @@ class LossChecks:
             del machine.validate_result
 
     def make_up(self) -> None:
-        """Run each check on the sum over the segments of a micro-batch; its exception gets a note with the parts."""
-        for (microbatch, message), (results, check) in self._put_off.items():
-            try:
-                check(sum(results))
-            except Exception as error:
-                parts = torch.stack(results).tolist()
-                error.add_note(f"{message} in micro-batch {microbatch}, whose segments have {parts}")
-                raise
+        """Run each check on the sum over the segments of a micro-batch, and log what it rejects."""
+        for (microbatch, message), (results, rejects, check) in self._put_off.items():
+            place = f"{message} in micro-batch {microbatch}"
+            check(sum(results), partial(_is_rejected, place, results, rejects))
+
+
+def _is_rejected(place: str, results: list[Tensor], rejects: Callable, total: Tensor) -> Any:
+    is_rejected = rejects(total)
+    if is_rejected:
+        _log.error("%s, whose segments have %s", place, torch.stack(results).tolist())
+    return is_rejected

@@ -1,10 +1,9 @@
-"""Weights and gradients of a model chunk that exist while it works; in between, every data-parallel rank keeps its
-share.
+"""Weights and gradients of a model chunk that exist while it works; in between, data-parallel ranks keep shares.
 
-As in layered gradient accumulation with modular pipeline parallelism (arXiv 2106.02679), the state is partitioned over
-the replicas and moves once for all micro-batches that a chunk works on without a break. Its weights are gathered before
-them and freed after them (GATHER and RELEASE of the lowered schedule); its gradients exist from its first backward
-until they are reduced (REDUCE). At most two chunks have their weights.
+As in layered gradient accumulation with modular pipeline parallelism (arXiv 2106.02679), the state moves once for all
+micro-batches that a chunk works on without a break. Its weights are gathered before them and freed after them (GATHER
+and RELEASE of the lowered schedule); its gradients exist from its first backward until they are reduced (REDUCE). At
+most two chunks have their weights.
 
 Buffers, collectives and optimizer are Megatron's. The storages of its buffers are emptied and filled again, so that
 parameters, and the views that autograd and Megatron hold, stay the same objects.
@@ -100,7 +99,7 @@ class PartitionedChunk:
 
     def gather(self) -> None:
         """Start to gather the weights; with --overlap-param-gather that runs beside compute."""
-        if self.has_weights:
+        if not any(map(_is_empty, self._weights)):  # always so where no other rank has the same parameters
             return
         _fill(self._weights)
         for share in self.shares:
@@ -130,11 +129,6 @@ class PartitionedChunk:
         self.gather()
         self.wait_for_weights()
         self._is_lent = True
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether there is memory for the weights; always if no other rank has the same parameters."""
-        return not any(map(_is_empty, self._weights))
 
     @property
     def has_gradients(self) -> bool:
@@ -186,13 +180,12 @@ def _is_empty(tensor: Tensor) -> bool:
 
 
 def _empty(buffers: Iterable[Tensor]) -> None:
-    """Free the storages of Megatron's buffers, while views of them live on."""
+    """Free the storages of Megatron's buffers, each of one tensor, while views of them live on."""
     for buffer in buffers:
         buffer.untyped_storage().resize_(0)
 
 
 def _fill(buffers: Iterable[Tensor]) -> None:
-    """Allocate the storages of Megatron's buffers again, each of which is one tensor."""
     for buffer in buffers:
         buffer.untyped_storage().resize_(buffer.nbytes)
 
@@ -203,7 +196,6 @@ class PartitionedSync(GradientSync):
     def __init__(self, config: Any, chunks: list[torch.nn.Module]) -> None:
         super().__init__(config, chunks)
         self._states: list[PartitionedChunk] = [chunk.partitioned_state for chunk in chunks]
-        self._reducing: PartitionedChunk | None = None
         for chunk, no_sync, state in zip(chunks, self._no_sync, self._states, strict=True):
             no_sync.enter_context(chunk.no_sync())  # so that Megatron's hooks never reduce
             # Of an earlier call for the same step of the optimizer:
@@ -219,16 +211,15 @@ class PartitionedSync(GradientSync):
         state.wait_for_weights()
         if not state.has_gradients:
             if sum(each.has_gradients for each in self._states) > 1:  # one may still be waiting for its REDUCE
-                self._finish_reduction()
+                self._finish_reductions()
             state.begin_gradients()
 
     def last_backward(self, chunk: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reduce(self, chunk: int) -> None:
-        self._finish_reduction()
-        self._reducing = self._states[chunk]
-        self._reducing.reduce()
+        self._finish_reductions()
+        self._states[chunk].reduce()
 
     def gather(self, chunk: int) -> None:
         self._states[chunk].gather()
@@ -236,10 +227,9 @@ class PartitionedSync(GradientSync):
     def release(self, chunk: int) -> None:
         self._states[chunk].release()
 
-    def _finish_reduction(self) -> None:
-        if self._reducing is not None:
-            self._reducing.finish_reduction()
-            self._reducing = None
+    def _finish_reductions(self) -> None:
+        for state in self._states:
+            state.finish_reduction()
 
 
 def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
@@ -257,14 +247,8 @@ def patches() -> PatchTable:
     """Megatron builds and steps chunks with a partitioned state."""
     return (
         wrapping(f"{_DDP}.__init__", _partitioned, "keeps all weights and gradients"),
-        wrapping(
-            f"{_DDP}._start_bucket_group_param_sync", _unless_gathered_later, "gathers after the optimizer's step"
-        ),
-        wrapping(
-            f"{_DDP}.finish_grad_sync",
-            lambda _, ddp, *args, **options: ddp.partitioned_state.lend_gradients(),
-            "takes gradients to be whole",
-        ),
+        wrapping(f"{_DDP}._start_bucket_group_param_sync", _unless_freed, "gathers after the optimizer's step"),
+        wrapping(f"{_DDP}.finish_grad_sync", _lend_gradients, "takes gradients to be whole"),
         wrapping(f"{_DDP}.zero_grad_buffer", _cleared, "leaves the shares of gradients"),
         wrapping(f"{_BUFFER}.reset", _unless_empty, "writes zeros to gradients that are not there"),
         wrapping(f"{_BUFFER}.scale_gradients", _scaled, "scales gradients that are not there"),
@@ -308,7 +292,11 @@ def _partitioned(init: Callable, ddp: Any, *args: Any, **options: Any) -> None:
     ddp.partitioned_state = unwrap_model(ddp).partitioned_state = PartitionedChunk(ddp)
 
 
-def _unless_gathered_later(start: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
+def _lend_gradients(_: Callable, ddp: Any, *args: Any, **options: Any) -> None:
+    ddp.partitioned_state.lend_gradients()
+
+
+def _unless_freed(start: Callable, ddp: Any, group: Any, force_sync: bool) -> None:
     if not _is_empty(group.buckets[0].param_data):
         start(ddp, group, force_sync)
 

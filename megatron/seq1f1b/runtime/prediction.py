@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import LayerType
 from torch import Tensor
 
 from ..model import LookAhead, PredictionHeads, Segment, SegmentContext
+from ..process.patches import PatchTable
 from ..schedule import Placement
 from .data import SegmentIterator
 from .step import Step
@@ -38,20 +39,18 @@ def rows_per_token(config: Any, placement: Placement, stage: int) -> int:
     return 1 if predicting is None or stage < predicting else 1 + config.mtp_num_layers
 
 
-def prediction_heads(step: Step, context: SegmentContext) -> PredictionHeads | None:
-    """For a rank with the layers of multi-token prediction, or with its loss; None elsewhere."""
+def prediction_patches(step: Step, context: SegmentContext) -> PatchTable:
+    """For a rank with the layers of multi-token prediction, or with its loss; empty elsewhere."""
     placement = step.placement
     predicting = prediction_stage(step.config, placement)
     stages = set() if predicting is None else {predicting, placement.num_stages - 1}
     readers = [step.batches[placement.chunk_of(stage)] for stage in stages if placement.rank_of(stage) == step.rank]
-    if not readers:
-        return None
 
     def ahead(segment: Segment) -> LookAhead:
         running = next(each for each in readers if each is None or each.segment is segment)
         return look_ahead(running, segment, step)
 
-    return PredictionHeads(context, ahead, step.groups.cp.size())
+    return PredictionHeads(context, ahead, step.groups.cp.size()).patches() if readers else ()
 
 
 def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) -> LookAhead:
@@ -108,8 +107,8 @@ def _packed(batch: Any, number: Tensor, ends: Sequence[int], depth: int) -> Tens
     parts = []
     for name in _ENTRIES:
         for end in ends:
-            following = entries[name][:, end : end + depth].double().cpu()
-            following *= number[:, end : end + depth] == number[:, end - 1 : end]
+            is_same = number[:, end : end + depth] == number[:, end - 1 : end]
+            following = entries[name][:, end : end + depth].double().cpu() * is_same
             parts.append(torch.nn.functional.pad(following, (0, depth - following.shape[1])).flatten())
     mask, length = entries["loss_mask"].double().cpu(), number.shape[1]
     for shift in range(depth + 1):

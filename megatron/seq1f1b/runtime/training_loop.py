@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import multiprocessing
 import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.managers import SyncManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from ..process.patches import Patch, wrapping
-from ..process.ranks import end_with_parent
-from . import corpora
-from .recorder import Reading
+from ..process.ranks import end_with_parent, warn_on_rank_0
+from .tracer import Reading
 
 if TYPE_CHECKING:
     from .executor import PipelineExecutor
+
+_log = logging.getLogger(__name__)
 
 _LINE = re.compile(r" iteration +(?P<iteration>\d+)/.* elapsed time per iteration \(ms\): (?P<milliseconds>\S+) \|")
 _BATCH = re.compile(r" global batch size: +(\d+) \|")
@@ -39,39 +45,50 @@ class TrainingLoop:
         self._microbatches: float | None = None  # of a replica in that step, in the mean
 
     def patches(self) -> tuple[Patch, ...]:
-        training = "megatron.training.training"
-        rows = (
+        """What each of Megatron's functions does amiss stands beside it."""
+        training, core = "megatron.training.training", "megatron.core"
+        table = (
+            (f"{training}.build_train_valid_test_data_loaders", self.loaders, "evaluates on data that are not there"),
             (f"{training}.training_log", self.training_log, "averages the first two losses into the second line"),
             (f"{training}.print_rank_last", self.print_rank_last, "shows neither tokens per second nor idle ranks"),
+            (f"{training}.consume_seqlen_stats_in_iteration", self.count_documents, "counts documents per segment"),
             (
-                f"{training}.consume_seqlen_stats_in_iteration",
-                self.count_documents,
-                "counts the pieces of documents that segments have, once for each model chunk",
-            ),
-            (
-                "megatron.core.transformer.moe.moe_logging.MoEMetricsTracker.report",
+                f"{core}.transformer.moe.moe_logging.MoEMetricsTracker.report",
                 self.report_experts,
                 "divides by the micro-batches of the flags, but units make others",
             ),
+            (f"{training}.report_theoretical_memory", self.report_theoretical_memory, "counts whole micro-batches"),
             (f"{training}.save_checkpoint_and_time", self.save, "names no folder if it fails, and needs one"),
             (f"{training}.load_checkpoint", self.load, "exits with code 0 if it cannot load"),
             (
-                f"{training}.report_theoretical_memory",
-                self.report_theoretical_memory,
-                "counts whole micro-batches in flight, but our schedules hold segments",
-            ),
-            (
-                "megatron.core.utils.StragglerDetector.__exit__",
+                f"{core}.utils.StragglerDetector.__exit__",
                 lambda upstream, detector, *_: upstream(detector, None, None, None),
                 "also logs every exception in a step, with its traceback, on every rank",
             ),
             (
-                "megatron.core.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
+                f"{core}.dist_checkpointing.strategies.filesystem_async.get_write_results_queue",
                 _queue_that_ends_with_its_rank,
                 "starts a process that outlives a killed rank and keeps the connections of its peers open",
             ),
         )
-        return (*(wrapping(*row) for row in rows), *corpora.patches(self._args))
+        builder = f"{core}.datasets.blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder"
+        unbound = Patch(
+            f"{builder}.build_generic_dataset",
+            lambda upstream: staticmethod(partial(_built, upstream)),
+            "adds up epochs of no tokens for ever",
+            wraps=True,
+        )
+        return (*(wrapping(*row) for row in table), unbound)
+
+    def loaders(self, upstream: Callable, provider: Callable) -> tuple:
+        """Without evaluations if no data set is left for them."""
+        args = self._args()
+        was_valid = getattr(args, "do_valid", False)
+        loaders = upstream(provider)
+        has_valid = [bool(loaders[1]) and loaders[1][0] is not None]
+        dist.broadcast_object_list(has_valid)
+        args.do_valid = was_valid or args.do_valid and has_valid[0]
+        return loaders
 
     def training_log(self, upstream: Callable, *args: Any, is_first_iteration: bool = False, **more: Any) -> Any:
         """Megatron prints the first iteration but keeps its loss for the next line, even if an interval ends there."""
@@ -152,6 +169,37 @@ class TrainingLoop:
             args = self._args()
             folder = args.load or args.pretrained_checkpoint
             raise RuntimeError(f"Megatron cannot load {folder}; what it printed last is the reason") from error
+
+
+def _built(
+    upstream: Callable, kind: Any, is_built_on_rank: Callable[[], bool], synchronizes: bool, *arguments: Any
+) -> Any:
+    """A data set; None for a part of --split that has too few documents."""
+    if not is_built_on_rank() or not _is_left_out(kind, arguments):
+        return upstream(kind, is_built_on_rank, synchronizes, *arguments)
+    if synchronizes and dist.is_initialized():
+        dist.barrier()  # where ranks that build nothing wait
+    return None
+
+
+def _is_left_out(kind: Any, arguments: tuple) -> bool:
+    """Whether a part for evaluations has no tokens; raises ValueError for training."""
+    if kind is BlendedDataset:
+        return None in arguments[0]
+    if not (isinstance(kind, type) and issubclass(kind, GPTDataset)):
+        return False
+    dataset, _, indices, _, split, config = arguments
+    # Megatron has no indices with --dataloader-fast-cache-load.
+    if indices is None or any(dataset.sequence_lengths[index] for index in indices):
+        return False
+    reason = (
+        f"{dataset.path_prefix} has {len(dataset.document_indices) - 1} documents, none of them for the {split.name} "
+        f"part of --split {config.split}; give that part a larger share, or take more text"
+    )
+    if split is Split.train:
+        raise ValueError(reason)
+    warn_on_rank_0(_log, f"{reason}. There is no {split.name} part.")
+    return True
 
 
 def _of_all_stages(reading: Reading) -> list[Reading]:

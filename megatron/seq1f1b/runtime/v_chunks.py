@@ -1,9 +1,8 @@
 """Model chunks of `--pipeline-placement v`, built by Megatron's code for looped chunks.
 
 Megatron derives the contents of a chunk (its layers, the embedding, the loss) from its rank and its number there. A
-chunk that runs back is built as if on the rank that holds its depth in the looped placement. Its layers have the
-numbers of their depth, by which checkpoints name them, so checkpoints of V-shaped and of looped chunks are
-interchangeable.
+chunk that runs back is built as if on the rank that holds its depth in the looped placement. Checkpoints name layers by
+their depth, so those of V-shaped and of looped chunks are interchangeable.
 """
 
 from collections.abc import Callable

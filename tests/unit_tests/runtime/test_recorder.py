@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.runtime import Tracer
-from megatron.seq1f1b.runtime.recorder import Recorder
-from megatron.seq1f1b.runtime.tracer import Measured, from_barrier
+from megatron.seq1f1b.runtime.tracer import Measured, Recorder, from_barrier
 from megatron.seq1f1b.schedule import Kind, Placement, Shape, Span, parse_action
 from support.one_rank import Stage, executor, run
 
