@@ -305,7 +305,7 @@ def test_ends_that_disagree_fail(launch):
     assert (
         "error: message 1 from rank 0 to rank 1 (activations from even to higher pipeline ranks) is sent as "
         "float32 [127, 1, 64] after the forward of stage 0 for segment 0 of micro-batch 0, but received as "
-        "float32 [128, 1, 64] before the first forward."
+        "float32 [128, 1, 64] at the start of the step."
     ) in job.log
     assert (
         "error: 16 messages are sent from rank 1 to rank 0 (gradients from odd to lower pipeline ranks), but 17 "
@@ -316,7 +316,7 @@ def test_ends_that_disagree_fail(launch):
 def test_a_launch_that_does_not_fit_fails(launch):
     job = rehearse(launch, 2, "--device", "cpu", *TWO_STAGES, "--sequence-splits", 4, "--device-memory", 0.002)
     assert job.code == 1
-    problem = "pipeline ranks 0 and 1 need more than the 0.002 GiB of --device-memory, rank "
+    problem = "the 0.002 GiB of --device-memory are too few for 2 of 2 pipeline ranks: "
     assert f"Memory: {problem}" in job.log and f"error: {problem}" in job.log
 
 

@@ -1,8 +1,10 @@
 """What `--dry-run` does to a training script: Megatron's `pretrain` rehearses, in one process per pipeline stage."""
 
 import json
+import logging
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import warnings
@@ -10,9 +12,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,17 +21,14 @@ from ..process.patches import Patch, PatchTable, wrapping
 from ..process.ranks import end_with_parent
 from ..report import plot_memory
 
-# Arguments of Megatron in a rehearsal, which reads no checkpoint and no values, writes no file and starts no process.
-_INSTEAD = {
-    "fake_process_group": True,
-    "rerun_mode": "disabled",
-    **dict.fromkeys(("load", "pretrained_checkpoint", "save"), None),
-    **dict.fromkeys(("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval"), None),
-    **dict.fromkeys(("async_save", "log_num_zeros_in_grad", "log_progress", "log_straggler", "profile"), False),
-    **dict.fromkeys(("run_workload_inspector_server", "tp_comm_overlap"), False),
+# Arguments of Megatron that a rehearsal goes without: it reads no checkpoint and no values, and writes no file.
+_OFF = (
+    *("load", "pretrained_checkpoint", "save", "async_save", "run_workload_inspector_server", "tp_comm_overlap"),
+    *("check_weight_hash_across_dp_replicas_interval", "gpu_sniff_test_interval", "log_num_zeros_in_grad"),
+    *("log_progress", "log_straggler", "profile"),
     # The step of the optimizer before the one that is rehearsed would gather what no forward waits for.
-    "overlap_param_gather_with_optimizer_step": False,
-}
+    "overlap_param_gather_with_optimizer_step",
+)
 # The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
 _LONGEST = 4000  # characters of what a stage has printed
@@ -76,7 +74,7 @@ def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) 
 
 def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
     """Megatron's empty tokenizer in place of the launch's: a rehearsal needs the size of its vocabulary only."""
-    kind, given, size = args.tokenizer_type, args.vocab_size, _vocabulary_size(args)
+    kind, size = args.tokenizer_type, _vocabulary_size(args)
     if size is not None:
         args.tokenizer_type, args.vocab_size = "NullTokenizer", size
     try:
@@ -86,8 +84,6 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
             f"error: a rehearsal needs the size of the vocabulary, and --tokenizer-type {kind} cannot be loaded "
             f"here ({' '.join(str(error).split())[:200]}); give --vocab-size."
         ) from None
-    finally:
-        args.tokenizer_type, args.vocab_size = kind, given
 
 
 def _vocabulary_size(args: Namespace) -> int | None:
@@ -104,17 +100,17 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     from megatron.training import get_args
 
     from ..planning.costs.machine import GIB
-    from .fakes import check, launch_in_words, stood_for
+    from .launch import check, in_words, stood_for
     from .report import RehearsalReport
     from .stage import Stage
 
     launch = get_args()
     check(launch)
-    vars(launch).update(_INSTEAD)
+    vars(launch).update({"fake_process_group": True, "rerun_mode": "disabled", **dict.fromkeys(_OFF)})
     stages = run_stages(
         lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
     )
-    report = RehearsalReport(launch_in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
+    report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
     print(report.as_text(), flush=True)
     if launch.dry_run_output is not None:
         _write(report.as_json(), launch.dry_run_output)
@@ -127,54 +123,50 @@ def run_stages(run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[in
     """The reports of the stages, in the order of `ranks`, their global ranks; ends the program as soon as one fails.
 
     `run_stage` runs the stage of `args.rank`. Each stage has a fork of this process, which has imported and parsed
-    everything already.
+    everything already, and as many run at once as there are cores.
     """
-    context = multiprocessing.get_context("fork")
-    num_at_once = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    waiting, running, reports = list(ranks), {}, {}
-    with tqdm(total=len(ranks), desc="Rehearsing pipeline stages", disable=None, leave=False) as bar:
+    from torch.multiprocessing import ProcessExitedException, start_processes
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the end of a stage is told here
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slots = multiprocessing.get_context("fork").Semaphore(num_cores)
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tqdm(total=len(ranks), desc="Rehearsing pipeline stages", disable=None, leave=False) as bar,
+    ):
+        files = [Path(folder, str(rank)) for rank in ranks]
+        stages = start_processes(
+            _run, (run_stage, args, ranks, files, slots), len(ranks), join=False, daemon=True, start_method="fork"
+        )
         try:
-            while waiting or running:
-                while waiting and len(running) < num_at_once:
-                    rank = waiting.pop(0)
-                    log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, it is closed with its process
-                    result, end = context.Pipe(duplex=False)
-                    process = context.Process(target=_run, args=(run_stage, args, rank, end, log), daemon=True)
-                    process.start()
-                    end.close()
-                    running[result] = rank, process, log
-                for result in wait(list(running), timeout=1):
-                    rank, process, log = running[result]
-                    try:
-                        reports[rank] = result.recv()
-                    except EOFError:
-                        process.join()
-                        raise SystemExit(_failure(rank, process.exitcode, log)) from None
-                    del running[result]
-                    bar.update()
+            while not stages.join(timeout=1):
+                bar.n = sum(file.exists() for file in files)
                 bar.refresh()
-        finally:
-            for _, process, _ in running.values():
-                process.kill()
-    return [reports[rank] for rank in ranks]
+        except ProcessExitedException as failure:
+            log = files[failure.error_index].with_suffix(".log").read_text(errors="replace")
+            sys.stderr.write(log[-_LONGEST:])  # it ends with the error
+            raise SystemExit(
+                f"error: the process of rank {ranks[failure.error_index]} was ended by {failure.signal_name}."
+                if failure.signal_name
+                else failure.exit_code
+            ) from None
+        return [pickle.loads(file.read_bytes()) for file in files]
 
 
-def _failure(rank: int, exit_code: int, log: IO[str]) -> int | str:
-    """Print the end of a stage's log, which has its error; returns its exit code, or a sentence if it was killed."""
-    log.seek(0)
-    sys.stderr.write(log.read()[-_LONGEST:])
-    return exit_code if exit_code > 0 else f"error: the process of rank {rank} was ended by signal {-exit_code}."
-
-
-def _run(run_stage: Callable[[], Any], args: Namespace, rank: int, end: Connection, log: IO[str]) -> None:
-    """Run one stage in its process: send its report to `end`, print to `log`, and end with the program."""
+def _run(
+    index: int, run_stage: Callable[[], Any], args: Namespace, ranks: Sequence[int], files: Sequence[Path], slots: Any
+) -> None:
+    """Run one stage in its process: write its report to its file, print to a log beside it, end with the program."""
     end_with_parent()
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    os.environ["RANK"] = str(rank)
-    args.rank = rank
+    with files[index].with_suffix(".log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    args.rank = ranks[index]
+    os.environ["RANK"] = str(args.rank)
     try:
-        end.send(run_stage())
+        with slots:
+            report = pickle.dumps(run_stage())
+        files[index].write_bytes(report)
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
@@ -182,12 +174,10 @@ def _run(run_stage: Callable[[], Any], args: Namespace, rank: int, end: Connecti
 
 def _ranks_of_first_pipeline(args: Namespace) -> range:
     """The global ranks of one pipeline, from its first stage to its last."""
-    stages, ranks_of_stage = (
-        args.pipeline_model_parallel_size,
-        args.tensor_model_parallel_size * args.context_parallel_size,
-    )
-    apart = ranks_of_stage if args.use_tp_pp_dp_mapping else args.world_size // stages
-    return range(0, apart * stages, apart)
+    num_stages = args.pipeline_model_parallel_size
+    of_one_stage = args.tensor_model_parallel_size * args.context_parallel_size
+    apart = of_one_stage if args.use_tp_pp_dp_mapping else args.world_size // num_stages
+    return range(0, apart * num_stages, apart)
 
 
 def _write(report: Mapping[str, Any], directory: Path) -> None:

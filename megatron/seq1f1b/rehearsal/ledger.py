@@ -1,7 +1,8 @@
-"""The bytes in memory at every moment of a step, from the births and deaths of storages."""
+"""What a step does: the bytes in memory at every moment, from the births and deaths of storages, and its messages."""
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,9 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..model.kv_cache import Rows
+from ..schedule import MOVE_KINDS, Action, Kind, Shape
+
+_SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 _FLASH_BACKWARD = torch.ops.aten._flash_attention_backward.default
 _ROWS = 128  # flash attention rounds the number of queries up to this
 
@@ -42,6 +48,19 @@ class Moment:
         return sum(self.peak.values())
 
 
+@dataclass(frozen=True)
+class Message:
+    """One message on a channel: a queue without tags from one global rank to another, in one process group."""
+
+    source: int
+    destination: int
+    channel: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    moment: str
+
+
 @dataclass(slots=True, eq=False)
 class _Allocation:
     """The memory of a storage from one size to the next; `moment` is the number of the moment of its birth."""
@@ -52,24 +71,28 @@ class _Allocation:
 
 
 class Ledger(TorchDispatchMode):
-    """Enters every storage when it is allocated and when it is freed. A category given later holds from birth on.
+    """Enters every storage when it is allocated and when it is freed, and every message when it is sent or its receive
+    is posted. A category given later holds from birth on.
 
     It counts the bytes of tensors, not the blocks to which an allocator rounds them, and for flash attention the memory
     that its kernel allocates during the call. `run(function, args, kwargs)` runs an operator.
+
+    It stands in for the tracer of a real step, and for its recorder, so that the interpreter reports all actions to it.
     """
 
     def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
         super().__init__()
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+        self.stages: list[int] = []
+        self.groups: set[str] = set()  # process groups of several ranks that were used
         self._run = run
         self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
         self._default = Category.ACTIVATIONS
         self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}
         self._is_paused = False
-
-    @property
-    def moment(self) -> str:
-        """The name of the current moment."""
-        return self._moments[-1][0]
+        self._chunks: list[torch.nn.Module] = []
+        self._last_stage = 0
 
     def begin(self, moment: str, default: Category = Category.ACTIVATIONS) -> None:
         """Start a moment; storages that are born in it hold `default` until they are labelled."""
@@ -95,19 +118,15 @@ class Ledger(TorchDispatchMode):
         finally:
             self._is_paused = before
 
-    def counting_resize(self, resize: Callable) -> Callable:
+    def resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> Any:
         """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
-
-        def counted(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            if found := self._alive.get(storage._cdata):
-                allocation, reference = found
-                category = allocation.category
-                self._dies(allocation)
-                self._alive[storage._cdata] = self._is_born(size, category), reference
-            return result
-
-        return counted
+        result = resize(storage, size)
+        if found := self._alive.get(storage._cdata):
+            allocation, reference = found
+            category = allocation.category
+            self._dies(allocation)
+            self._alive[storage._cdata] = self._is_born(size, category), reference
+        return result
 
     def as_one_kernel(self, function: Callable, *args: Any, **options: Any) -> Any:
         """Call a function that a GPU runs as one kernel: of what it allocates, only what it leaves behind counts."""
@@ -131,6 +150,37 @@ class Ledger(TorchDispatchMode):
             found.append(Moment(name, {category: size for category, size in peak.items() if size}, in_all))
         return found
 
+    @contextmanager
+    def step(
+        self, _: str, shape: Shape, chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup, *__: Any
+    ) -> Iterator["Ledger"]:
+        """As `Tracer.step`; the caches of `chunks` have keys and values, their output layers logits."""
+        self._chunks, self.stages = list(chunks), shape.placement.stages_of(group.rank())
+        self._last_stage = shape.num_stages - 1
+        for chunk in self._chunks:
+            for name, module in chunk.named_modules():
+                if name.rpartition(".")[2] == "output_layer":
+                    module.register_forward_pre_hook(self._logits_begin)
+        yield self
+
+    @contextmanager
+    def span(self, action: Action) -> Iterator[None]:
+        """As `Recorder.span`: the body is `action`. Copies run in threads, and their moments are those around them."""
+        if action.kind in MOVE_KINDS:
+            yield
+            return
+        starts_at_logits = action.kind is not Kind.F and action.stage == self._last_stage
+        # Until the gradient of the output layer's input is there, a backward makes gradients of logits.
+        self.begin(str(action), Category.LOGITS if starts_at_logits else Category.ACTIVATIONS)
+        yield
+        self.label(_kept_by_segments(self._chunks), Category.STATE)
+        self.begin(f"after {action}")
+
+    def _logits_begin(self, _: Any, inputs: tuple) -> None:
+        self.fill_with(Category.LOGITS)
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: self.fill_with(Category.ACTIVATIONS))
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and checking for that takes time at every operator
@@ -138,22 +188,34 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._run(function, args, kwargs or {})
         if function.namespace == "c10d":
-            self.communicates(function, args)
+            self._communicates(function, args)
         for item in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(item, torch.Tensor):
-                self._note(item.untyped_storage())
+                storage = item.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if size and key not in self._alive:
+                    allocation = self._is_born(0 if self._is_paused else size, self._default)
+                    self._alive[key] = allocation, weakref.ref(storage, partial(self._forget, key))
         if function is _FLASH_BACKWARD:
             self._dies(self._is_born(workspace_bytes(args), Category.TEMPORARY))
         return result
 
-    def communicates(self, operator: Any, args: tuple) -> None:
-        """Called with each operator of torch.distributed and its arguments."""
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if size and key not in self._alive:
-            allocation = self._is_born(0 if self._is_paused else size, self._default)
-            self._alive[key] = allocation, weakref.ref(storage, partial(self._forget, key))
+    def _communicates(self, operator: Any, args: tuple) -> None:
+        for argument in args:
+            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+                group = dist.ProcessGroup.unbox(argument)
+                if group.size() > 1:
+                    self.groups.add(group.group_name)
+        if operator not in (_SEND, _RECEIVE):
+            return
+        (tensor,), group, peer = args[0], dist.ProcessGroup.unbox(args[1]), args[2]
+        ends = [dist.get_rank(), dist.get_process_group_ranks(group)[peer]]
+        messages = self.sent if operator is _SEND else self.received
+        if operator is _RECEIVE:
+            ends.reverse()
+            self.label(tensor, Category.MESSAGES)
+        dtype, num_bytes = str(tensor.dtype).removeprefix("torch."), tensor.numel() * tensor.element_size()
+        messages.append(Message(*ends, group.group_desc, tuple(tensor.shape), dtype, num_bytes, self._moments[-1][0]))
 
     def _forget(self, key: int, _: Any) -> None:
         self._dies(self._alive.pop(key)[0])
@@ -170,6 +232,13 @@ class Ledger(TorchDispatchMode):
         self._moments[-1][1].append((allocation, -1))
 
 
+def _kept_by_segments(chunks: Iterable[torch.nn.Module]) -> list[Any]:
+    """Keys, values and their gradients, and whatever else layers keep of a micro-batch from segment to segment."""
+    contexts = {chunk.segment_context for chunk in chunks if hasattr(chunk, "segment_context")}
+    caches = [cache if isinstance(cache, dict) else vars(cache) for context in contexts for cache in context.kept()]
+    return [vars(leaf) if isinstance(leaf, Rows) else leaf for leaf in tree_leaves(caches)]
+
+
 def workspace_bytes(args: Sequence[Any]) -> int:
     """Bytes that the backward of flash attention 2 allocates while it runs, beyond what it returns.
 
@@ -179,12 +248,10 @@ def workspace_bytes(args: Sequence[Any]) -> int:
     of keys and values for every query head.
     """
     query, key = args[1], args[2]
-    *_, length, heads, size = query.shape
-    sequences = query.shape[0] if query.dim() == 4 else 1
-    rows = -(-length // _ROWS) * _ROWS
+    *sequences, length, heads, size = query.shape
+    rows = _ROWS * math.ceil(length / _ROWS)
     step = 32 if size <= 128 else 64
-    padded = min(-(-size // step) * step, 256)
-    in_fp32 = 4 * sequences * heads * rows * (padded + 1)
+    in_fp32 = 4 * math.prod(sequences) * heads * rows * (step * math.ceil(size / step) + 1)
     kv_heads = key.shape[-2]
     expanded = 2 * key.numel() // kv_heads * heads * key.element_size() if kv_heads != heads else 0
     return in_fp32 + expanded

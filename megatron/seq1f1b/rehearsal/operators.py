@@ -26,67 +26,55 @@ class WithoutValues:
 
     A floating-point number that is read from a tensor without values is NaN, a truth value is False: so an optimizer
     finds no overflow and clips nothing. Reading a whole number raises NeedsValues, since sizes could follow from it.
+
+    With experts, each token chooses `topk` of them, each equally often: Megatron counts tokens by summing a map of
+    booleans [tokens, experts]; these sums have values, and so has all that is computed from nothing else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, topk: int = 0, num_experts: int | None = None) -> None:
+        self._topk, self._num_experts = topk, num_experts
         # By operator and the forms of its arguments, the forms of its results: working them out in Python takes PyTorch
-        # ten times as long as making the tensors. None for an operator that must run every time.
-        self._results: dict[tuple, list | None] = {}
+        # ten times as long as making the tensors.
+        self._results: dict[tuple, list] = {}
+        self._runs_always: set[Any] = set()  # operators that return views, or one of their arguments
 
     def __call__(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function.namespace == "c10d":
             return _communicated(function, args)
+        if self._num_experts and function is _aten.sum.dim_IntList and _is_map(args[0]) and args[1] == [0]:
+            num_tokens, num_experts = args[0].shape
+            return torch.tensor([self._before(expert, num_tokens) for expert in range(num_experts + 1)]).diff()
+        if self._num_experts and function is _aten.masked_select.default and _is_map(args[1]):
+            return args[0].new_empty(self._before(*args[1].shape))
         tensors = _tensors_in(args)
         without = any(tensor.is_meta for tensor in tensors)
         if not without and (tensors or (function.overloadpacket is _aten.arange and _is_short(args))):
             return function(*args, **kwargs)
         if not all(tensor.is_meta for tensor in tensors):
-            args = tree_map_only(Tensor, _shape_of, args)
+            args = tree_map_only(Tensor, lambda each: each if each.is_meta else _made(*_form_of(each)), args)
         if function is _aten._local_scalar_dense.default:
-            return _unknown(args[0])
-        if function is _aten._to_copy.default and _only_moves(args[0], kwargs):
-            return _aten.alias.default(args[0])
+            return _unknown(args[0].dtype)
+        if function is _aten._to_copy.default and kwargs.get("device") and kwargs.get("dtype") in (None, args[0].dtype):
+            return _aten.alias.default(args[0])  # to the host or back, which takes no memory of a GPU
         if _takes_device(function) and (not without or kwargs.get("device") is not None):
             kwargs = kwargs | {"device": _META, "pin_memory": None}
         return self._result(function, args, kwargs)
 
     def _result(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What `function(*args, **kwargs)` returns."""
-        if not _makes_tensors(function):
+        if function in self._runs_always:
             return function(*args, **kwargs)
         key = function, _form_of(args), _form_of(tuple(kwargs.items()))
         if key not in self._results:
             result = function(*args, **kwargs)
             made = result if isinstance(result, tuple) else (result,)
-            is_new = all(tensor is None or _fills_new_storage(tensor, args) for tensor in made)
-            self._results[key] = [tensor if tensor is None else _form_of(tensor) for tensor in made] if is_new else None
+            if result is not None and all(item is None or _fills_new_storage(item, args) for item in made):
+                self._results[key] = [item if item is None else _form_of(item) for item in made]
+            else:
+                self._runs_always.add(function)
             return result
-        forms = self._results[key]
-        if forms is None:
-            return function(*args, **kwargs)
-        made = tuple(form if form is None else _made(*form) for form in forms)
+        made = tuple(form if form is None else _made(*form) for form in self._results[key])
         return made[0] if len(made) == 1 else made
-
-
-class ExpertCounts(WithoutValues):
-    """`WithoutValues` for a model in which each token chooses `topk` of `num_experts`, each equally often.
-
-    Megatron counts the tokens of experts by summing a map of booleans [tokens, experts]. These sums have values, and so
-    has all that is computed from nothing else.
-    """
-
-    def __init__(self, topk: int, num_experts: int) -> None:
-        super().__init__()
-        self._topk, self._num_experts = topk, num_experts
-
-    def __call__(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if function is _aten.sum.dim_IntList and _is_map(args[0]) and args[1] == [0]:
-            num_tokens, num_experts = args[0].shape
-            return torch.tensor([self._before(expert, num_tokens) for expert in range(num_experts + 1)]).diff()
-        if function is _aten.masked_select.default and _is_map(args[1]):
-            num_experts, num_tokens = args[1].shape
-            return args[0].new_empty(self._before(num_experts, num_tokens))
-        return super().__call__(function, args, kwargs)
 
     def _before(self, num_experts: int, num_tokens: int) -> int:
         """How often the first `num_experts` experts are chosen by `num_tokens` tokens."""
@@ -97,48 +85,25 @@ def _is_map(tensor: Tensor) -> bool:
     return tensor.is_meta and tensor.dtype is torch.bool and tensor.dim() == 2
 
 
-def _unknown(tensor: Tensor) -> Any:
-    if tensor.dtype.is_floating_point:
+def _unknown(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point:
         return math.nan
-    if tensor.dtype is torch.bool:
+    if dtype is torch.bool:
         return False
-    raise NeedsValues(
-        f"a whole number is read from a tensor of {tensor.dtype}, but tensors of a rehearsal have no values"
-    )
+    raise NeedsValues(f"a whole number is read from a tensor of {dtype}, but tensors of a rehearsal have no values")
 
 
 def _communicated(function: Any, args: tuple) -> Any:
     """What a collective returns; it writes its results to tensors among its arguments."""
-    results = tuple(FakeWork().boxed() if is_work else args[0] for is_work in _returns_work(function))
+    results = tuple(
+        FakeWork().boxed() if "Work" in str(result.type) else args[0] for result in function._schema.returns
+    )
     return results[0] if len(results) == 1 else results
-
-
-@cache
-def _returns_work(function: Any) -> tuple[bool, ...]:
-    return tuple("Work" in str(result.type) for result in function._schema.returns)
 
 
 @cache
 def _takes_device(function: Any) -> bool:
     return any(argument.name == "device" for argument in function._schema.arguments)
-
-
-@cache
-def _makes_tensors(function: Any) -> bool:
-    """Whether it returns new tensors alone, neither views nor one of its arguments, overwritten."""
-    schema = function._schema
-    are_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
-    has_aliases = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
-    return bool(schema.returns) and are_tensors and not has_aliases
-
-
-def _only_moves(tensor: Tensor, options: dict[str, Any]) -> bool:
-    """Whether it copies to the host or back, which takes no memory of a GPU."""
-    return options.get("device") is not None and options.get("dtype") in (None, tensor.dtype)
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else _made(*_form_of(tensor))
 
 
 def _made(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -158,11 +123,12 @@ def _form_of(value: Any) -> Any:
     return type(value), value
 
 
-def _fills_new_storage(tensor: Tensor, args: tuple) -> bool:
-    """Whether a result fills a storage that no argument has; the schema of _unsafe_view hides that it shares one."""
-    storage = tensor.untyped_storage()
+def _fills_new_storage(item: Any, args: tuple) -> bool:
+    if not isinstance(item, Tensor) or not item.is_meta:
+        return False
+    storage = item.untyped_storage()
     is_shared = any(other.untyped_storage()._cdata == storage._cdata for other in _tensors_in(args))
-    return tensor.is_meta and not is_shared and storage.nbytes() == tensor.numel() * tensor.element_size()
+    return not is_shared and storage.nbytes() == item.numel() * item.element_size()
 
 
 def _tensors_in(args: tuple) -> list[Tensor]:

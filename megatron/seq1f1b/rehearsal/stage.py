@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from megatron.core.rerun_state_machine import RerunDataIterator
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..model import use_segment_attention
 from ..planning.costs.machine import bytes_outside
-from ..process.patches import Patch, patched, wrapping
+from ..process.patches import patched, wrapping
 from ..runtime.from_config import watched
-from .fakes import fake_batches, is_fused_on_gpu, patches
-from .ledger import Category
-from .operators import ExpertCounts, WithoutValues
+from .fakes import fake_batches, patches
+from .launch import has_transformer_engine
+from .ledger import Category, Ledger
+from .operators import WithoutValues
 from .report import StageReport
-from .step_recorder import StepRecorder
 
 
 class _Ended(BaseException):
@@ -30,11 +29,9 @@ class Stage:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self.recorder = StepRecorder(
-            ExpertCounts(args.moe_router_topk, args.num_experts) if args.num_experts else WithoutValues()
-        )
-        self._stand_ins = patches(args, self.recorder.as_one_kernel)
-        self._num_parameters = self._num_layers = self._host_bytes = 0
+        self.ledger = Ledger(WithoutValues(args.moe_router_topk, args.num_experts))
+        self._stand_ins = patches(args, self.ledger.as_one_kernel)
+        self._num_parameters = self._host_bytes = 0
 
     def run(self, pretrain: Callable[[], None]) -> StageReport:
         """The report after `pretrain()`, Megatron's own with all its arguments. Raises ValueError if it ends early."""
@@ -43,7 +40,7 @@ class Stage:
             wrapping(f"{training}.setup_model_and_optimizer", self._set_up, counted),
             wrapping(f"{training}.build_train_valid_test_data_iterators", self._data, "makes batches, on the host"),
             wrapping(f"{training}.train_step", self._step, f"{counted}, and the last"),
-            Patch("torch.UntypedStorage.resize_", self.recorder.counting_resize, counted, wraps=True),
+            wrapping("torch.UntypedStorage.resize_", self.ledger.resize, counted),
             wrapping("megatron.seq1f1b.model.host_memory.mapped_buffer", self._buffer, "is counted apart"),
         )
         with patched((*table, *self._stand_ins)):
@@ -56,37 +53,34 @@ class Stage:
     def _report(self) -> StageReport:
         return StageReport(
             rank=self._args.rank,
-            stages=sorted(self.recorder.stages),
-            num_layers=self._num_layers,
+            stages=self.ledger.stages,
             num_parameters=self._num_parameters,
-            moments=self.recorder.moments(),
-            sent=self.recorder.sent,
-            received=self.recorder.received,
-            outside=bytes_outside(len(self.recorder.groups)) if self._args.device != "cpu" else 0,
+            moments=self.ledger.moments(),
+            sent=self.ledger.sent,
+            received=self.ledger.received,
+            outside=bytes_outside(len(self.ledger.groups)) if self._args.device != "cpu" else 0,
             host_bytes=self._host_bytes,
         )
 
     def _buffer(self, _: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
         self._host_bytes += num_bytes
-        with self.recorder.paused():
+        with self.ledger.paused():
             return torch.empty(num_bytes, dtype=torch.uint8)
 
     def _set_up(self, set_up: Callable, *args: Any, **kwargs: Any) -> Any:
-        self.recorder.begin("build", Category.TEMPORARY)
-        with self.recorder:
+        self.ledger.begin("build", Category.TEMPORARY)
+        with self.ledger:
             chunks, optimizer, scheduler = set_up(*args, **kwargs)
-        if is_fused_on_gpu(self._args):
+        if has_transformer_engine(self._args) and self._args.attention_backend.name != "local":
             use_segment_attention(chunks)  # a GPU has fused attention for whole sequences, too
         gc.collect()
         self._label(chunks, optimizer)
-        modules = [module for chunk in chunks for module in chunk.modules()]
-        self._num_layers = sum(isinstance(module, TransformerLayer) for module in modules)
         self._num_parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         return chunks, optimizer, scheduler
 
     def _label(self, chunks: Iterable[torch.nn.Module], optimizer: Any) -> None:
         """Label what is alive after the model and its optimizer are built."""
-        label = self.recorder.label
+        label = self.ledger.label
         label([group["params"] for group in optimizer.param_groups], Category.OPTIMIZER)
         for chunk in chunks:
             label([*chunk.parameters(), *chunk.module.buffers()], Category.WEIGHTS)
@@ -100,24 +94,22 @@ class Stage:
                 label([share.gradients for share in shares], Category.GRADIENTS)
 
     def _step(self, train_step: Callable, *args: Any, **kwargs: Any) -> None:
-        step = inspect.signature(train_step).bind(*args, **kwargs)
-        optimizer = step.arguments["optimizer"]
-        run = watched(step.arguments["forward_backward_func"], self.recorder)
+        step = inspect.signature(train_step).bind(*args, **kwargs).arguments
+        run = watched(step["forward_backward_func"], self.ledger)
 
         def run_then_optimizer(**options: Any) -> Any:
             reports = run(**options)
-            self.recorder.begin("optimizer step", Category.TEMPORARY)
+            self.ledger.begin("optimizer step", Category.TEMPORARY)
             return reports
 
-        step.arguments["forward_backward_func"] = run_then_optimizer
-        with self.recorder:
+        with self.ledger:
             # Adam makes its moments in its first step, so a step as all later ones comes after it.
-            self.recorder.begin("first optimizer step", Category.TEMPORARY)
-            optimizer.step()
-            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-                self.recorder.label(list(part.optimizer.state.values()), Category.OPTIMIZER)
-            self.recorder.begin("step begins")
-            train_step(*step.args, **step.kwargs)
+            self.ledger.begin("first optimizer step", Category.TEMPORARY)
+            step["optimizer"].step()
+            for part in getattr(step["optimizer"], "chained_optimizers", [step["optimizer"]]):
+                self.ledger.label(list(part.optimizer.state.values()), Category.OPTIMIZER)
+            self.ledger.begin("start of the step")
+            train_step(**step | {"forward_backward_func": run_then_optimizer})
         raise _Ended
 
     def _data(self, *_: Any, **__: Any) -> tuple[Any, Any, Any]:
@@ -127,6 +119,6 @@ class Stage:
 
     def uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
-            with self.recorder.paused():
+            with self.ledger.paused():
                 batch = next(batches)
             yield batch

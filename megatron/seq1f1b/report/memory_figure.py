@@ -74,5 +74,5 @@ def plot_memory(report: Mapping[str, Any], path: str | Path) -> None:
 
 def _of_the_step(moments: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Moments of the step, without the building of the model and the optimizer's first step."""
-    begins = next((index for index, moment in enumerate(moments) if moment["name"] == "step begins"), 0)
+    begins = next((index for index, moment in enumerate(moments) if moment["name"] == "start of the step"), 0)
     return moments[begins:]

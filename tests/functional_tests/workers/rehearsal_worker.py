@@ -15,8 +15,8 @@ import megatron.training  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.training import training  # noqa: E402
 
+from megatron.seq1f1b.rehearsal.ledger import Ledger  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
-from megatron.seq1f1b.rehearsal.step_recorder import StepRecorder  # noqa: E402
 from megatron.seq1f1b.runtime.communication import Communicator  # noqa: E402
 
 
@@ -25,11 +25,11 @@ class RealStage(Stage):
 
     def __init__(self, args) -> None:
         super().__init__(args)
-        self.recorder, self._stand_ins = StepRecorder(lambda function, args, kwargs: function(*args, **kwargs)), ()
+        self.ledger, self._stand_ins = Ledger(lambda function, args, kwargs: function(*args, **kwargs)), ()
 
     def _buffer(self, mapped_buffer, num_bytes):
         self._host_bytes += num_bytes
-        with self.recorder.paused():
+        with self.ledger.paused():
             return mapped_buffer(num_bytes)
 
     def _data(self, build, *args, **kwargs):
@@ -42,7 +42,7 @@ class RealStage(Stage):
 def counted(pretrain, *args, **kwargs) -> None:
     """Megatron's `pretrain` up to the end of its first step; writes the rank's moments to the folder COUNTS."""
     stage = RealStage(megatron.training.get_args())
-    Communicator.send = sending_copies(Communicator.send, stage.recorder)
+    Communicator.send = sending_copies(Communicator.send, stage.ledger)
     report = stage.run(partial(pretrain, *args, **kwargs))
     moments = [asdict(moment) for moment in report.moments]
     Path(os.environ["COUNTS"], f"{report.rank}.json").write_text(json.dumps(moments))

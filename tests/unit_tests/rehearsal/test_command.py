@@ -6,13 +6,15 @@ import sys
 import time
 from argparse import Namespace
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
 from megatron.seq1f1b.process.patches import owner_of
 from megatron.seq1f1b.rehearsal import prepare
 from megatron.seq1f1b.rehearsal.command import run_stages
-from megatron.seq1f1b.rehearsal.fakes import check, is_fused_on_gpu, patches, stood_for
+from megatron.seq1f1b.rehearsal.fakes import patches
+from megatron.seq1f1b.rehearsal.launch import check, stood_for
 
 
 @pytest.mark.parametrize(
@@ -30,81 +32,78 @@ def test_a_wrong_start_ends_with_one_sentence(environment, sentence):
     prepare({"WORLD_SIZE": "8"})
 
 
-LAUNCH = Namespace(
-    skip_train=False,
-    num_experts=None,
-    moe_token_dispatcher_type="allgather",
-    sft=False,
-    reset_attention_mask=False,
-    dataloader_inter_document_masking=False,
-    sequence_splits=None,
-    pipeline_schedule=None,
-    pipeline_schedule_file=None,
-    unit_tokens=None,
-    context_parallel_size=1,
-    cp_comm_type=["p2p"],
-)
+def launch(**flags):
+    off = ["num_experts", "sft", "reset_attention_mask", "dataloader_inter_document_masking", "fp8", "fp4"]
+    off += ["moe_grouped_gemm", "sequence_splits", "pipeline_schedule", "pipeline_schedule_file", "unit_tokens"]
+    replaced = {"transformer_impl": "local", "moe_permute_fusion": False, "gradient_accumulation_fusion": False}
+    parallel = {"context_parallel_size": 1, "cp_comm_type": ["p2p"], "moe_token_dispatcher_type": "alltoall"}
+    rest = {"device": "cuda", "replaced_on_cpu": replaced | {"apply_rope_fusion": True}, "bf16": True}
+    return Namespace(**dict.fromkeys(off) | parallel | rest | {"seq_length": 64} | flags)
 
 
 @pytest.mark.parametrize(
-    "flags, sentence",
+    "flags, sentence, way_out",
     [
-        ({"skip_train": True}, "error: --skip-train leaves no training step to rehearse; drop it"),
-        ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "error: --moe-token-dispatcher-type flex"),
+        ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, "error: --moe-token-dispatcher-type flex", {}),
         (
             {"context_parallel_size": 2},
-            "error: --cp-comm-type p2p cannot be rehearsed.* rehearse with --cp-comm-type a2a",
+            "error: --cp-comm-type p2p cannot be rehearsed.* rehearse with a2a",
+            {"cp_comm_type": ["a2a"]},
         ),
-        ({"sft": True}, "error: Megatron's own schedules with packed documents .* rehearse with --sequence-splits"),
+        (
+            {"sft": True},
+            "error: Megatron's own schedules with packed documents .* rehearse with --sequence-splits",
+            {"sequence_splits": 4},
+        ),
     ],
 )
-def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence):
-    check(LAUNCH)
+def test_what_cannot_be_rehearsed_ends_with_one_sentence(flags, sentence, way_out):
+    check(launch())
     with pytest.raises(SystemExit, match=sentence):
-        check(Namespace(**vars(LAUNCH) | flags))
-    check(Namespace(**vars(LAUNCH) | {"num_experts": 8, "sft": True, "sequence_splits": 4}))
-    check(Namespace(**vars(LAUNCH) | {"context_parallel_size": 2, "cp_comm_type": ["a2a"]}))
+        check(launch(**flags))
+    check(launch(**flags | {"moe_token_dispatcher_type": "alltoall"} | way_out))
 
 
 @pytest.mark.parametrize(
-    "device, layers, backend, is_fused",
+    "flags, found",
     [
-        ("cuda", "transformer_engine", "auto", True),
-        ("cpu", "transformer_engine", "auto", False),
-        ("cuda", "local", "auto", False),
-        ("cuda", "transformer_engine", "local", False),
+        ({}, []),
+        ({"fp8": "e4m3"}, ["--fp8-format, which is not modelled: everything is computed and counted in bf16"]),
+        ({"num_experts": 8}, ["the router: each of the 8 experts gets the same number of tokens"]),
+        ({"sft": True}, ["the documents: each sequence holds documents of 25, 19, 12 and 8 tokens"]),
     ],
+    ids=["nothing", "eight bits", "experts", "documents"],
 )
-def test_attention_is_fused_where_transformer_engine_computes_it(device, layers, backend, is_fused):
-    replaced = {"transformer_impl": layers}
-    args = Namespace(device=device, replaced_on_cpu=replaced, attention_backend=Namespace(name=backend))
-    assert is_fused_on_gpu(args) == is_fused
+def test_what_differs_from_a_gpu_is_named(flags, found):
+    notes = stood_for(launch(**flags))
+    assert len(notes) == len(found) and all(note.startswith(start) for note, start in zip(notes, found, strict=True))
 
 
 def test_what_a_stage_replaces_is_there():
-    replaced = {"transformer_impl": "transformer_engine", "apply_rope_fusion": True}
-    table = patches(Namespace(device="cuda", replaced_on_cpu=replaced), print)
-    assert not [patch.target for patch in table if not hasattr(*owner_of(patch.target))]
-
-
-def test_numbers_of_eight_bits_are_named_as_not_modelled():
-    args = Namespace(**vars(LAUNCH) | {"device": "cpu", "fp8": "e4m3", "fp4": None, "bf16": True})
-    (note,) = stood_for(args)
-    assert note.startswith("--fp8-format, which is not modelled: everything is computed and counted in bf16")
+    args = launch()
+    args.replaced_on_cpu["transformer_impl"] = "transformer_engine"
+    assert not [patch.target for patch in patches(args, print) if not hasattr(*owner_of(patch.target))]
 
 
 @pytest.mark.parametrize(
     "fail, code",
     [
         (lambda: sys.exit(3), 3),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "error: the process of rank 4 was ended by signal 9."),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "error: the process of rank 4 was ended by SIGKILL."),
     ],
     ids=["an exit", "a signal"],
 )
 def test_a_stage_that_fails_ends_the_program(capsys, fail, code):
+    args = Namespace()
     with pytest.raises(SystemExit) as end:
-        run_stages(lambda: os.write(2, b"what it printed") and fail(), Namespace(), [4])
+        run_stages(lambda: os.write(2, b"what it printed") and args.rank == 4 and fail(), args, [0, 4])
     assert end.value.code == code and capsys.readouterr().err == "what it printed"
+
+
+def test_reports_come_in_the_order_of_ranks():
+    args = Namespace()
+    ranks = range(0, 12, 2)
+    assert run_stages(lambda: (args.rank, os.environ["RANK"]), args, ranks) == [(rank, str(rank)) for rank in ranks]
 
 
 def test_stages_end_when_the_program_is_killed(tmp_path):
@@ -123,14 +122,13 @@ def test_stages_end_when_the_program_is_killed(tmp_path):
     os.kill(program.pid, signal.SIGKILL)
     program.join()
     deadline = time.monotonic() + 60
-    while any(is_alive(int(pid)) for pid in pids.read_text().split()):
+    while any(is_alive(pid) for pid in pids.read_text().split()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def is_alive(pid):
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False

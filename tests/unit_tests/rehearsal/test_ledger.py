@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, workspace_bytes
-from megatron.seq1f1b.rehearsal.operators import ExpertCounts, NeedsValues, WithoutValues
-from megatron.seq1f1b.rehearsal.report import at
+from megatron.seq1f1b.rehearsal.operators import NeedsValues, WithoutValues
 
 
 def counting(run=lambda function, args, kwargs: function(*args, **kwargs)):
@@ -71,12 +70,6 @@ def test_activations_of_one_moment_are_temporaries():
     del kept
 
 
-def test_moments_in_words():
-    assert at("2F3.1") == "in the forward of stage 2 for segment 1 of micro-batch 3"
-    assert at("after 2W3.1") == "after the weight gradient of stage 2 for segment 1 of micro-batch 3"
-    assert at("optimizer step") == "in the step of the optimizer"
-
-
 def one_moment(ledger):
     (moment,) = ledger.moments()
     return moment
@@ -93,11 +86,10 @@ def test_a_storage_counts_once_however_many_views_it_has():
 
 def test_a_storage_that_is_resized_counts_with_its_new_size():
     with counting() as ledger:
-        resize = ledger.counting_resize(torch.UntypedStorage.resize_)
         x = torch.ones(1000)
-        resize(x.untyped_storage(), 0)
+        ledger.resize(torch.UntypedStorage.resize_, x.untyped_storage(), 0)
         assert one_moment(ledger).end == 0
-        resize(x.untyped_storage(), 400)
+        ledger.resize(torch.UntypedStorage.resize_, x.untyped_storage(), 400)
     assert one_moment(ledger).end == 400 and one_moment(ledger).peak_bytes == 4000
     del x
     assert one_moment(ledger).end == 0
@@ -188,7 +180,7 @@ def test_sharing_the_storage_of_an_argument_is_remembered():
 
 
 def test_counts_have_values_and_add_up():
-    with counting(ExpertCounts(2, 3)):
+    with counting(WithoutValues(2, 3)):
         chosen = torch.zeros(100, 3, dtype=torch.bool)
         counts = chosen.sum(dim=0)
         assert counts.tolist() == [66, 67, 67]
@@ -197,7 +189,7 @@ def test_counts_have_values_and_add_up():
 
 
 def test_what_a_map_selects_has_the_size_of_its_counts():
-    with counting(ExpertCounts(2, 4)):
+    with counting(WithoutValues(2, 4)):
         chosen, probabilities = torch.zeros(100, 4, dtype=torch.bool), torch.zeros(100, 4)
         local = chosen[:, 1:3].contiguous()
         assert probabilities[:, 1:3].T.contiguous().masked_select(local.T.contiguous()).shape == (100,)
@@ -205,6 +197,6 @@ def test_what_a_map_selects_has_the_size_of_its_counts():
 
 
 def test_few_indices_keep_their_values():
-    with counting(ExpertCounts(1, 4)):
+    with counting(WithoutValues(1, 4)):
         assert torch.arange(8).reshape(-1, 2).T.ravel().tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
         assert torch.arange(2**15).is_meta

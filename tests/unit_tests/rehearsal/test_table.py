@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.planning.costs.machine import GIB, bytes_outside
-from megatron.seq1f1b.rehearsal.ledger import Category, Moment
-from megatron.seq1f1b.rehearsal.report import Message, RehearsalReport, StageReport, mismatches
+from megatron.seq1f1b.rehearsal.ledger import Category, Message, Moment
+from megatron.seq1f1b.rehearsal.report import RehearsalReport, StageReport, at, mismatches
 from megatron.seq1f1b.report import plot_memory
 
 MOMENT = "in the forward of stage 0 for segment 0 of micro-batch 0"
@@ -15,26 +15,25 @@ MOMENT = "in the forward of stage 0 for segment 0 of micro-batch 0"
 
 def stage(rank, gib, sent, received):
     moments = [
-        Moment("step begins", {Category.WEIGHTS: GIB}, GIB),
+        Moment("start of the step", {Category.WEIGHTS: GIB}, GIB),
         Moment(f"{rank}F0.0", {Category.WEIGHTS: GIB, Category.ACTIVATIONS: gib * GIB}, GIB),
         Moment(f"{rank}B0.0", {Category.WEIGHTS: GIB, Category.TEMPORARY: GIB // 2}, GIB),
     ]
-    return StageReport(rank, [rank], 8, 3 * 10**9, moments, sent, received, bytes_outside(3))
+    return StageReport(rank, [rank], 3 * 10**9, moments, sent, received, bytes_outside(3))
 
 
-def report(gib=10, received_shape=(4, 1, 8)):
+def report(gib=10, received_shape=(4, 1, 8), num_full=1):
     sent = Message(0, 1, "forward", (4, 1, 8), "bfloat16", 64, "0F0.0")
     stages = [stage(0, gib, [sent], []), stage(1, 5, [], [replace(sent, shape=received_shape)])]
+    if num_full == 2:
+        stages[1] = replace(stages[1], moments=stages[0].moments)
     return RehearsalReport("a launch", 80 * GIB, stages, ["one thing"])
 
 
 def test_what_fits():
-    text = report().as_text()
-    needed = 11 + bytes_outside(3) / GIB
-    assert (
-        f"Memory: fits. Pipeline rank 0 needs most: {needed:.1f} GiB, {MOMENT}; {80 - needed:.1f} GiB of 80 GiB "
-        in text
-    )
+    text, needed = report().as_text(), 11 + bytes_outside(3) / GIB
+    most = f"{needed:.1f} GiB on pipeline rank 0, {MOMENT}, of which activations 10.0 GiB"
+    assert f"Memory: fits. At most {most}; {80 - needed:.1f} GiB of 80 GiB stay free." in text
     assert "Messages: 1 on 1 channel, the largest of 64.0 bytes; both ends of each agree" in text
     assert "0F0.0" in text and "one thing." in text and "keys and values" not in text
     assert report().problems == []
@@ -46,21 +45,21 @@ def test_the_columns_are_aligned():
     assert {len(line) for line in lines[rule - 1 : rule + 3]} == {len(lines[rule])}
 
 
-MOST = f"91.9 GiB, {MOMENT}, of which activations 90.0 GiB"
+@pytest.mark.parametrize("num_full", [1, 2])
+def test_what_does_not_fit_is_one_problem(num_full):
+    full = report(gib=90, num_full=num_full)
+    (problem,) = full.problems
+    assert problem == (
+        f"the 80 GiB of --device-memory are too few for {num_full} of 2 pipeline ranks: 91.9 GiB on pipeline rank 0, "
+        f"{MOMENT}, of which activations 90.0 GiB"
+    )
+    assert f"Memory: {problem}." in full.as_text() and full.as_text().count(" ! ") == num_full
 
 
-@pytest.mark.parametrize(
-    "num_full, sentence",
-    [
-        (1, f"pipeline rank 0 needs more than the 80 GiB of --device-memory: {MOST}"),
-        (2, f"pipeline ranks 0 and 1 need more than the 80 GiB of --device-memory, rank 0 most: {MOST}"),
-    ],
-)
-def test_what_does_not_fit_is_one_problem(num_full, sentence):
-    full = report(gib=90)
-    full = replace(full, stages=[full.stages[0], replace(full.stages[num_full == 1], rank=1)])
-    *_, problem = full.problems
-    assert problem == sentence and f"Memory: {sentence}." in full.as_text()
+def test_moments_in_words():
+    assert at("2F3.1") == "in the forward of stage 2 for segment 1 of micro-batch 3"
+    assert at("after 2W3.1") == "after the weight gradient of stage 2 for segment 1 of micro-batch 3"
+    assert at("optimizer step") == "at the optimizer step"
 
 
 def test_ends_that_disagree_are_a_problem():
@@ -76,42 +75,31 @@ def test_json_and_picture(tmp_path):
     assert (tmp_path / "memory.png").stat().st_size > 1000
 
 
-def message(source=0, destination=1, shape=(4, 1, 8), dtype="bfloat16", moment="0F0.0"):
-    return Message(source, destination, "forward", shape, dtype, 64, moment)
+def message(destination=1, shape=(4, 1, 8), dtype="bfloat16"):
+    return Message(0, destination, "forward", shape, dtype, 64, "0F0.0")
 
 
 SHORT = message(shape=(2, 1, 8))
-
-
-def test_ends_that_agree():
-    assert mismatches([message(), SHORT], [message(), SHORT]) == []
-
-
-@pytest.mark.parametrize(
-    "sent, received, other",
-    [
-        ([message(), SHORT], [SHORT, message()], "bfloat16 [2, 1, 8]"),
-        ([message()], [message(dtype="float32")], "float32 [4, 1, 8]"),
-    ],
-    ids=["order", "type"],
-)
-def test_what_is_received_as_another_is_found(sent, received, other):
-    (sentence,) = mismatches(sent, received)
-    assert f"message 0 from rank 0 to rank 1 (forward) is sent as bfloat16 [4, 1, 8] {MOMENT}, but" in sentence
-    assert f"but received as {other} " in sentence
+BETWEEN = "from rank 0 to rank 1 (forward)"
+OTHER = f"message 0 {BETWEEN} is sent as bfloat16 [4, 1, 8] {MOMENT}, but received as "
+ALONE = f"{BETWEEN}, but 1 received; the first without a partner is bfloat16 [4, 1, 8] {MOMENT}"
 
 
 @pytest.mark.parametrize(
-    "sent, received, numbers, first",
+    "sent, received, found",
     [
-        ([message(), message(moment="0F1.0")], [message()], "2 messages are sent", "micro-batch 1"),
-        ([], [message()], "0 messages are sent", "micro-batch 0"),
+        ([message(), SHORT], [message(), SHORT], []),
+        ([message(), SHORT], [SHORT, message()], [f"{OTHER}bfloat16 [2, 1, 8] {MOMENT}"]),
+        ([message()], [message(dtype="float32")], [f"{OTHER}float32 [4, 1, 8] {MOMENT}"]),
+        ([SHORT, message()], [SHORT], [f"2 messages are sent {ALONE}"]),
+        ([], [message()], [f"0 messages are sent {ALONE}"]),
+        (
+            [message()],
+            [message(destination=2), message()],
+            ["0 messages are sent " + ALONE.replace("rank 1", "rank 2")],
+        ),
     ],
-    ids=["nobody receives", "nobody serves"],
+    ids=["they agree", "order", "type", "nobody receives", "nobody sends", "another rank"],
 )
-def test_a_message_without_a_partner_is_found(sent, received, numbers, first):
-    (sentence,) = mismatches(sent, received)
-    assert sentence == (
-        f"{numbers} from rank 0 to rank 1 (forward), but 1 received; the first without a partner is bfloat16 "
-        f"[4, 1, 8] in the forward of stage 0 for segment 0 of {first}"
-    )
+def test_what_both_ends_disagree_on_is_found(sent, received, found):
+    assert mismatches(sent, received) == found

@@ -1,0 +1,118 @@
+"""The launch in words: what cannot be rehearsed of it, what runs, and what stands for something else."""
+
+from argparse import Namespace
+
+_SHARES = (0.4, 0.3, 0.2)  # of a sequence, for its documents; one more has the rest
+
+
+def check(args: Namespace) -> None:
+    """End the program if the launch is one that cannot be rehearsed."""
+    if args.num_experts and args.moe_token_dispatcher_type == "flex":
+        raise SystemExit(
+            "error: --moe-token-dispatcher-type flex sends tokens by kernels that a rehearsal lacks; rehearse with "
+            "alltoall, which needs a little more memory"
+        )
+    if _is_packed(args) and _runs_megatrons_own_schedule(args):
+        raise SystemExit(
+            "error: Megatron's own schedules with packed documents cannot be rehearsed, since its local layers ignore "
+            "where documents end; rehearse with --sequence-splits"
+        )
+    by_ring = sorted({*args.cp_comm_type} - {"a2a", "all_gather"})
+    if args.context_parallel_size > 1 and by_ring:
+        raise SystemExit(
+            f"error: --cp-comm-type {by_ring[0]} cannot be rehearsed, since it is a kernel of Transformer Engine; "
+            "rehearse with a2a, or all_gather if there are more ranks than heads, which keep as much for the backward"
+        )
+
+
+def has_transformer_engine(args: Namespace) -> bool:
+    """Whether Transformer Engine's layers run on the cluster, for which local layers stand here."""
+    return bool(args.device != "cpu" and args.replaced_on_cpu["transformer_impl"] == "transformer_engine")
+
+
+def document_lengths(sequence_length: int) -> list[int]:
+    """The tokens of each document of a packed sequence."""
+    lengths = [max(1, int(share * sequence_length)) for share in _SHARES]
+    return [*lengths, sequence_length - sum(lengths)]
+
+
+def in_words(args: Namespace) -> str:
+    """The launch in one line."""
+    layout = [f"TP {args.tensor_model_parallel_size}", f"PP {args.pipeline_model_parallel_size}"]
+    layout += [f"CP {args.context_parallel_size}"] * (args.context_parallel_size > 1)
+    layout += [f"EP {args.expert_model_parallel_size}"] * (args.expert_model_parallel_size > 1)
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    kept = " of all but attention" if args.recompute_keeps_attention else ""
+    return (
+        f"{args.num_layers} layers of {args.hidden_size}, {args.seq_length} tokens, {num_microbatches} micro-batches "
+        f"of {args.micro_batch_size}, {_schedule(args)}, {args.recompute_granularity or 'no'} recomputation{kept}, "
+        f"{_precision(args)}, on {args.world_size} {'GPUs' if args.device != 'cpu' else 'CPU processes'} "
+        f"({' × '.join(layout)} × DP {args.data_parallel_size})"
+    )
+
+
+def _schedule(args: Namespace) -> str:
+    name = str(args.pipeline_schedule or args.pipeline_schedule_file or "1f1b")
+    if _runs_megatrons_own_schedule(args):
+        name = "Megatron's own 1F1B"
+    elif args.unit_tokens is not None:
+        name += f" in units of at most {args.unit_tokens} tokens"
+    elif (args.sequence_splits or 1) > 1:
+        name += f" with {args.sequence_splits} segments"
+    chunks = args.virtual_pipeline_model_parallel_size
+    return name + (f" of {chunks} chunks a rank" if chunks else "")
+
+
+def stood_for(args: Namespace) -> list[str]:
+    """Sentences, without their full stops, on what a GPU would run and a rehearsal does not.
+
+    By the public code of Transformer Engine (transformer_engine/pytorch, 2.20), its layers and Megatron's local ones
+    keep the same for the backward, but for the rotary embedding and fused weight gradients.
+    """
+    is_on_gpu, replaced, has_te = args.device != "cpu", args.replaced_on_cpu, has_transformer_engine(args)
+    recurrent = {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {"M", "G"}
+    *lengths, last = map(str, document_lengths(args.seq_length))
+    notes = (
+        (has_te, "Transformer Engine's layers by Megatron's local ones, which keep as much for the backward"),
+        (
+            has_te and args.moe_grouped_gemm,
+            "grouped products of experts (--moe-grouped-gemm) by one expert after another",
+        ),
+        (is_on_gpu and replaced["moe_permute_fusion"], "the fused permutation of tokens by plain indexing"),
+        (
+            is_on_gpu and recurrent,
+            "the kernels of recurrent layers by plain PyTorch, which keeps more for the backward",
+        ),
+        (
+            is_on_gpu and replaced["gradient_accumulation_fusion"],
+            "fused weight gradients by a temporary of the size of the weight, which the GPU will not need",
+        ),
+        (
+            args.fp8 or args.fp4,
+            f"--{'fp8' if args.fp8 else 'fp4'}-format, which is not modelled: everything is computed and counted in "
+            f"{_precision(args)}, without copies of weights in fewer bits or their scales",
+        ),
+        (
+            args.num_experts,
+            f"the router: each of the {args.num_experts} experts gets the same number of tokens. A rank whose experts "
+            "get more needs more memory, in proportion",
+        ),
+        (
+            _is_packed(args),
+            f"the documents: each sequence holds documents of {', '.join(lengths)} and {last} tokens"
+            f"{'' if args.unit_tokens is None else ', the first of a step but one'}",
+        ),
+    )
+    return [note for holds, note in notes if holds]
+
+
+def _precision(args: Namespace) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _is_packed(args: Namespace) -> bool:
+    return bool(args.sft or args.reset_attention_mask or args.dataloader_inter_document_masking)
+
+
+def _runs_megatrons_own_schedule(args: Namespace) -> bool:
+    return args.sequence_splits is args.unit_tokens is args.pipeline_schedule is args.pipeline_schedule_file is None
