@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import sqrt
 from typing import Any
 
-from megatron.seq1f1b.report.colours import NAMES, shade
+from megatron.seq1f1b.report.style import NAMES, shade
 from megatron.seq1f1b.schedule import Costs, Kind, Placement, Schedule, Shape, build, peak_memory, simulate
 
 CUTS = ("balanced", "even")

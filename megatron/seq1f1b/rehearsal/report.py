@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..planning.costs.machine import GIB, MIB, in_words
-from ..report.colours import NAMES
+from ..report.style import NAMES
 from ..report.text import aligned
 from ..schedule import parse_action
 from .ledger import Category, Message, Moment

@@ -5,7 +5,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from ..schedule import written_whole
+from .style import picture
 
 
 class Point(NamedTuple):
@@ -27,47 +27,24 @@ def frontier(points: Sequence[Point]) -> list[Point]:
 
 def plot_frontier(groups: dict[str, Sequence[Point]], limit: float, title: str, path: Path) -> None:
     """One colour per group, names along the common frontier, and a line at the memory of a device."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for (name, points), marker in zip(groups.items(), cycle("os^vD")):
-        axes.plot(
-            [each.memory for each in points], [each.throughput for each in points], marker, markersize=4, alpha=0.6,
-            label=name,
-        )  # fmt: skip
-    best = frontier([point for points in groups.values() for point in points])
-    axes.step([each.memory for each in best], [each.throughput for each in best], where="post", color="black", lw=1)
-    axes.set_xlim(left=0)
-    # Above and to the left of a point of the frontier there is neither a line nor a point, but near the axis no room.
-    for point in _apart(best, 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0])):
-        is_at_left = point.memory < 0.25 * axes.get_xlim()[1]
-        axes.annotate(
-            point.name,
-            (point.memory, point.throughput),
-            xytext=(4, -9) if is_at_left else (-3, 3),
-            textcoords="offset points",
-            fontsize=7,
-            ha="left" if is_at_left else "right",
-        )
-    axes.axvline(limit, color="#b03030", lw=1, ls="--")
-    axes.annotate(
-        "a device holds ", (limit, 0.02), xycoords=axes.get_xaxis_transform(), rotation=90, fontsize=7, ha="right",
-        va="bottom", color="#b03030",
-    )  # fmt: skip
-    axes.set_xlabel("memory of the fullest device, GiB")
-    axes.set_ylabel("tokens/s of all devices")
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=7, loc="upper left")
-    axes.spines[["top", "right"]].set_visible(False)
-    with written_whole(path) as unfinished:
-        figure.savefig(unfinished, dpi=160)
-
-
-def _apart(points: Sequence[Point], gap: float) -> list[Point]:
-    """The fastest point, and slower ones that are at least `gap` apart, so that their names do not overlap."""
-    found: list[Point] = []
-    for point in reversed(points):
-        if not found or point.throughput <= found[-1].throughput - gap:
-            found.append(point)
-    return found
+    with picture(path, 8, 5) as figure:
+        axes = figure.subplots()
+        for (name, points), marker in zip(groups.items(), cycle("os^vD")):
+            memory, throughput = [each.memory for each in points], [each.throughput for each in points]
+            axes.plot(memory, throughput, marker, markersize=4, alpha=0.6, label=name)
+        best = frontier([point for points in groups.values() for point in points])
+        memory, throughput = [each.memory for each in best], [each.throughput for each in best]
+        axes.step(memory, throughput, where="post", color="black", lw=1)
+        axes.axvline(limit, color="#b03030", lw=1, ls="--", label="a device holds")
+        axes.set_xlim(left=0)
+        # Slower points whose name would overlap that of a faster one have none.
+        gap, lowest = 0.04 * (axes.get_ylim()[1] - axes.get_ylim()[0]), float("inf")
+        for point in reversed(best):
+            if point.throughput <= lowest - gap:
+                lowest = point.throughput
+                # Below and to the right, where the frontier leaves room near the axis.
+                axes.annotate(point.name, point[:2], xytext=(4, -9), textcoords="offset points")
+        axes.set_xlabel("memory of the fullest device, GiB")
+        axes.set_ylabel("tokens/s of all devices")
+        axes.set_title(title)
+        axes.legend()

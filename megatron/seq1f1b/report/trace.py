@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Span, Timeline, written_whole
+from ..schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, Timeline, written_whole
 from ..schedule.dependencies import message_needed
 
 # Perfetto ties an arrow to the slices at its ends, so it leaves just before the sender's slice ends.
 _INSIDE = 0.99
+_WITH_MESSAGES = (Kind.F, Kind.B, Kind.I)
 
 
 def to_trace(timeline: Timeline) -> dict[str, Any]:
@@ -24,11 +25,10 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     for rank, spans in enumerate(timeline.ranks):
         events.append(_name("process_name", rank, 0, f"rank {rank}"))
         # Beside compute: what overlaps cannot share a row.
-        aside = {_aside(action) for action, _, _ in spans if action.kind not in COMPUTE_KINDS}
-        rows = {name: row for row, name in enumerate(sorted(aside), start=1)}
-        events += (_name("thread_name", rank, row, name) for name, row in rows.items())
+        aside = sorted({_aside(action) for action, _, _ in spans if action.kind not in COMPUTE_KINDS})
+        events += (_name("thread_name", rank, row, name) for row, name in enumerate(aside, start=1))
         for action, start, end in spans:
-            row = 0 if action.kind in COMPUTE_KINDS else rows[_aside(action)]
+            row = 0 if action.kind in COMPUTE_KINDS else aside.index(_aside(action)) + 1
             event = {"ph": "X", "pid": rank, "tid": row, "name": str(action), "cat": action.kind.value}
             event |= {"ts": (start - timeline.start) * scale, "dur": (end - start) * scale}
             chunk = timeline.shape.placement.chunk_of(action.stage)
@@ -52,7 +52,6 @@ def _name(what: str, rank: int, row: int, name: str) -> dict[str, Any]:
 def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any]]:
     """The counter of a rank: a unit of a model chunk is held from its F to its B or W."""
     lengths = timeline.meta.get("segment_lengths")
-    unit = "units" if lengths is None else "tokens"
     changes = []
     for action, start, end in timeline.ranks[rank]:
         size = 1 if lengths is None else lengths[action.segment]
@@ -63,30 +62,26 @@ def _held(timeline: Timeline, rank: int, scale: float) -> Iterator[dict[str, Any
     held = 0
     for moment, change in sorted(changes):
         held += change
-        at = (moment - timeline.start) * scale
-        yield {"ph": "C", "pid": rank, "name": "activations", "ts": at, "args": {unit: held}}
+        args = {"units" if lengths is None else "tokens": held}
+        yield {"ph": "C", "pid": rank, "name": "activations", "ts": (moment - timeline.start) * scale, "args": args}
 
 
 def _arrows(timeline: Timeline, scale: float) -> Iterator[dict[str, Any]]:
-    found: dict[Action, tuple[int, Span]] = {
-        span.action: (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans
-    }
+    found = {span.action: (rank, span) for rank, spans in enumerate(timeline.ranks) for span in spans}
     number = 0
     for action, (rank, span) in found.items():
-        if action.kind not in (Kind.F, Kind.B, Kind.I):
-            continue
-        needed = message_needed(action, timeline.shape)
+        needed = message_needed(action, timeline.shape) if action.kind in _WITH_MESSAGES else None
         # A timeline of whole backwards has B where one of split ones has I.
-        for kind in (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I):
-            sender = needed and found.get(needed._replace(kind=kind))
-            if not sender or sender[0] == rank:
-                continue
-            number += 1
-            there, sent = sender
-            leaves = sent.start + _INSIDE * (sent.end - sent.start)
-            common = {"id": number, "name": "message", "cat": "message", "tid": 0}
-            yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
-            yield {"ph": "f", "bp": "e", "pid": rank, "ts": (span.start - timeline.start) * scale, **common}
+        kinds = (Kind.F,) if action.kind is Kind.F else (Kind.B, Kind.I)
+        senders = [found[each] for kind in kinds if needed and (each := needed._replace(kind=kind)) in found]
+        if not senders:
+            continue
+        there, sent = senders[0]
+        number += 1
+        leaves = sent.start + _INSIDE * (sent.end - sent.start)
+        common = {"id": number, "name": "message", "cat": "message", "tid": 0}
+        yield {"ph": "s", "pid": there, "ts": (leaves - timeline.start) * scale, **common}
+        yield {"ph": "f", "bp": "e", "pid": rank, "ts": (span.start - timeline.start) * scale, **common}
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> None:

@@ -28,7 +28,7 @@ def test_a_figure_shows_sizes_bubble_peaks_and_every_micro_batch(tmp_path):
     assert "P = 4, m = 3, k = 2, C = 2 (looped)" in titles[0]
     # Two panels; 3 kinds, 8 stages, 2 segments for each micro-batch; axis ticks add a few.
     assert texts.count("1") >= 2 * 3 * 8 * 2
-    assert {"forward", "input gradient", "weight gradient", "rank 3"} <= set(texts)
+    assert {"forward", "input gradient", "weight gradient", "sequences held, idle"} <= set(texts)
     assert "backward" not in texts
 
 
@@ -49,23 +49,16 @@ def test_trace_events():
     assert first["args"] == {"stage": 1, "chunk": 0, "microbatch": 0, "segment": 0}
 
 
-def test_collectives_have_rows_of_their_own_in_a_trace():
-    """They overlap with compute, and those of two chunks with each other."""
-    compute = Span(Action(Kind.F, 0, 0, 0), 0.0, 1.0)
-    collectives = [Span(Action(Kind.GATHER, 2), 0.0, 2.0), Span(Action(Kind.REDUCE, 0), 1.0, 3.0)]
-    timeline = Timeline(Shape(Placement(1, 3), 1), ((compute, *collectives),), "s")
-    events = {event["name"]: event for event in to_trace(timeline)["traceEvents"]}
-    assert [events[name]["tid"] for name in ("0F0.0", "0REDUCE", "2GATHER")] == [0, 1, 2]
-    assert events["thread_name"]["args"] == {"name": "collectives of stage 2"}
-
-
-def test_copies_have_a_row_for_each_direction_in_a_trace():
-    actions = (Action(kind, 0, unit, 0) for kind in (Kind.OFFLOAD, Kind.RELOAD) for unit in (0, 1))
-    spans = tuple(Span(action, 0.0, 1.0) for action in (Action(Kind.F, 0, 0, 0), *actions))
-    events = to_trace(Timeline(Shape(Placement(1), 2), (spans,), "s"))["traceEvents"]
-    assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 2, 2, 1, 1]
+def test_what_overlaps_with_compute_has_rows_of_its_own():
+    """Collectives of two chunks overlap with each other, copies of one direction do not."""
+    beside = [Action(Kind.GATHER, 2), Action(Kind.REDUCE, 0)]
+    beside += [Action(kind, 0, unit, 0) for kind in (Kind.OFFLOAD, Kind.RELOAD) for unit in (0, 1)]
+    spans = tuple(Span(action, 0.0, 1.0) for action in (Action(Kind.F, 0, 0, 0), *beside))
+    events = to_trace(Timeline(Shape(Placement(1, 3), 2), (spans,), "s"))["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {1: "copies from the host", 2: "copies to the host"}
+    rows = [names.get(event["tid"]) for event in events if event["ph"] == "X"]
+    copies = [f"copies {way} the host" for way in ("to", "to", "from", "from")]
+    assert rows == [None, "collectives of stage 2", "collectives of stage 0", *copies]
 
 
 @pytest.mark.parametrize("family, chunks", [("1f1b", 1), ("zb-h1", 2)])
@@ -79,25 +72,20 @@ def test_arrows_lead_from_every_send_to_its_receive(family, chunks):
 
     def slice_at(end):
         here = (each for each in slices if each["pid"] == end["pid"])
-        return next(each for each in here if each["ts"] <= end["ts"] < each["ts"] + each["dur"])
+        found = next(each for each in here if each["ts"] <= end["ts"] < each["ts"] + each["dur"])
+        return found["cat"], found["pid"], *found["args"].values()
 
     for number, left in ends["s"].items():
-        sender, receiver = slice_at(left), slice_at(ends["f"][number])
-        step = 1 if receiver["cat"] == "F" else -1
-        assert receiver["args"]["stage"] == sender["args"]["stage"] + step and sender["pid"] != receiver["pid"]
-        units = [(each["args"]["microbatch"], each["args"]["segment"]) for each in (sender, receiver)]
-        assert units[0] == units[1]
+        (_, source, stage, _, *unit), (kind, rank, other, _, *received) = slice_at(left), slice_at(ends["f"][number])
+        assert other == stage + (1 if kind == "F" else -1) and source != rank and unit == received
 
 
 def test_a_counter_shows_what_ranks_hold():
     plain = simulate(build("1f1b", Shape(Placement(2), 3, 2)))
-    timeline = Timeline(plain.shape, plain.ranks, "s", {"segment_lengths": [600, 400]})
-
-    def counted(timeline, rank, unit):
-        events = to_trace(timeline)["traceEvents"]
-        return [event["args"][unit] for event in events if event["ph"] == "C" and event["pid"] == rank]
-
-    for rank, spans in enumerate(plain.ranks):
-        assert max(counted(plain, rank, "units")) == 2 * sequences_held((span.action for span in spans), plain.shape)
-        tokens = counted(timeline, rank, "tokens")
-        assert max(tokens) >= 1000 and tokens[-1] == 0
+    in_tokens = Timeline(plain.shape, plain.ranks, "s", {"segment_lengths": [500, 500]})
+    for timeline, unit, of_sequence in ((plain, "units", 2), (in_tokens, "tokens", 1000)):
+        events = [event for event in to_trace(timeline)["traceEvents"] if event["ph"] == "C"]
+        for rank, spans in enumerate(plain.ranks):
+            held = [event["args"][unit] for event in events if event["pid"] == rank]
+            sequences = sequences_held((span.action for span in spans), plain.shape)
+            assert max(held) == of_sequence * sequences and held[-1] == 0

@@ -1,9 +1,12 @@
-"""What all pictures of schedules share: the colour of a kind, its shade for a segment, its name."""
+"""What pictures share: the colour of a kind of action, its shade for a segment, its name; and the style of figures."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from ..schedule import Kind
+from ..schedule import Kind, written_whole
 
 # Light and dark end of the shades of each kind. Hues that the colour-blind can distinguish (after Okabe and Ito), and
 # lightnesses that do not overlap, for print in grey: forward is the lightest, though
@@ -26,3 +29,17 @@ def shade(kind: Kind, segment: int, num_segments: int) -> str:
     share = segment / (num_segments - 1) if num_segments > 1 else 0.5
     light, dark = (bytes.fromhex(colour[1:]) for colour in COLOURS[kind])
     return "#" + bytes(round(a + (b - a) * share) for a, b in zip(light, dark, strict=True)).hex()
+
+
+@contextmanager
+def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
+    """A figure of so many inches, to be drawn inside, then written to a .png, .svg or .pdf file. Needs matplotlib."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    style: Any = {"font.size": 7, "axes.titlesize": 8, "axes.titlelocation": "left", "legend.frameon": False}
+    with rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        with written_whole(path) as unfinished:
+            figure.savefig(unfinished, dpi=200)
