@@ -29,7 +29,6 @@ _OFF = (
     # The step of the optimizer before the one that is rehearsed would gather what no forward waits for.
     "overlap_param_gather_with_optimizer_step",
 )
-# The vocabulary of GPT-2, which Megatron's GPT2BPETokenizer looks up at a hub.
 _GPT2_WORDS = 50257
 _LONGEST = 4000  # characters of what a stage has printed
 
@@ -50,16 +49,10 @@ def patches() -> PatchTable:
     return (
         wrapping("megatron.training.arguments.parse_args", _parse_for_the_real_device, "looks for a GPU here"),
         Patch("torch.cuda.get_device_capability", lambda *_: (10, 0), "looks for a GPU here"),
-        wrapping(
-            "megatron.training.global_vars.build_tokenizer",
-            _build_empty_tokenizer,
-            "reads files of the cluster, or a hub, for the size of the vocabulary",
-        ),
+        wrapping("megatron.training.global_vars.build_tokenizer", _build_empty_tokenizer, "reads files of the cluster"),
         Patch("megatron.training.arguments._print_args", lambda *_: None, "prints 700 lines ahead of what was found"),
-        *(
-            wrapping(f"{module}.pretrain", _rehearse, "trains instead of rehearsing")
-            for module in ("megatron.training.training", "megatron.training")
-        ),
+        wrapping("megatron.training.training.pretrain", _rehearse, "trains instead of rehearsing"),
+        wrapping("megatron.training.pretrain", _rehearse, "trains instead of rehearsing"),
     )
 
 
@@ -73,10 +66,12 @@ def _parse_for_the_real_device(parse_args: Callable, *args: Any, **kwargs: Any) 
 
 
 def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
-    """Megatron's empty tokenizer in place of the launch's: a rehearsal needs the size of its vocabulary only."""
-    kind, size = args.tokenizer_type, _vocabulary_size(args)
-    if size is not None:
-        args.tokenizer_type, args.vocab_size = "NullTokenizer", size
+    """Megatron's empty tokenizer in place of the launch's, if its flags have the size of the vocabulary."""
+    kind, file = args.tokenizer_type, Path(args.vocab_file or "")
+    if kind == "GPT2BPETokenizer" and not args.vocab_size:  # Megatron looks it up at a hub
+        args.vocab_size = len(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else _GPT2_WORDS
+    if args.vocab_size:
+        args.tokenizer_type = "NullTokenizer"
     try:
         return build_tokenizer(args)
     except Exception as error:
@@ -84,15 +79,6 @@ def _build_empty_tokenizer(build_tokenizer: Callable, args: Namespace) -> Any:
             f"error: a rehearsal needs the size of the vocabulary, and --tokenizer-type {kind} cannot be loaded "
             f"here ({' '.join(str(error).split())[:200]}); give --vocab-size."
         ) from None
-
-
-def _vocabulary_size(args: Namespace) -> int | None:
-    """The number of words according to the flags; None if only the tokenizer has it."""
-    if args.vocab_size or args.tokenizer_type != "GPT2BPETokenizer":
-        return args.vocab_size
-    if args.vocab_file and Path(args.vocab_file).is_file():
-        return len(json.loads(Path(args.vocab_file).read_text(encoding="utf-8")))
-    return _GPT2_WORDS
 
 
 def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
@@ -107,9 +93,11 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     launch = get_args()
     check(launch)
     vars(launch).update({"fake_process_group": True, "rerun_mode": "disabled", **dict.fromkeys(_OFF)})
-    stages = run_stages(
-        lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, _ranks_of_first_pipeline(launch)
-    )
+    num_stages = launch.pipeline_model_parallel_size
+    of_one_stage = launch.tensor_model_parallel_size * launch.context_parallel_size
+    apart = of_one_stage if launch.use_tp_pp_dp_mapping else launch.world_size // num_stages
+    ranks = range(0, apart * num_stages, apart)  # of one pipeline, from its first stage to its last
+    stages = run_stages(lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, ranks)
     report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
     print(report.as_text(), flush=True)
     if launch.dry_run_output is not None:
@@ -170,14 +158,6 @@ def _run(
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
-
-
-def _ranks_of_first_pipeline(args: Namespace) -> range:
-    """The global ranks of one pipeline, from its first stage to its last."""
-    num_stages = args.pipeline_model_parallel_size
-    of_one_stage = args.tensor_model_parallel_size * args.context_parallel_size
-    apart = of_one_stage if args.use_tp_pp_dp_mapping else args.world_size // num_stages
-    return range(0, apart * num_stages, apart)
 
 
 def _write(report: Mapping[str, Any], directory: Path) -> None:

@@ -75,11 +75,6 @@ def stood_for(args: Namespace) -> list[str]:
     notes = (
         (has_te, "Transformer Engine's layers by Megatron's local ones, which keep as much for the backward"),
         (
-            has_te and args.moe_grouped_gemm,
-            "grouped products of experts (--moe-grouped-gemm) by one expert after another",
-        ),
-        (is_on_gpu and replaced["moe_permute_fusion"], "the fused permutation of tokens by plain indexing"),
-        (
             is_on_gpu and recurrent,
             "the kernels of recurrent layers by plain PyTorch, which keeps more for the backward",
         ),

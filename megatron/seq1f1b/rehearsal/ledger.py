@@ -66,7 +66,7 @@ class _Allocation:
     """The memory of a storage from one size to the next; `moment` is the number of the moment of its birth."""
 
     size: int
-    category: Category
+    category: Category | None
     moment: int
 
 
@@ -90,7 +90,6 @@ class Ledger(TorchDispatchMode):
         self._moments: list[tuple[str, list[tuple[_Allocation, int]]]] = []  # each event adds or takes away its size
         self._default = Category.ACTIVATIONS
         self._alive: dict[int, tuple[_Allocation, weakref.ref]] = {}
-        self._is_paused = False
         self._chunks: list[torch.nn.Module] = []
         self._last_stage = 0
 
@@ -103,20 +102,11 @@ class Ledger(TorchDispatchMode):
         """Storages that are born from now on hold `default`."""
         self._default = default
 
-    def label(self, tree: Any, category: Category) -> None:
-        """Record what the storages of the tensors in `tree` hold, from their births on."""
+    def label(self, tree: Any, category: Category | None) -> None:
+        """Record what the storages of the tensors in `tree` hold, from their births on; None is for the host's."""
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor) and (found := self._alive.get(leaf.untyped_storage()._cdata)):
                 found[0].category = category
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Storages that are born inside count nothing: tensors of the host, above all batches."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
 
     def resize(self, resize: Callable, storage: torch.UntypedStorage, size: int) -> Any:
         """`torch.UntypedStorage.resize_`, which no operator shows, counted."""
@@ -143,6 +133,8 @@ class Ledger(TorchDispatchMode):
         for name, events in self._moments:
             highest, peak = in_all, dict(held)
             for allocation, sign in events:
+                if allocation.category is None:
+                    continue
                 held[allocation.category] += sign * allocation.size
                 in_all += sign * allocation.size
                 if in_all > highest:
@@ -194,7 +186,7 @@ class Ledger(TorchDispatchMode):
                 storage = item.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
                 if size and key not in self._alive:
-                    allocation = self._is_born(0 if self._is_paused else size, self._default)
+                    allocation = self._is_born(size, self._default)
                     self._alive[key] = allocation, weakref.ref(storage, partial(self._forget, key))
         if function is _FLASH_BACKWARD:
             self._dies(self._is_born(workspace_bytes(args), Category.TEMPORARY))
@@ -220,7 +212,7 @@ class Ledger(TorchDispatchMode):
     def _forget(self, key: int, _: Any) -> None:
         self._dies(self._alive.pop(key)[0])
 
-    def _is_born(self, size: int, category: Category) -> _Allocation:
+    def _is_born(self, size: int, category: Category | None) -> _Allocation:
         allocation = _Allocation(size, category, len(self._moments))
         self._moments[-1][1].append((allocation, 1))
         return allocation

@@ -64,8 +64,9 @@ class Stage:
 
     def _buffer(self, _: Callable[[int], torch.Tensor], num_bytes: int) -> torch.Tensor:
         self._host_bytes += num_bytes
-        with self.ledger.paused():
-            return torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        self.ledger.label(buffer, None)
+        return buffer
 
     def _set_up(self, set_up: Callable, *args: Any, **kwargs: Any) -> Any:
         self.ledger.begin("build", Category.TEMPORARY)
@@ -118,7 +119,6 @@ class Stage:
         return RerunDataIterator(self.uncounted(fake_batches(self._args))), None, None
 
     def uncounted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        while True:
-            with self.ledger.paused():
-                batch = next(batches)
+        for batch in batches:
+            self.ledger.label(batch, None)
             yield batch

@@ -29,8 +29,9 @@ class RealStage(Stage):
 
     def _buffer(self, mapped_buffer, num_bytes):
         self._host_bytes += num_bytes
-        with self.ledger.paused():
-            return mapped_buffer(num_bytes)
+        buffer = mapped_buffer(num_bytes)
+        self.ledger.label(buffer, None)
+        return buffer
 
     def _data(self, build, *args, **kwargs):
         train, valid, test = build(*args, **kwargs)
@@ -49,15 +50,15 @@ def counted(pretrain, *args, **kwargs) -> None:
     dist.barrier()
 
 
-def sending_copies(send, recorder):
+def sending_copies(send, ledger):
     """What is sent is a copy that is not counted: a message lives until the peer takes it, which is a matter of luck.
 
     Here none leaves before the end of the step, so that a message that is counted always shows.
     """
 
     def send_copy(communicator, channel, tensor, *args) -> None:
-        with recorder.paused():
-            copy = tensor.detach().clone()
+        copy = tensor.detach().clone()
+        ledger.label(copy, None)
         send(communicator, channel, copy, *args)
         held.append(copy)
 
