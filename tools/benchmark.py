@@ -13,6 +13,9 @@ bubble of 1F1B, times 1 + (P - 1) / (m k C), and `simulated` the schedule on the
 messages that take no time; `over it` is how far the step is from either.
 """
 
+from benchmarking.device import parser_of, start  # before Megatron
+
+# isort: split
 import argparse
 import logging
 import os
@@ -20,28 +23,19 @@ import platform
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 
-import torch  # noqa: E402
-
-from megatron.seq1f1b import cpu  # noqa: E402
-
-if not torch.cuda.is_available():
-    cpu.activate()
-
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-
-from benchmarking.device import use_own_gpu  # noqa: E402
-from benchmarking.model import build_model, use_ranks  # noqa: E402
-from benchmarking.results import table, write_profiles  # noqa: E402
-from benchmarking.variants import Variant, variants  # noqa: E402
-from megatron.seq1f1b.partition import STRATEGIES  # noqa: E402
-from megatron.seq1f1b.schedule import FAMILY_NAMES, PLACEMENTS  # noqa: E402
+from benchmarking.model import build_model, use_ranks
+from benchmarking.results import table, write_profiles
+from benchmarking.variants import Variant, variants
+from megatron.seq1f1b.partition import STRATEGIES
+from megatron.seq1f1b.schedule import FAMILY_NAMES, PLACEMENTS
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--schedule",
         nargs="+",
@@ -51,16 +45,12 @@ def parse() -> argparse.Namespace:
         help="what to compare, the first with the others: %(choices)s; default: megatron 1f1b",
     )
     parser.add_argument("--seq-length", type=int, default=8192)
-    parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument(
         "--hybrid-layer-pattern",
         metavar="PATTERN",
         help="a hybrid model instead of a GPT, its layers by Megatron's symbols, a | between stages: G-G-|G-*- has "
         "three gated delta nets for one attention layer; --num-layers follows from it",
     )
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-attention-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=512, help="small, so that the stages cost the same")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[2], metavar="M", help="a table for each")
     parser.add_argument("--context-parallel-size", type=int, default=1, metavar="N", help="ranks of each stage")
     parser.add_argument("--num-chunks", type=int, nargs="+", default=[1], metavar="C", help="of a rank; a table each")
@@ -73,7 +63,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[1, 4], metavar="K", help="of our schedules")
     parser.add_argument("--sequence-split-strategy", nargs="+", choices=sorted(STRATEGIES), default=["balanced"])
     parser.add_argument("--sequence-split-profile", metavar="JSON", help="a trace, for the strategy profile")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=Path, metavar="JSON", help="write the measured times of F, B, I and W")
     args = parser.parse_args()
     num_ranks, rest = divmod(int(os.environ.get("WORLD_SIZE", 1)), args.context_parallel_size)
@@ -102,10 +91,10 @@ def run_step(variant: Variant) -> None:
         chunk.zero_grad_buffer()
     dist.barrier()
     torch.cuda.synchronize()
-    start, start_cpu = time.perf_counter(), time.process_time()
+    began, began_cpu = time.perf_counter(), time.process_time()
     variant.step()
     torch.cuda.synchronize()
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
     measured = [None] * dist.get_world_size()
     dist.all_gather_object(measured, (seconds, cpu_seconds, variant.executor and variant.executor.recorder.spans()))
     seconds, cpu_seconds, spans = zip(*measured, strict=True)
@@ -135,8 +124,7 @@ def compare(args: argparse.Namespace, num_chunks: int, num_microbatches: int) ->
 def main() -> None:
     args = parse()
     logging.disable(logging.INFO)
-    use_own_gpu()
-    dist.init_process_group()
+    start()
     tables, everything = [], []
     for num_chunks in args.num_chunks:
         for num_microbatches in args.num_microbatches:

@@ -13,45 +13,34 @@ project the prefix up again to those that keep keys and values. `by FLOPs` is th
 between them starts from, of attention to the prefix alone.
 """
 
+from benchmarking.device import parser_of, start  # before Megatron
+
+# isort: split
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import sqrt
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-
-from megatron.seq1f1b import cpu  # noqa: E402
-
-if not torch.cuda.is_available():
-    cpu.activate()
-
-import torch.distributed as dist  # noqa: E402
-
-from benchmarking.device import use_own_gpu  # noqa: E402
-from benchmarking.latents import latent_model, latents_kept  # noqa: E402
-from benchmarking.model import build_model, use_ranks  # noqa: E402
-from megatron.seq1f1b.model import Segment, SegmentContext, attach  # noqa: E402
-from megatron.seq1f1b.model.latents import share_of_projection  # noqa: E402
-from megatron.seq1f1b.partition import even  # noqa: E402
+from benchmarking.latents import latent_model, latents_kept
+from benchmarking.model import build_model, use_ranks
+from megatron.seq1f1b.model import Segment, SegmentContext, attach
+from megatron.seq1f1b.model.latents import share_of_projection
+from megatron.seq1f1b.partition import even
 
 # Prepares the inputs of the running segment; the result runs its forward.
 Part = Callable[[Segment], Callable[[], torch.Tensor]]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, num_layers=1, vocab_size=128)
     parser.add_argument("--part", choices=("attention", "layer", "latents"), default="attention")
     parser.add_argument("--seq-length", type=int, nargs="+", default=[8192, 16384], metavar="S")
     parser.add_argument("--sequence-splits", type=int, nargs="+", default=[2, 4, 8], metavar="K", help="equal segments")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-attention-heads", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5, help="pairs for each length and number of segments")
-    parser.set_defaults(hybrid_layer_pattern=None)  # the layer is a GPT's
     return parser.parse_args()
 
 
@@ -105,7 +94,7 @@ def run(part: Part, context: SegmentContext, segments: list[Segment]) -> float:
     for segment in segments:
         with context.running(segment, keeps_for_backward=True):
             forwards.append(part(segment))
-    start = now()
+    began = now()
     for segment, forward in zip(segments, forwards, strict=True):
         with context.running(segment, keeps_for_backward=True):
             outputs.append(forward())
@@ -113,7 +102,7 @@ def run(part: Part, context: SegmentContext, segments: list[Segment]) -> float:
         with context.running(segment, keeps_for_backward=True):
             output = outputs.pop()
             output.backward(torch.ones_like(output))
-    seconds = now() - start
+    seconds = now() - began
     context.assert_empty()
     return seconds
 
@@ -128,13 +117,9 @@ def now() -> float:
 
 def main() -> None:
     args = parse()
-    use_own_gpu()
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
+    start()
     use_ranks(1)
     torch.set_num_threads(1)
-    args.num_layers, args.vocab_size = 1, 128
     lengths, args.seq_length = args.seq_length, max(args.seq_length)
     is_latent = args.part == "latents"
     model, context = (latent_model(args) if is_latent else build_model(args, 1)), SegmentContext()

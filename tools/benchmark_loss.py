@@ -7,29 +7,22 @@ parameters, counted by storages; where PyTorch compiles a kernel, what it alloca
 medians of rounds in turn, beside the ratio to kept logits in the same round.
 """
 
+from benchmarking.device import parser_of, start  # before Megatron
+
+# isort: split
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from benchmarking.allocated import Allocated  # noqa: E402
-from megatron.seq1f1b import cpu  # noqa: E402
-
-cpu.activate()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-from megatron.seq1f1b.model import compute_loss_in_pieces  # noqa: E402
+from benchmarking.model import counted_beside, use_ranks
+from megatron.seq1f1b.model import compute_loss_in_pieces
 
 VARIANTS = ("kept", "in pieces", "kept, fused", "in pieces, fused")
 
@@ -37,9 +30,9 @@ VARIANTS = ("kept", "in pieces", "kept, fused", "in pieces, fused")
 def build(args: argparse.Namespace, is_fused: bool) -> GPTModel:
     """A last stage without layers."""
     config = TransformerConfig(
-        num_layers=1,
+        num_layers=args.num_layers,
         hidden_size=args.hidden_size,
-        num_attention_heads=1,
+        num_attention_heads=args.num_attention_heads,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         cross_entropy_loss_fusion=is_fused,
@@ -60,18 +53,14 @@ def step(model: GPTModel, hidden: Sequence[torch.Tensor], labels: Sequence[torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, num_layers=1, num_attention_heads=1, vocab_size=32768)
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--sequence-splits", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--piece", type=int, default=2**24, help="logits of a piece; training takes 2^26")
-    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
+    start()
+    use_ranks(1)
 
     hidden = torch.randn(args.seq_length, 1, args.hidden_size).chunk(args.sequence_splits)
     labels = torch.randint(args.vocab_size, (1, args.seq_length)).chunk(args.sequence_splits, dim=1)
@@ -83,14 +72,14 @@ def main() -> None:
     for number in range(args.repeats + 1):
         for name, model in models.items():
             model.zero_grad()
-            start = time.perf_counter()
+            began = time.perf_counter()
             if number == 0:  # which warms up
-                with Allocated([*model.parameters(), *inputs, *labels]) as allocated:
+                with counted_beside([*model.parameters(), *inputs, *labels]) as ledger:
                     step(model, inputs, labels)
-                peaks[name] = allocated.peak
+                peaks[name] = ledger.moments()[0].peak_bytes
             else:
                 step(model, inputs, labels)
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.perf_counter() - began)
 
     print(
         f"{args.seq_length} tokens in {args.sequence_splits} segments, {args.vocab_size} words, hidden "

@@ -8,17 +8,18 @@ what their forwards, input and weight gradients take by length and prefix, stage
 segments and of micro-batches, and ways to cut are then simulated on it, message by message, and timed in turn with it.
 """
 
+from benchmarking.device import parser_of, start  # before Megatron
+
+# isort: split
 import argparse
 import logging
 import statistics
 import time
 
-from benchmark import run_step  # first: it makes a machine without a GPU fit for Megatron
+import torch
+import torch.distributed as dist
 
-import torch  # isort: skip
-import torch.distributed as dist  # isort: skip
-
-from benchmarking.device import use_own_gpu
+from benchmark import run_step
 from benchmarking.model import Batch, build_model, use_ranks
 from benchmarking.prediction import predicted_seconds, profile_of, table
 from benchmarking.variants import Variant, model_shape, ours
@@ -44,19 +45,13 @@ _FIXED = {
     "schedule": ["zb-h1"],
     "placement": "looped",
     "context_parallel_size": 1,
-    "hybrid_layer_pattern": None,
     "sequence_split_profile": None,
 }
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--num-attention-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser = parser_of(__doc__, seq_length=4096, hidden_size=128)
+    parser.set_defaults(repeats=9)
     return argparse.Namespace(**_FIXED, **vars(parser.parse_args()))
 
 
@@ -77,13 +72,13 @@ def message_seconds(args: argparse.Namespace, repeats: int = 20) -> float:
     rank, seconds = dist.get_rank(), []
     for _ in range(repeats):
         dist.barrier()
-        start = time.perf_counter()
+        began = time.perf_counter()
         for sender in (0, 1) if rank < 2 else ():
             if rank == sender:
                 dist.send(tensor, 1 - sender)
             else:
                 dist.recv(tensor, sender)
-        seconds.append((time.perf_counter() - start) / 2)
+        seconds.append((time.perf_counter() - began) / 2)
     found = [statistics.median(seconds)]
     dist.broadcast_object_list(found, src=0)
     return found[0]
@@ -115,8 +110,7 @@ def compare(args: argparse.Namespace, num_chunks: int) -> list[tuple[str, float,
 def main() -> None:
     args = parse()
     logging.disable(logging.INFO)
-    use_own_gpu()
-    dist.init_process_group()
+    start()
     rows = [row for num_chunks in CONFIGURATIONS for row in compare(args, num_chunks)]
     if dist.get_rank() == 0:
         print(

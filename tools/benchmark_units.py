@@ -10,8 +10,10 @@ Megatron's order. `packed, cut`: the same in segments of --unit-tokens. `units`:
 kernels. Tokens are those of the data alone; steps are medians, without optimizer, of the slowest rank.
 """
 
+from benchmarking.device import parser_of, start  # before Megatron
+
+# isort: split
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -21,45 +23,29 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-
-from megatron.seq1f1b import cpu  # noqa: E402
-
-if not torch.cuda.is_available():
-    cpu.activate()
-
-import torch.distributed as dist  # noqa: E402
-
-from benchmarking.device import use_own_gpu  # noqa: E402
-from benchmarking.model import build_model, use_ranks  # noqa: E402
-from megatron.seq1f1b.partition import Pack, even, packs_of_step  # noqa: E402
-from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation  # noqa: E402
-from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline, write_timeline  # noqa: E402
+from benchmarking.model import build_model, use_ranks
+from megatron.seq1f1b.partition import Pack, even, packs_of_step
+from megatron.seq1f1b.runtime import Packing, PipelineExecutor, Repacking, Segmentation
+from megatron.seq1f1b.schedule import Placement, ScheduleChoice, Shape, Timeline, write_timeline
 
 Batch = dict[str, torch.Tensor]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sequences", type=int, default=96, help="of a step")
     parser.add_argument("--median", type=int, default=64, help="tokens")
     parser.add_argument("--spread", type=float, default=1.0, help="standard deviation of the logarithm")
     parser.add_argument("--longest", type=int, nargs="+", default=[4096], metavar="TOKENS", help="a table for each")
     parser.add_argument("--unit-tokens", type=int, default=512)
     parser.add_argument("--schedule", default="1f1b")
-    parser.add_argument("--num-layers", type=int, default=4)
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-attention-heads", type=int, default=4)
-    parser.add_argument("--vocab-size", type=int, default=512)
     parser.add_argument("--recompute", action="store_true", help="keep the input of each stage alone")
     parser.add_argument("--leave-out-padded", action="store_true", help="it takes longest")
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--timelines", type=Path, metavar="DIR", help="write the last step of each")
-    args = parser.parse_args()
-    args.hybrid_layer_pattern = None
-    return args
+    return parser.parse_args()
 
 
 def sequences(args: argparse.Namespace, longest: int) -> list[Batch]:
@@ -130,7 +116,7 @@ def step(executor: PipelineExecutor, batches: list, longest: int, model: list[to
         chunk.zero_grad_buffer()
     dist.barrier()
     torch.cuda.synchronize()
-    start = time.perf_counter()
+    began = time.perf_counter()
     executor(
         forward_step_func=forward_step,
         data_iterator=[iter(batches)],
@@ -141,7 +127,7 @@ def step(executor: PipelineExecutor, batches: list, longest: int, model: list[to
     )
     torch.cuda.synchronize()
     seconds = [None] * dist.get_world_size()
-    dist.all_gather_object(seconds, time.perf_counter() - start)
+    dist.all_gather_object(seconds, time.perf_counter() - began)
     return max(seconds)
 
 
@@ -195,8 +181,7 @@ def write(args: argparse.Namespace, executor: PipelineExecutor, name: str, longe
 
 def main() -> None:
     args = parse()
-    use_own_gpu()
-    dist.init_process_group()
+    start()
     tables = [compare(args, longest) for longest in args.longest]
     if dist.get_rank() == 0:
         print(

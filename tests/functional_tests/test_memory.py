@@ -6,6 +6,7 @@ All that PyTorch allocates in a step counts, whoever holds it: activations, keys
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
 
 from megatron.seq1f1b.model import Segment, SegmentContext, attach
+from megatron.seq1f1b.rehearsal.ledger import Ledger
 from megatron.seq1f1b.runtime import PipelineExecutor, Segmentation
 from megatron.seq1f1b.runtime.data import cut
 from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build
 from support.on_ranks import on_ranks
-from tools.benchmarking.allocated import Allocated
-from tools.benchmarking.model import Batch, build_model, use_ranks
+from tools.benchmarking.model import Batch, build_model, counted_beside, use_ranks
 
 RANKS, SEQUENCE, HIDDEN, LAYERS, VOCABULARY, MICROBATCHES = 4, 1024, 32, 4, 64, 5
 KEYS_AND_VALUES = LAYERS * 2 * SEQUENCE * HIDDEN * 4  # bytes of a micro-batch on one rank
@@ -34,9 +35,9 @@ class Stage:
         self.model, self.batch = build_model(args, 1), Batch(args).as_dict()
         self._outputs: list[weakref.ref] = []
 
-    def counting(self) -> Allocated:
+    def counting(self) -> AbstractContextManager[Ledger]:
         weights, buffers = self.model[0].parameters(), self.model[0].module.buffers()
-        return Allocated([*(x for p in weights for x in (p, p.main_grad)), *buffers, *self.batch.values()])
+        return counted_beside([*(x for p in weights for x in (p, p.main_grad)), *buffers, *self.batch.values()])
 
     def forward_step(self, data_iterator, model):
         """Asserts that outputs which were sent to the next stage are empty by then."""
@@ -60,7 +61,7 @@ class Stage:
                 micro_batch_size=1,
                 forward_only=False,
             )
-        return counter.peak
+        return counter.moments()[0].peak_bytes
 
     def kept(self, lengths: Sequence[int]) -> int:
         """What the forwards of one micro-batch leave on this rank for their backwards, the input included."""
@@ -77,7 +78,7 @@ class Stage:
                     outputs.append(Batch.forward_step(iter([part]), self.model[0])[0])
             self.model[0].module.set_input_tensor(None)
         sent = 0 if parallel_state.is_pipeline_last_stage() else sum(x.untyped_storage().nbytes() for x in outputs)
-        return counter.now - sent
+        return counter.moments()[0].end - sent
 
 
 def executor(lengths: Sequence[int], **options) -> PipelineExecutor:

@@ -1,8 +1,36 @@
-"""Where a rank of a benchmark runs."""
+"""Where a rank of a benchmark runs. To be imported first: it makes a machine without a GPU fit for Megatron."""
 
+import argparse
 import os
 
-import torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megatron.seq1f1b import cpu  # noqa: E402
+
+if not torch.cuda.is_available():
+    cpu.activate()
+
+SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 512}
+
+
+def parser_of(doc: str, **sizes: int) -> argparse.ArgumentParser:
+    """With flags for the sizes of a GPT, which are `sizes` or else `SIZES` by default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in (SIZES | sizes).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.set_defaults(hybrid_layer_pattern=None)
+    return parser
+
+
+def start() -> None:
+    """Join the other ranks, or run alone without torchrun, each with a GPU of its own on a machine that has GPUs."""
+    use_own_gpu()
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**alone)
 
 
 def use_own_gpu() -> None:

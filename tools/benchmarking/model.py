@@ -1,6 +1,8 @@
 """The model that a benchmark trains: a GPT or a hybrid model on the ranks of one pipeline."""
 
 import argparse
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from megatron.seq1f1b.model import local_hybrid_spec, use_segment_attention
 from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet
 from megatron.seq1f1b.process.patches import patched
+from megatron.seq1f1b.rehearsal.ledger import Ledger
 from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 from megatron.seq1f1b.schedule import Placement
 
@@ -88,6 +91,16 @@ def build_model(args: argparse.Namespace, num_chunks: int, style: str = "looped"
         chunks.append(model.to(torch.cuda.current_device() if torch.cuda.is_available() else "cpu"))
     use_segment_attention(chunks)
     return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+
+
+@contextmanager
+def counted_beside(present: Iterable[torch.Tensor]) -> Iterator[Ledger]:
+    """Counts the bytes of storages that are made inside, in one moment; not those of `present`."""
+    ledger = Ledger()
+    ledger.begin("all")
+    with ledger:
+        ledger.label([tensor.detach() for tensor in present], None)
+        yield ledger
 
 
 def delta_net(args: argparse.Namespace) -> DeltaNet:

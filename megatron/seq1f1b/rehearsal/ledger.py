@@ -80,7 +80,9 @@ class Ledger(TorchDispatchMode):
     It stands in for the tracer of a real step, and for its recorder, so that the interpreter reports all actions to it.
     """
 
-    def __init__(self, run: Callable[[Any, tuple, dict], Any]) -> None:
+    def __init__(
+        self, run: Callable[[Any, tuple, dict], Any] = lambda function, args, kwargs: function(*args, **kwargs)
+    ) -> None:
         super().__init__()
         self.sent: list[Message] = []
         self.received: list[Message] = []

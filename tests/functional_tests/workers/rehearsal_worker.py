@@ -25,7 +25,7 @@ class RealStage(Stage):
 
     def __init__(self, args) -> None:
         super().__init__(args)
-        self.ledger, self._stand_ins = Ledger(lambda function, args, kwargs: function(*args, **kwargs)), ()
+        self.ledger, self._stand_ins = Ledger(), ()
 
     def _buffer(self, mapped_buffer, num_bytes):
         self._host_bytes += num_bytes

@@ -11,8 +11,8 @@ from megatron.seq1f1b.rehearsal.ledger import Category, Ledger, workspace_bytes
 from megatron.seq1f1b.rehearsal.operators import NeedsValues, WithoutValues
 
 
-def counting(run=lambda function, args, kwargs: function(*args, **kwargs)):
-    ledger = Ledger(run)
+def counting(*run):
+    ledger = Ledger(*run)
     ledger.begin("F")
     return ledger
 
@@ -71,8 +71,8 @@ def test_a_storage_counts_once_with_its_size_of_the_moment():
     assert [each.end for each in ledger.moments()] == [4000, 0, 400, 0]
 
 
-def step_of_a_small_network(**run):
-    with counting(**run) as ledger:
+def step_of_a_small_network(*run):
+    with counting(*run) as ledger:
         layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 8))
         layers(torch.ones(32, 64)).sum().backward()
     return ledger.moments()[0]
@@ -80,7 +80,7 @@ def step_of_a_small_network(**run):
 
 def test_tensors_without_values_count_as_real_ones():
     real = step_of_a_small_network()
-    assert step_of_a_small_network(run=WithoutValues()).peak == real.peak
+    assert step_of_a_small_network(WithoutValues()).peak == real.peak
     assert real.peak_bytes > 4 * (64 * 128 + 128 * 8) * 2  # weights and their gradients
 
 
