@@ -10,7 +10,7 @@ from megatron.seq1f1b.planning.costs.blocks import BYTES, Block
 from megatron.seq1f1b.planning.costs.layer_times import LayerTime
 from megatron.seq1f1b.planning.costs.machine import Device, Machine
 from megatron.seq1f1b.planning.costs.operations import Group, flash_time, matmul_time, moving_time
-from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
+from megatron.seq1f1b.planning.costs.training_setup import Stage, TrainingSetup
 from megatron.seq1f1b.planning.simulator import step
 from megatron.seq1f1b.schedule import Action, Costs, Kind, Schedule, Timeline
 
@@ -149,7 +149,7 @@ def _(setup: PaperSetup, machine: Machine) -> Costs:
     if setup.adds_gradients_last:
         # The W of the package goes with the backward; what is left is to read two numbers and write one.
         whole = tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in zip(costs.i, costs.w, strict=True))
-        size = 3 * setup.gradient_bytes * setup.layer_parameters()
+        size = 3 * setup.gradient_bytes * setup.layer_parameters()[0]
         of_layer = moving_time(machine.device, size, 1)
         added = tuple((layers * of_layer,) * len(setup.segments) for layers in setup.layers_per_stage)
         costs = replace(costs, i=whole, w=added)
@@ -216,13 +216,13 @@ def _(setup: PaperSetup, length: int, is_forward: bool = True) -> float:
 
 
 @layer_bytes.backward_working.register
-def _(setup: PaperSetup, stage: int, start: int, end: int) -> float:
+def _(setup: PaperSetup, stage: Stage, start: int, end: int) -> float:
     most = _of_package(layer_bytes.backward_working)(setup, stage, start, end)
     if setup.frees_late and setup.token_shares > 1:
         # Of each layer stay two gathered gradients of outputs and two gradients of gathered inputs, while what the
         # layer kept is freed.
-        for layer, count in setup.stage_layers[stage].items():
-            stays = 4 * layer_bytes.whole_input(setup, end - start)
+        for layer, count in stage.layers:
+            stays = 4 * setup.whole_input(end - start)
             most += count * max(0.0, stays - layer_bytes.layer_activation(setup, layer, start, end))
     return most
 

@@ -151,7 +151,7 @@ def breakdown(prediction: Prediction) -> dict[str, float]:
     rank = max(range(len(busy)), key=busy.__getitem__)
     named = dict.fromkeys(_OF_LAYERS, 0.0)
     for stage in setup.placement.stages_of(rank):
-        for layer, count in setup.stage_layers[stage].items():
+        for layer, count in setup.stages[stage].layers:
             for span in setup.spans:
                 time = layer_time(setup, machine, *span, layer)
                 matmul, *others = (forward + back for forward, back in zip(time.forward, time.input, strict=True))

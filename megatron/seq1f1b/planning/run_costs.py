@@ -179,12 +179,8 @@ class RunCosts:
     def host_rate(self, schedule: ScheduleChoice, lengths: Sequence[int], share: float) -> float:
         """The bytes/s at which every unit can leave for the memory of the host while its forward runs."""
         setup = replace(self._training_setup(schedule, lengths), offloads=share)
-        forwards = self._action_costs(setup).f
-        return max(
-            self._scale * moved_bytes(setup, stage, segment) / forwards[stage][segment]
-            for stage in range(setup.placement.num_stages)
-            for segment in range(len(lengths))
-        )
+        rows = zip(moved_bytes(setup), self._action_costs(setup).f, strict=True)
+        return self._scale * max(size / seconds for row in rows for size, seconds in zip(*row, strict=True))
 
     def _action_costs(self, setup: TrainingSetup) -> Costs:
         return self.of_actions(setup.segments) if self.is_measured else step_costs(setup, self.machine)

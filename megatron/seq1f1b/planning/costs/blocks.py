@@ -5,11 +5,9 @@ norms, activations and the softmax are part of the achieved throughput.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
-from types import MappingProxyType
 from typing import NamedTuple
 
 from .model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
@@ -22,47 +20,36 @@ _DELTA_NET_CHUNK, _MAMBA_CHUNK = 64, 128
 class Product(NamedTuple):
     """The weight of a matrix product. Tensor-parallel ranks share its outputs or its inputs; "": each has all of it."""
 
-    outputs: int
-    inputs: int
+    outputs: float
+    inputs: float
     shared: str = "outputs"
 
-    def on_rank(self, tensor_parallel: int) -> tuple[float, float]:
-        """The outputs and inputs of one rank."""
-        return (
-            self.outputs / (tensor_parallel if self.shared == "outputs" else 1),
-            self.inputs / (tensor_parallel if self.shared == "inputs" else 1),
-        )
-
     @property
-    def size(self) -> int:
+    def size(self) -> float:
         return self.outputs * self.inputs
 
 
 class Attention(NamedTuple):
     """Heads of queries, and of keys and values; numbers in a query or key, and in a value."""
 
-    heads: int
-    kv_heads: int
+    heads: float
+    kv_heads: float
     score_dim: int
     value_dim: int
 
     @property
-    def flops(self) -> int:
-        """Of the forward, for a query and a key that it sees."""
-        return 2 * self.heads * (self.score_dim + self.value_dim)
-
-    def keys_values(self, tensor_parallel: int) -> float:
-        """Numbers in the keys and values of a token on one rank; more ranks than there are heads have one each."""
-        return max(1, self.kv_heads / tensor_parallel) * (self.score_dim + self.value_dim)
+    def keys_values(self) -> float:
+        """Numbers in the keys and values of a token."""
+        return self.kv_heads * (self.score_dim + self.value_dim)
 
 
 @dataclass(frozen=True)
 class Block:
-    """A norm and what follows it until the residual stream.
+    """A norm and what follows it until the residual stream; `symbol` is its name in hybrid models.
 
     `vectors` counts the parameters beside products: norms, biases, convolutions. `expert` has the products of one of
-    `experts` routed experts, of which a token goes through `active`. All else is for one token, but `state`, the bytes
-    that a recurrence passes to the next segment:
+    `experts` routed experts, of which a token goes through `active`; no rank has a part of an expert. All else is for
+    one token, but `state`, the bytes that a recurrence passes to the next segment:
 
     - `kept`: the bytes inside the block that the backward needs; `attended` is the part of attention's output and
       log-sum-exp, `activated` the part that activation functions of experts return
@@ -72,24 +59,39 @@ class Block:
     """
 
     products: tuple[Product, ...]
-    vectors: int
-    kept: int
-    moved: int
+    vectors: float
+    kept: float
+    moved: float
     attention: Attention | None = None
-    attended: int = 0
-    activated: int = 0
-    exchanged: int = 0
+    attended: float = 0
+    activated: float = 0
+    exchanged: float = 0
+    scan: float = 0
+    state: float = 0
     expert: tuple[Product, ...] = ()
     experts: int = 0
     active: int = 0
-    scan: int = 0
-    state: int = 0
+    symbol: str = ""
+
+    def on_rank(self, ranks: int) -> "Block":
+        """What one of so many tensor-parallel ranks has of it; each has at least one head of keys and values."""
+        attention, shared = self.attention, ("vectors", "kept", "moved", "attended", "activated", "exchanged", "scan")
+        if attention is not None:
+            kv_heads = max(1, attention.kv_heads / ranks)
+            attention = attention._replace(heads=attention.heads / ranks, kv_heads=kv_heads)
+        products = (
+            each._replace(**{each.shared: getattr(each, each.shared) / ranks}) if each.shared else each
+            for each in self.products
+        )
+        parts = {name: getattr(self, name) / ranks for name in (*shared, "state")}
+        return replace(self, products=tuple(products), attention=attention, **parts)
 
 
 @lru_cache(maxsize=1024)
-def blocks_of(model: ModelShape, layer: int) -> tuple[Block, ...]:
-    """The blocks of layer number `layer`. Raises ValueError where one is not known."""
-    return tuple(_block(model, symbol) for symbol in model.blocks(layer))
+def blocks_of(model: ModelShape, layer: int, tensor_parallel: int = 1) -> tuple[Block, ...]:
+    """The blocks of layer number `layer`, on one tensor-parallel rank. Raises ValueError where one is not known."""
+    blocks = (replace(_block(model, symbol), symbol=symbol) for symbol in model.blocks(layer))
+    return tuple(block if tensor_parallel == 1 else block.on_rank(tensor_parallel) for block in blocks)
 
 
 def _block(model: ModelShape, symbol: str) -> Block:
@@ -100,7 +102,7 @@ def _block(model: ModelShape, symbol: str) -> Block:
         case "+" if model.latent is not None:
             return _latent_attention(model, model.latent)
         case "-":
-            return Block(*_feed_forward(model, model.ffn_hidden_size))
+            return _feed_forward(model, model.ffn_hidden_size)
         case "E" if model.experts is not None:
             return _experts(model, model.experts)
         case "G" if model.delta_net is not None:
@@ -149,21 +151,23 @@ def _latent_attention(model: ModelShape, latent: LatentAttention) -> Block:
     )
 
 
-def _feed_forward(model: ModelShape, width: int) -> tuple[tuple[Product, ...], int, int, int]:
-    """Products, vectors, kept and moved of a feed-forward block of this width."""
+def _feed_forward(model: ModelShape, width: int) -> Block:
+    """A feed-forward block of this width."""
     into = width * (2 if model.is_gated else 1)  # the columns that go into the activation function
     products = (Product(into, model.hidden_size), Product(model.hidden_size, width, "inputs")) if width else ()
-    return products, 7 * model.hidden_size, BYTES * (into + width), into + width
+    return Block(products, vectors=7 * model.hidden_size, kept=BYTES * (into + width), moved=into + width)
 
 
 def _experts(model: ModelShape, experts: Experts) -> Block:
-    products, vectors, kept, moved = _feed_forward(model, experts.shared_ffn_hidden_size)
-    routed, _, of_routed, _ = _feed_forward(model, experts.ffn_hidden_size)
-    # What experts get, and compute from it. They weigh what they return, so nobody keeps that.
-    kept += experts.active * (BYTES * model.hidden_size + of_routed)
-    activated = BYTES * experts.active * experts.ffn_hidden_size
-    return Block(
-        products, vectors, kept, moved, activated=activated, expert=routed, experts=experts.total, active=experts.active
+    shared, routed = (_feed_forward(model, size) for size in (experts.shared_ffn_hidden_size, experts.ffn_hidden_size))
+    return replace(
+        shared,
+        # What experts get, and compute from it. They weigh what they return, so nobody keeps that.
+        kept=shared.kept + experts.active * (BYTES * model.hidden_size + routed.kept),
+        activated=BYTES * experts.active * experts.ffn_hidden_size,
+        expert=routed.products,
+        experts=experts.total,
+        active=experts.active,
     )
 
 
@@ -207,11 +211,10 @@ def _mamba(hidden: int, mamba: Mamba) -> Block:
     )
 
 
-@lru_cache(maxsize=4096)
-def layer_kinds(model: ModelShape, layers: range) -> Mapping[int, int]:
-    """How many of these layers are of each kind. A kind has the number of its first layer in the model."""
+def layer_kinds(model: ModelShape, layers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """The kinds of these layers, each as the number of its first layer in the model and how many there are."""
     first = _first_of_kind(model)
-    return MappingProxyType(Counter(first[layer] for layer in layers))
+    return tuple(sorted(Counter(first[layer] for layer in layers).items()))
 
 
 @lru_cache(maxsize=256)
@@ -223,24 +226,19 @@ def _first_of_kind(model: ModelShape) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> float:
-    """Parameters of a layer on one tensor-parallel rank, without its routed experts."""
-    total = 0.0
-    for block in blocks_of(model, layer):
-        products = sum(prod(product.on_rank(tensor_parallel)) for product in block.products)
+def layer_parameters(model: ModelShape, layer: int, tensor_parallel: int = 1) -> tuple[float, float]:
+    """Parameters of a layer on one tensor-parallel rank, without its routed experts; and of all routed experts."""
+    dense = routed = 0.0
+    for block in blocks_of(model, layer, tensor_parallel):
         router = model.hidden_size * block.experts
-        total += products + block.vectors / tensor_parallel + router
-    return total
-
-
-@lru_cache(maxsize=1024)
-def expert_parameters(model: ModelShape, layer: int) -> int:
-    """Parameters of the routed experts of a layer."""
-    return sum(block.experts * product.size for block in blocks_of(model, layer) for product in block.expert)
+        dense += sum(product.size for product in block.products) + block.vectors + router
+        routed += block.experts * sum(product.size for product in block.expert)
+    return dense, routed
 
 
 def parameters_of_model(model: ModelShape) -> float:
     """All weights, embedding and projection to the vocabulary apart from each other."""
-    kinds = layer_kinds(model, range(model.num_layers)).items()
-    layers = sum(count * (layer_parameters(model, layer) + expert_parameters(model, layer)) for layer, count in kinds)
-    return layers + 2 * model.vocab_size * model.hidden_size
+    kinds = layer_kinds(model, range(model.num_layers))
+    return sum(count * sum(layer_parameters(model, layer)) for layer, count in kinds) + 2 * (
+        model.vocab_size * model.hidden_size
+    )

@@ -15,34 +15,25 @@ Segments share the heads of all earlier keys, so that these never travel again (
 from functools import lru_cache
 from math import gcd, lcm
 
-from .blocks import BYTES, Attention, blocks_of
+from .blocks import BYTES, Attention, Block
 from .machine import Machine
 from .operations import Group, all_gather_time, all_to_all_time, message_time, moving_time
 from .training_setup import TrainingSetup
 
 
 def context_exchange(
-    setup: TrainingSetup, machine: Machine, layer: int, length: int, attention: tuple[float, float]
+    setup: TrainingSetup, machine: Machine, block: Block, length: int, attention: tuple[float, float]
 ) -> tuple[float, float]:
-    """Forward and backward, around a layer whose attention takes the seconds in `attention`, for segments of `length`
+    """Forward and backward, around a block whose attention takes the seconds in `attention`, for segments of `length`
     tokens. Whole sequences go by `cp_comm_type`, or the fastest way if there is none."""
-    if setup.context_parallel == 1:
+    if setup.context_parallel == 1 or not (block.exchanged or block.attention):
         return 0.0, 0.0
-    forward = back = 0.0
-    for block in blocks_of(setup.model, layer):
-        if block.exchanged:  # around a recurrence, by heads
-            size = BYTES * setup.rows(length) * block.exchanged / setup.tensor_parallel
-            both = (all_to_all_time(machine, setup.context_group, size),) * 2
-        elif block.attention is None:
-            continue
-        elif len(setup.segments) > 1:
-            size = BYTES * setup.rows(length) * _of_segments(setup, block.attention)
-            both = (all_to_all_time(machine, setup.context_group, size),) * 2
-        else:
-            ways = (setup.cp_comm_type,) if setup.cp_comm_type else comm_types(setup, machine)
-            both = min((_whole(setup, machine, block.attention, way, attention) for way in ways), key=sum)
-        forward, back = forward + both[0], back + both[1]
-    return forward, back
+    if block.attention and len(setup.segments) == 1:
+        ways = (setup.cp_comm_type,) if setup.cp_comm_type else comm_types(setup, machine)
+        return min((_whole(setup, machine, block.attention, way, attention) for way in ways), key=sum)
+    numbers = _of_segments(setup, block.attention) if block.attention else block.exchanged
+    seconds = all_to_all_time(machine, setup.context_group, BYTES * setup.rows(length) * numbers)
+    return seconds, seconds
 
 
 @lru_cache(maxsize=4096)
@@ -63,9 +54,7 @@ def _of_segments(setup: TrainingSetup, attention: Attention) -> float:
 
     Ranks share the heads. Where several ranks have the same heads, each has a part of the queries.
     """
-    size = setup.context_parallel
-    heads = max(1, attention.heads // setup.tensor_parallel)
-    kv_heads = max(1, attention.kv_heads // setup.tensor_parallel)
+    size, heads, kv_heads = setup.context_parallel, max(1, int(attention.heads)), int(attention.kv_heads)
     row = gcd(size, heads)
     queries = 2 * heads * (row - 1)
     keys_values = 2 * lcm(kv_heads, row) * (size - 1)
@@ -80,11 +69,10 @@ def _whole(
     kind, *sizes = way.split()
     size = setup.context_parallel
     shared, steps = map(int, sizes) if sizes else (size, 1) if kind == "a2a" else (1, size)
-    tokens = setup.rows(setup.sequence_length)
-    keys_values = BYTES * tokens * attention.keys_values(setup.tensor_parallel)
-    rows = tokens / setup.tensor_parallel
-    queries = BYTES * rows * attention.heads * attention.score_dim
-    output = BYTES * rows * attention.heads * attention.value_dim
+    rows = BYTES * setup.rows(setup.sequence_length)
+    keys_values = rows * attention.keys_values
+    queries = rows * attention.heads * attention.score_dim
+    output = rows * attention.heads * attention.value_dim
     if kind == "all_gather":
         gathered = all_gather_time(machine, setup.context_group, size * keys_values)
         return gathered, 2 * gathered

@@ -1,29 +1,20 @@
 """Floating-point operations of the parts of a model; a multiply-add counts as two."""
 
-from collections import Counter
-from typing import NamedTuple
-
 from .blocks import blocks_of, layer_kinds
 from .model_shape import ModelShape
 
 
-class Flops(NamedTuple):
-    """FLOPs of one forward: `per_token` in matrix products, `per_pair` in attention for a query and a key that it
-    sees."""
-
-    per_token: int
-    per_pair: int
-
-
-def layer_flops(model: ModelShape, layer: int) -> Flops:
-    """FLOPs of layer number `layer`, counted from 0. Raises ValueError for a layer whose cost is not known."""
-    per_token = per_pair = 0
+def layer_flops(model: ModelShape, layer: int) -> tuple[float, float]:
+    """Of the forward of a layer: FLOPs of a token in matrix products and recurrences, and in attention those of a query
+    and a key that it sees. Raises ValueError for a layer whose cost is not known."""
+    per_token = per_pair = 0.0
     for block in blocks_of(model, layer):
-        per_token += 2 * sum(product.size for product in block.products) + block.scan
         routed = block.active * sum(product.size for product in block.expert)
-        per_token += 2 * (routed + model.hidden_size * block.experts)  # the last term is the router
-        per_pair += block.attention.flops if block.attention else 0
-    return Flops(per_token, per_pair)
+        router = model.hidden_size * block.experts
+        per_token += 2 * (sum(product.size for product in block.products) + routed + router) + block.scan
+        if block.attention:
+            per_pair += 2 * block.attention.heads * (block.attention.score_dim + block.attention.value_dim)
+    return per_token, per_pair
 
 
 def head_flops(model: ModelShape) -> int:
@@ -33,27 +24,25 @@ def head_flops(model: ModelShape) -> int:
     return 2 * (1 + depth) * model.hidden_size * model.vocab_size + 4 * depth * model.hidden_size**2
 
 
-def authors_flops(model: ModelShape) -> Flops:
-    """FLOPs of the whole model as the authors of Seq1F1B count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
+def authors_flops(model: ModelShape) -> tuple[int, int]:
+    """FLOPs of the whole model, per token and per pair of a query and a key that it sees, as the authors of Seq1F1B
+    count (arXiv 2406.03488, section 3.4), for `uniform_comp`.
 
     With hidden size h, FFN size f, n heads of size d, padded vocabulary V and L layers: 4·h·V + L·(8·h·n·d + 4·h·f) per
     token, L·(4·d + 3)·n per pair; experts, gates and shared KV heads do not appear.
     """
     projections = 8 * model.hidden_size * model.num_heads * model.head_dim
     feed_forward = 4 * model.hidden_size * model.ffn_hidden_size
-    return Flops(
-        model.num_layers * (projections + feed_forward) + 4 * model.hidden_size * model.vocab_size,
-        model.num_layers * (4 * model.head_dim + 3) * model.num_heads,
-    )
+    per_token = model.num_layers * (projections + feed_forward) + 4 * model.hidden_size * model.vocab_size
+    return per_token, model.num_layers * (4 * model.head_dim + 3) * model.num_heads
 
 
 def model_flops(model: ModelShape, sequence_length: int, batch: int) -> float:
     """FLOPs of `batch` sequences, forward and backward: what the layers compute, attention causal, nothing
     recomputed."""
-    kinds = Counter(layer_kinds(model, range(model.num_layers)))
-    kinds[model.num_layers - 1] += model.prediction_depth
+    layers = [*range(model.num_layers), *[model.num_layers - 1] * model.prediction_depth]
     total = float(head_flops(model) * sequence_length)
-    for layer, count in kinds.items():
+    for layer, count in layer_kinds(model, layers):
         per_token, per_pair = layer_flops(model, layer)
         total += count * (per_token * sequence_length + per_pair * pairs(0, sequence_length, model.window_of(layer)))
     return 3.0 * batch * total

@@ -8,55 +8,50 @@ Around products every tensor-parallel rank holds the whole input and its gradien
 them. The loss holds logits in several precisions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache, singledispatch
 
 from .blocks import BYTES, Attention, Block, blocks_of
-from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
+from .training_setup import ALL_BUT_ATTENTION, FULL, Stage, TrainingSetup
 
 
 @singledispatch
 def layer_activation(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What the forward of one layer keeps for the backward of the segment [start, end), without what passes between
     segments."""
-    rows = setup.rows(end - start)
-    whole = rows * setup.model.hidden_size / setup.token_shares
+    residual = setup.residual(end - start)
     if setup.recompute == FULL:
         share, kept = setup.recomputed_share, 0.0
         if share < 1:
             kept = layer_activation(replace(setup, recompute="none"), layer, start, end)
-        return share * BYTES * whole + (1 - share) * kept
+        return share * residual + (1 - share) * kept
     if setup.recompute == ALL_BUT_ATTENTION:
-        attended = sum(block.attended for block in blocks_of(setup.model, layer))
-        return BYTES * whole + rows * attended / setup.tensor_parallel
-    return sum(kept for _, kept in _kept_of_blocks(setup, layer, rows, BYTES * whole))
+        return residual + setup.rows(end - start) * sum(block.attended for block in setup.blocks(layer))
+    return sum(_kept_of_block(setup, block, end - start) for block in setup.blocks(layer))
 
 
-def _kept_of_blocks(setup: TrainingSetup, layer: int, rows: float, residual: float) -> Iterator[tuple[str, float]]:
-    """The symbol of each block, and the bytes of its input, of the normalised input of its first product and of what
-    happens inside."""
+def _kept_of_block(setup: TrainingSetup, block: Block, length: int) -> float:
+    """Its input, the normalised input of its first product, and what happens inside."""
     again = setup.recompute.split()
-    for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
-        inside = 0 if setup.repeats(symbol) else block.kept - (block.activated if "moe_act" in again else 0)
-        if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
-            # Attention keeps its output by heads, the projection behind it by tokens.
-            inside += BYTES * block.attention.heads * block.attention.value_dim
-        yield symbol, (1 if "layernorm" in again else 2) * residual + rows * inside / setup.tensor_parallel
+    inside = 0.0 if setup.repeats(block.symbol) else block.kept - (block.activated if "moe_act" in again else 0)
+    if block.attention is not None and setup.context_parallel > 1 and len(setup.segments) > 1:
+        # Attention keeps its output by heads, the projection behind it by tokens.
+        inside += BYTES * block.attention.heads * block.attention.value_dim
+    return (1 if "layernorm" in again else 2) * setup.residual(length) + setup.rows(length) * inside
 
 
 def layer_movable(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What Megatron's modules can move to the host (--offload-modules), without keys and values: all that attention and
     experts keep, the input of other feed-forward blocks and of experts that are computed again; nothing of layers that
     are."""
-    if setup.recomputes_layers:
-        return 0.0
-    rows = setup.rows(end - start)
-    residual = BYTES * rows * setup.model.hidden_size / setup.token_shares
-    blocks = _kept_of_blocks(setup, layer, rows, residual)
-    return sum(
-        residual if symbol == "-" or setup.repeats(symbol) else kept * (symbol in "*+E") for symbol, kept in blocks
-    )
+    movable = 0.0
+    for block in setup.blocks(layer) if not setup.recomputes_layers else ():
+        if block.symbol == "-" or setup.repeats(block.symbol):
+            movable += setup.residual(end - start)
+        elif block.symbol in "*+E":
+            movable += _kept_of_block(setup, block, end - start)
+    return movable
 
 
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
@@ -99,16 +94,13 @@ def layer_keys_values(setup: TrainingSetup, layer: int, start: int, end: int) ->
 def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     """Gradients that later segments leave for the keys and values of earlier ones, in a buffer from the first backward
     of a micro-batch to its last."""
-    if len(setup.segments) == 1:
-        return 0.0
     return 4 * keys_values_of(setup, layer, _seen_later(setup, layer, setup.sequence_length - setup.segments[-1]))
 
 
 def layer_state(setup: TrainingSetup, layer: int) -> float:
     """The state that a recurrent layer passes from one segment to the next: a matrix for each head in 32 bit, and the
     last columns before the convolution."""
-    state = sum(block.state for block in blocks_of(setup.model, layer))
-    return setup.micro_batch_size * state / (setup.tensor_parallel * setup.context_parallel)
+    return setup.rows(1) * sum(block.state for block in setup.blocks(layer))
 
 
 def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
@@ -120,13 +112,10 @@ def _seen_later(setup: TrainingSetup, layer: int, tokens: int) -> int:
 def keys_values_of(setup: TrainingSetup, layer: int, tokens: float) -> float:
     """Numbers in the keys and values of `tokens` tokens of every sequence."""
     total = 0.0
-    for block in blocks_of(setup.model, layer):
-        if block.attention is not None:
-            # Context-parallel ranks share whole sequences, but of segments the heads; more ranks have one each.
-            shares: float = setup.context_parallel
-            if len(setup.segments) > 1:
-                shares = min(shares, max(1, block.attention.kv_heads / setup.tensor_parallel))
-            total += block.attention.keys_values(setup.tensor_parallel) / shares
+    for attention in (block.attention for block in setup.blocks(layer) if block.attention):
+        # Context-parallel ranks share whole sequences, but of segments the heads; more ranks have one each.
+        shares = setup.context_parallel if len(setup.segments) == 1 else min(setup.context_parallel, attention.kv_heads)
+        total += attention.keys_values / shares
     return total * setup.micro_batch_size * tokens
 
 
@@ -160,8 +149,8 @@ def loss_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> f
 def head_kept(setup: TrainingSetup, length: int, for_weights: bool = False) -> float:
     """Hidden states before and after the last norm. Weight gradients need the latter, unless they are those of pieces,
     which are computed with the input gradients."""
-    of_each = (1 + setup.model.prediction_depth) * whole_input(setup, length) / setup.token_shares
-    return (keeps_logits(setup) if for_weights else 2) * of_each
+    copies = keeps_logits(setup) if for_weights else 2
+    return copies * (1 + setup.model.prediction_depth) * setup.residual(length)
 
 
 @singledispatch
@@ -177,55 +166,40 @@ def loss_bytes(setup: TrainingSetup, length: int, is_forward: bool = True) -> fl
     of_piece, weights = min(PIECE, of_segment), BYTES * setup.embedding_parameters
     if is_forward:
         return _LOGIT * of_piece
-    of_hidden = whole_input(setup, length) / setup.token_shares
-    return of_hidden + max(_LOGIT * of_piece, _LOGIT_KEPT_FOR_WEIGHTS * of_piece + weights)
+    return setup.residual(length) + max(_LOGIT * of_piece, _LOGIT_KEPT_FOR_WEIGHTS * of_piece + weights)
 
 
-def whole_input(setup: TrainingSetup, length: int) -> float:
-    """The residual stream of all tokens of a segment, which every tensor-parallel rank has around a product."""
-    return BYTES * setup.rows(length) * setup.model.hidden_size
-
-
-def routed_bytes(setup: TrainingSetup, stage: int, length: int) -> float:
-    """What the forward of a segment holds of tokens that are on their way to experts, beside what it keeps."""
-    layers = (blocks_of(setup.model, layer) for layer in setup.stage_layers[stage])
-    return max((_routed(setup, each, length) for blocks in layers for each in blocks), default=0.0)
-
-
-def _routed(setup: TrainingSetup, block: Block, length: int) -> float:
-    """What experts get or return, four times: sorted, sent, sorted again, and the results."""
-    return 4 * BYTES * setup.rows(length) / setup.tensor_parallel * block.active * setup.model.hidden_size
+def routed_bytes(setup: TrainingSetup, blocks: Iterable[Block], length: int) -> float:
+    """What the forward of a segment holds of tokens on their way to the experts of one of these blocks, beside what it
+    keeps: what experts get or return, four times: sorted, sent, sorted again, and the results."""
+    active = max((block.active for block in blocks), default=0)
+    return 4 * setup.whole_input(length) / setup.tensor_parallel * active
 
 
 @singledispatch
-def backward_working(setup: TrainingSetup, stage: int, start: int, end: int) -> float:
+def backward_working(setup: TrainingSetup, stage: Stage, start: int, end: int) -> float:
     """The most of any layer of a stage in the backward of the segment [start, end)."""
-    return max((_layer(setup.alone, layer, start, end) for layer in setup.stage_layers[stage]), default=0.0)
+    return max((_layer(setup.alone, layer, start, end) for layer, _ in stage.layers), default=0.0)
 
 
 @lru_cache(maxsize=1 << 16)
 def _layer(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """Blocks go backward in reverse, beside what they and earlier ones kept or compute again."""
-    whole, rows = whole_input(setup, end - start), setup.rows(end - start)
-    residual = whole / setup.token_shares
-    with_modules, without = (
-        [size for _, size in _kept_of_blocks(each, layer, rows, residual)]
-        for each in (replace(setup, recompute="none"), setup)
-    )
+    length, blocks, without = end - start, setup.blocks(layer), replace(setup, recompute="none")
     now = most = 0.0
-    blocks = blocks_of(setup.model, layer)
     if setup.recomputes_layers:
         stays = sum(block.attended for block in blocks) if setup.recompute == ALL_BUT_ATTENTION else 0
-        now = sum(with_modules) - rows * stays / setup.tensor_parallel
+        now = sum(_kept_of_block(without, block, length) for block in blocks) - setup.rows(length) * stays
         if len(setup.segments) == 1:
-            now += BYTES * keys_values_of(setup, layer, end - start)
-    for block, computed, kept in reversed([*zip(blocks, with_modules, without, strict=True)]):
-        working = max(_around_products(setup, block, end - start), block_working(setup, layer, block, start, end))
+            now += BYTES * keys_values_of(setup, layer, length)
+    for block in reversed(blocks):
+        computed, kept = (_kept_of_block(each, block, length) for each in (without, setup))
+        working = max(_around_products(setup, block, length), block_working(setup, layer, block, start, end))
         if setup.recomputes_layers or computed > kept:
-            working = max(working, _routed(setup, block, end - start))
+            working = max(working, routed_bytes(setup, (block,), length))
         most = max(most, now + computed - kept + working)
         now -= kept
-    return residual + most
+    return setup.residual(length) + most
 
 
 def _around_products(setup: TrainingSetup, block: Block, length: int) -> float:
@@ -233,12 +207,13 @@ def _around_products(setup: TrainingSetup, block: Block, length: int) -> float:
 
     With sequence parallelism the last one gathers the gradient of its output, and the first one its input.
     """
-    whole, rows = whole_input(setup, length), setup.rows(length)
-    gathered, part = (whole, whole / setup.token_shares) if setup.token_shares > 1 else (0.0, 0.0)
-    kept = rows * block.kept / setup.tensor_parallel
+    rows, whole = setup.rows(length), setup.whole_input(length)
+    kept = rows * block.kept
+    gathered, part = (whole, setup.residual(length)) if setup.token_shares > 1 else (0.0, 0.0)
     if len(block.products) != 2 or block.experts or block.scan:
         return kept + whole + gathered + part
-    outputs, inputs = (BYTES * rows * block.products[i].on_rank(setup.tensor_parallel)[i] for i in (0, 1))
+    first, last = block.products
+    outputs, inputs = BYTES * rows * first.outputs, BYTES * rows * last.inputs
     return max(gathered + inputs, outputs, outputs - kept + whole + gathered + part)
 
 
@@ -247,9 +222,8 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
     """What the backward holds between the products of a block, beside what the block kept."""
     if block.attention is None:
         return 0.0
-    kept = setup.rows(end - start) * block.kept / setup.tensor_parallel
     returned = BYTES * keys_values_of(setup, layer, _given(setup, layer, start, end))
-    return kept + returned + _of_kernel(setup, layer, block.attention, start, end)
+    return setup.rows(end - start) * block.kept + returned + _of_kernel(setup, layer, block.attention, start, end)
 
 
 def _given(setup: TrainingSetup, layer: int, start: int, end: int) -> int:
@@ -262,16 +236,15 @@ def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: in
     """What the backward of attention frees when it ends: gradients of queries in 32 bit (flash_api.cpp of
     FlashAttention 2), and, where heads share keys and values, gradients of these for each head of the queries."""
     given = _given(setup, layer, start, end)
-    of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim / setup.tensor_parallel
-    heads = attention.heads / (setup.tensor_parallel * setup.context_parallel)
-    for_each = setup.micro_batch_size * given * heads * (attention.score_dim + attention.value_dim)
+    of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim
+    for_each = setup.rows(given) * attention.heads * (attention.score_dim + attention.value_dim)
     return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)
 
 
 def layer_freed_by_attention(setup: TrainingSetup, layer: int) -> float:
     """What the backward of attention frees, in the last segment, before the gradients that it leaves for the keys and
     values of earlier segments arise; no more than these."""
-    attended = [block.attention for block in blocks_of(setup.model, layer) if block.attention is not None]
+    attended = [block.attention for block in setup.blocks(layer) if block.attention is not None]
     freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in attended)
     return min(freed, layer_keys_values_gradients(setup, layer))
 

@@ -7,14 +7,15 @@ parallelism exchange follows arXiv 2205.05198, section 4.2.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, singledispatch
+from operator import add
 from typing import NamedTuple
 
-from .blocks import BYTES, Block, blocks_of
+from .blocks import BYTES, Block
 from .context_exchange import comm_types, context_exchange
 from .flops import pairs
 from .layer_bytes import keeps_logits
 from .machine import Machine
-from .operations import all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
+from .operations import Group, all_reduce_time, all_to_all_time, flash_time, matmul_time, moving_time
 from .training_setup import ALL_BUT_ATTENTION, TrainingSetup
 
 # The share of the time of weight gradients' products that can hide a collective: a guess.
@@ -38,6 +39,9 @@ class Parts(NamedTuple):
         return sum(self)
 
 
+_NOTHING = Parts(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class LayerTime(NamedTuple):
     """One segment on one layer: its forward, its input gradients and its weight gradients. Seconds on the device."""
 
@@ -50,29 +54,126 @@ class LayerTime(NamedTuple):
 def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int = 0) -> LayerTime:
     """The time of the tokens [start, end) of every sequence of a micro-batch in layer number `layer`, without
     recomputation. Raises ValueError for a layer whose cost is not known."""
-    blocks, rows = blocks_of(setup.model, layer), setup.rows(end - start)
-    forward_matmul, input_matmul, weight = _products(setup, machine, layer, rows)
-    forward_attention, input_attention = _attention(setup, machine, layer, start, end)
-    forward_other, input_other = _moving(setup, machine, blocks, rows)
-    products = forward_matmul, input_matmul, weight
-    forward_exchange, input_exchange = _tensor_exchange(setup, machine, blocks, rows, products)
-    attention = forward_attention, input_attention
-    forward_exchanged, input_exchanged = context_exchange(setup, machine, layer, end - start, attention)
-    routed = expert_time(setup, machine, rows, layer)
-    forward_matmul, input_matmul = forward_matmul + routed.matmul, input_matmul + routed.matmul
-    forward_other, input_other = forward_other + routed.other, input_other + 2 * routed.other
-    sent = routed.all_to_all, routed.all_to_all
-    if setup.hides_experts:
-        # A forward runs beside the backward of another micro-batch.
-        sent = (
-            max(0.0, routed.all_to_all - input_matmul - input_attention - weight - routed.weight),
-            max(0.0, routed.all_to_all - forward_matmul - forward_attention),
-        )
-    return LayerTime(
-        Parts(forward_matmul, forward_attention, forward_other, forward_exchange, forward_exchanged + sent[0]),
-        Parts(input_matmul, input_attention, input_other, input_exchange, input_exchanged + sent[1]),
-        weight + routed.weight,
+    blocks = setup.blocks(layer)
+    forward, back, weight = _dense_time(setup, machine, blocks, start, end, layer)
+    # A product that adds to gradients reads and writes them meanwhile.
+    weight = max(weight, moving_time(machine.device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[0]))
+    # Tensor-parallel collectives may run beside products of weight gradients; with --tp-comm-overlap beside all.
+    of_forward, of_back = 0.0, 0.0 if setup.splits_backward else min(forward.exchange, _HIDING * weight)
+    if setup.hides_tensor_exchange:
+        of_forward, of_back = min(forward.exchange, forward.matmul), min(back.exchange, back.matmul + weight)
+    forward = forward._replace(exchange=forward.exchange - of_forward)
+    back = back._replace(exchange=back.exchange - of_back)
+    routed = _routed_time(setup, machine, blocks, end - start, layer)
+    forward, back = (Parts(*map(add, *parts)) for parts in ((forward, routed.forward), (back, routed.input)))
+    weight += routed.weight
+    if setup.hides_experts:  # a forward runs beside the backward of another micro-batch
+        of_forward = min(routed.forward.all_to_all, back.matmul + back.attention + weight)
+        of_back = min(routed.input.all_to_all, forward.matmul + forward.attention)
+        forward = forward._replace(all_to_all=forward.all_to_all - of_forward)
+        back = back._replace(all_to_all=back.all_to_all - of_back)
+    return LayerTime(forward, back, weight)
+
+
+def _dense_time(
+    setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], start: int, end: int, layer: int
+) -> LayerTime:
+    """Blocks but for their routed experts; tensor-parallel collectives beside nothing. Only the first block of a layer
+    attends or recurs."""
+    device, length = machine.device, end - start
+    rows, residual = setup.rows(length), setup.residual(length)
+    products = [product[:2] for block in blocks for product in block.products]
+    scan = rows * sum(block.scan for block in blocks) / (device.peak_flops * device.matmul_efficiency)
+    # A norm (read, write) and an addition to the residual (read two, write one) for each block, and what is inside.
+    whole, moved = len(blocks) * residual, BYTES * rows * sum(block.moved for block in blocks)
+    # A sum over the tensor-parallel ranks each way for each block, unless tokens travel to experts instead; with
+    # sequence parallelism in its two halves, and the inputs are gathered once more for the weight gradients.
+    sums = sum(bool(block.products) for block in blocks)
+    exchange = sums * all_reduce_time(machine, setup.tensor_group, setup.whole_input(length))
+    attention = _attention(setup, machine, blocks[0], start, end, layer)
+    exchanged = context_exchange(setup, machine, blocks[0], length, attention)
+    forward = Parts(
+        matmul=scan + sum(matmul_time(device, rows, out, into) for out, into in products),
+        attention=attention[0],
+        other=moving_time(device, 5 * whole + moved, 5 * len(blocks)),
+        exchange=exchange,
+        all_to_all=exchanged[0],
     )
+    back = Parts(
+        matmul=2 * scan + sum(matmul_time(device, rows, into, out) for out, into in products),
+        attention=attention[1],
+        other=moving_time(device, 7 * whole + 1.5 * moved, 7 * len(blocks)),
+        exchange=exchange * (1.5 if setup.sequence_parallel else 1),
+        all_to_all=exchanged[1],
+    )
+    return LayerTime(forward, back, sum(matmul_time(device, out, into, rows) for out, into in products))
+
+
+def _attention(
+    setup: TrainingSetup, machine: Machine, block: Block, start: int, end: int, layer: int
+) -> tuple[float, float]:
+    """Attention of the forward and of the input gradients."""
+    device, batch, length, window = machine.device, setup.micro_batch_size, end - start, setup.model.window_of(layer)
+    if block.attention is None:
+        return 0.0, 0.0
+    keys = end if window is None else min(end, length + window)
+    seen = pairs(start, end, window)
+    if setup.seen:
+        seen = min(seen, setup.seen[setup.spans.index((start, end))])
+    heads = block.attention.heads / setup.context_parallel
+    size = (block.attention.score_dim + block.attention.value_dim) / 2
+    forward, back = (
+        flash_time(device, length, keys, seen, heads, size, batch, backward=backward) for backward in (False, True)
+    )
+    if len(setup.segments) > 1:
+        # Gradients of the keys and values of the prefix are added to sums in 32 bit.
+        cached = batch * keys / setup.context_parallel * block.attention.keys_values
+        back += moving_time(device, (BYTES + 8) * cached, 2)
+    return forward, back
+
+
+def _routed_time(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], length: int, layer: int) -> LayerTime:
+    """The routed experts of blocks, of which one at most has some."""
+    block = next((block for block in blocks if block.expert), None)
+    if block is None:
+        return LayerTime(_NOTHING, _NOTHING, 0.0)
+    device, hidden = machine.device, setup.model.hidden_size
+    first, last = block.expert
+    tokens = setup.rows(length) / setup.tensor_parallel
+    routed, here = tokens * block.active, block.experts / setup.expert_parallel
+    # Each expert has its part of what the ranks of the group send: one grouped product.
+    matmul = sum(matmul_time(device, routed / here, each.outputs, each.inputs, here) for each in block.expert)
+    weight = sum(matmul_time(device, each.outputs, each.inputs, routed / here, here) for each in block.expert)
+    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[1])
+    router = matmul_time(device, tokens, block.experts, hidden)
+    # Sorting tokens by expert and back, each a read and a write; the activation function.
+    other = moving_time(device, BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
+    # Tokens go to their experts and come back.
+    group = Group(setup.expert_parallel, 1)
+    sent = 2 * all_to_all_time(machine, group, BYTES * routed * hidden)
+    forward = Parts(matmul + router, 0.0, other, 0.0, sent)
+    return LayerTime(forward, forward._replace(other=2 * other), max(weight, adding) + router)
+
+
+def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int) -> float:
+    """Seconds of what the backward of a layer computes again."""
+    device, length, modules = machine.device, end - start, setup.recompute.split()
+    forward = layer_time(setup, machine, start, end, layer).forward
+    if setup.recomputes_layers:
+        repeated = forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
+        return setup.recomputed_share * repeated
+    again, residual = forward.attention if "core_attn" in modules else 0.0, setup.residual(length)
+    for block in setup.blocks(layer):
+        if "layernorm" in modules:
+            again += moving_time(device, 2 * residual, 1)
+        if setup.repeats(block.symbol):  # all but the norm and the addition to the residual
+            time = _dense_time(setup, machine, (block,), start, end, layer).forward
+            shown = time.total - (time.exchange if setup.hides_tensor_exchange else 0.0)
+            again += shown - moving_time(device, 5 * residual, 4)
+            again += _routed_time(setup, machine, (block,), length, layer).forward.total
+        elif "moe_act" in modules and block.expert:
+            again += moving_time(device, 3 * setup.rows(length) * block.activated, 1)
+    return again
 
 
 @lru_cache(maxsize=4096)
@@ -83,105 +184,11 @@ def fastest_cp_comm_type(setup: TrainingSetup, machine: Machine) -> str | None:
         each = replace(setup, cp_comm_type=way)
         times = (
             (count, layer_time(each, machine, 0, setup.sequence_length, layer))
-            for layer, count in setup.stage_layers[0].items()
+            for layer, count in setup.stages[0].layers
         )
         return sum(count * (time.forward.all_to_all + time.input.all_to_all) for count, time in times)
 
     return None if setup.context_parallel == 1 else min(comm_types(setup, machine), key=seconds)
-
-
-def _products(setup: TrainingSetup, machine: Machine, layer: int, rows: float) -> tuple[float, float, float]:
-    """Matrix products of the forward, of input gradients and of weight gradients; recurrences as products."""
-    device, blocks = machine.device, blocks_of(setup.model, layer)
-    weights = [product.on_rank(setup.tensor_parallel) for block in blocks for product in block.products]
-    scan = rows * sum(block.scan for block in blocks) / setup.tensor_parallel
-    scan /= device.peak_flops * device.matmul_efficiency
-    forward = scan + sum(matmul_time(device, rows, out, into) for out, into in weights)
-    back = 2 * scan + sum(matmul_time(device, rows, into, out) for out, into in weights)
-    weight = sum(matmul_time(device, out, into, rows) for out, into in weights)
-    # A product that adds to gradients reads and writes them meanwhile.
-    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_parameters(layer))
-    return forward, back, max(weight, adding)
-
-
-def _attention(setup: TrainingSetup, machine: Machine, layer: int, start: int, end: int) -> tuple[float, float]:
-    """Attention of the forward and of the input gradients."""
-    device, batch, length, window = machine.device, setup.micro_batch_size, end - start, setup.model.window_of(layer)
-    keys = end if window is None else min(end, length + window)
-    seen = pairs(start, end, window)
-    if setup.seen:
-        seen = min(seen, setup.seen[setup.spans.index((start, end))])
-    forward = back = cached = 0.0
-    for attention in (block.attention for block in blocks_of(setup.model, layer) if block.attention):
-        heads = attention.heads / setup.tensor_parallel / setup.context_parallel
-        size = (attention.score_dim + attention.value_dim) / 2
-        sizes = (device, length, keys, seen, heads, size, batch)
-        forward += flash_time(*sizes)
-        back += flash_time(*sizes, backward=True)
-        cached += batch * keys / setup.context_parallel * attention.keys_values(setup.tensor_parallel)
-    if len(setup.segments) > 1 and forward:
-        # Gradients of the keys and values of the prefix are added to sums in 32 bit.
-        back += moving_time(device, (BYTES + 8) * cached, 2)
-    return forward, back
-
-
-def _moving(setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float) -> tuple[float, float]:
-    """Kernels of the forward and of the input gradients that only move data."""
-    # A norm (read, write) and an addition to the residual (read two, write one) for each block, and what is inside.
-    whole = len(blocks) * rows * setup.model.hidden_size / setup.token_shares
-    parts = rows * sum(block.moved for block in blocks) / setup.tensor_parallel
-    device = machine.device
-    return (
-        moving_time(device, BYTES * (5 * whole + parts), 5 * len(blocks)),
-        moving_time(device, BYTES * (7 * whole + 1.5 * parts), 7 * len(blocks)),
-    )
-
-
-def _tensor_exchange(
-    setup: TrainingSetup, machine: Machine, blocks: Sequence[Block], rows: float, products: tuple[float, float, float]
-) -> tuple[float, float]:
-    """What tensor parallelism does not hide of its collectives, in the forward and in the input gradients.
-
-    They may run beside products of weight gradients, the last of `products`; with --tp-comm-overlap beside all.
-    """
-    # A sum over the tensor-parallel ranks each way for each block, unless tokens travel to experts instead; with
-    # sequence parallelism in its two halves, and the inputs are gathered once more for the weight gradients.
-    count = sum(bool(block.products) for block in blocks)
-    forward = back = count * all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
-    back += forward / 2 if setup.sequence_parallel else 0.0
-    if setup.hides_tensor_exchange:
-        return max(0.0, forward - products[0]), max(0.0, back - products[1] - products[2])
-    if not setup.splits_backward:
-        # With sequence parallelism the gathering runs beside a product, and the reduction beside another.
-        back -= min(forward, _HIDING * products[2])
-    return forward, back
-
-
-def repeated_time(setup: TrainingSetup, machine: Machine, start: int, end: int, layer: int) -> float:
-    """Seconds of what the backward of a layer computes again."""
-    forward, rows = layer_time(setup, machine, start, end, layer).forward, setup.rows(end - start)
-    whole = rows * setup.model.hidden_size / setup.token_shares
-    if setup.recomputes_layers:
-        repeated = forward.total - (forward.attention if setup.recompute == ALL_BUT_ATTENTION else 0.0)
-        return setup.recomputed_share * repeated
-    again, modules = 0.0, setup.recompute.split()
-    for symbol, block in zip(setup.model.blocks(layer), blocks_of(setup.model, layer), strict=True):
-        if "core_attn" in modules and block.attention:
-            again += forward.attention
-        if "layernorm" in modules:
-            again += moving_time(machine.device, 2 * BYTES * whole, 1)
-        if "moe_act" in modules and block.expert and not setup.repeats(symbol):
-            again += moving_time(machine.device, 3 * rows * block.activated / setup.tensor_parallel, 1)
-        if setup.repeats(symbol):
-            weights = [product.on_rank(setup.tensor_parallel) for product in block.products]
-            again += sum(matmul_time(machine.device, rows, out, into) for out, into in weights)
-            again += moving_time(machine.device, BYTES * rows * block.moved / setup.tensor_parallel, 1)
-            if weights and not setup.hides_tensor_exchange:
-                again += all_reduce_time(machine, setup.tensor_group, BYTES * rows * setup.model.hidden_size)
-            if block.expert:
-                routed = expert_time(setup, machine, rows, layer)
-                again += routed.matmul + routed.other + routed.all_to_all
-    return again
 
 
 class EndTime(NamedTuple):
@@ -193,60 +200,28 @@ class EndTime(NamedTuple):
 
 
 def embedding_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
-    moved = BYTES * setup.rows(end - start) * setup.model.hidden_size
+    moved = setup.whole_input(end - start)
     exchange = all_reduce_time(machine, setup.tensor_group, moved)
+    back = 0.0
     if setup.sequence_parallel:
-        exchange /= 2
+        exchange = back = exchange / 2
     forward = moving_time(machine.device, 2 * moved, 3) + exchange
-    back = exchange if setup.sequence_parallel else 0.0
     return EndTime(forward, back, moving_time(machine.device, 4 * moved, 3))
 
 
 def head_time(setup: TrainingSetup, machine: Machine, start: int, end: int) -> EndTime:
     """The projection to the vocabulary and the loss, once more for each prediction head, which joins its inputs."""
-    device, model = machine.device, setup.model
-    hidden, heads, rows = model.hidden_size, 1 + model.prediction_depth, setup.rows(end - start)
-    columns = model.vocab_size / setup.tensor_parallel
+    device, model, rows = machine.device, setup.model, setup.rows(end - start)
+    hidden, columns = model.hidden_size, model.vocab_size / setup.tensor_parallel
     logits = rows * columns
-    once = all_reduce_time(machine, setup.tensor_group, BYTES * rows * hidden)
-    forward = matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
-    forward += once / 2 if setup.sequence_parallel else 0.0
+    once = all_reduce_time(machine, setup.tensor_group, setup.whole_input(end - start))
+    of_logits = matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
+    forward = of_logits + (once / 2 if setup.sequence_parallel else 0.0)
     back = matmul_time(device, rows, hidden, columns) + moving_time(device, _OF_LOGIT_BACKWARD * logits, 4) + once
     adding = moving_time(device, 2 * setup.gradient_bytes * setup.embedding_parameters)
     weight = max(matmul_time(device, columns, hidden, rows), adding)
     if not keeps_logits(setup):  # in pieces, which the input gradients compute again, and the weight gradients with it
-        back += matmul_time(device, rows, columns, hidden) + moving_time(device, _OF_LOGIT_FORWARD * logits, 10)
-        back, weight = back + weight, 0.0
+        back, weight = back + of_logits + weight, 0.0
     joining = model.prediction_depth * matmul_time(device, rows, hidden / setup.tensor_parallel, 2 * hidden)
+    heads = 1 + model.prediction_depth
     return EndTime(heads * forward + joining, heads * back + joining, heads * weight + joining)
-
-
-class ExpertTime(NamedTuple):
-    """`matmul` and `all_to_all` of the forward, which the input gradients take again, and `other` of the forward."""
-
-    matmul: float
-    other: float
-    all_to_all: float
-    weight: float
-
-
-def expert_time(setup: TrainingSetup, machine: Machine, rows: float, layer: int = 0) -> ExpertTime:
-    """The routed experts of a layer, for `rows` tokens of a tensor-parallel group; nothing where it has none."""
-    device, hidden = machine.device, setup.model.hidden_size
-    block = next((block for block in blocks_of(setup.model, layer) if block.expert), None)
-    if block is None:
-        return ExpertTime(0.0, 0.0, 0.0, 0.0)
-    first, last = weights = block.expert
-    tokens = rows / setup.tensor_parallel
-    routed = tokens * block.active
-    here = block.experts / setup.expert_parallel
-    # Each expert has its part of what the ranks of the group send: one grouped product.
-    matmul = sum(matmul_time(device, routed / here, each.outputs, each.inputs, here) for each in weights)
-    weight = sum(matmul_time(device, each.outputs, each.inputs, routed / here, here) for each in weights)
-    adding = moving_time(device, 2 * setup.gradient_bytes * setup.layer_expert_parameters(layer))
-    # The router; sorting tokens by expert and back, each a read and a write; the activation function.
-    router = matmul_time(device, tokens, block.experts, hidden)
-    other = moving_time(device, BYTES * routed * (4 * hidden + first.outputs + last.inputs), 12)
-    # Tokens go to their experts and come back.
-    exchanged = 2 * all_to_all_time(machine, setup.expert_group, BYTES * routed * hidden)
-    return ExpertTime(matmul + router, other, exchanged, max(weight, adding) + router)

@@ -163,8 +163,9 @@ def _layer(
     model: ModelShape, layer: int, device: Device, num_devices: float
 ) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
     """Forward, backward, and of the latter the weight gradients."""
-    flops, window, rate = layer_flops(model, layer), model.window_of(layer), num_devices * device.peak_flops
-    per_token = flops.per_token / (rate * device.matmul_efficiency)
+    (of_token, of_pair), window = layer_flops(model, layer), model.window_of(layer)
+    rate = num_devices * device.peak_flops
+    per_token = of_token / (rate * device.matmul_efficiency)
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
         common = AnalyticTime(_KERNELS * device.kernel_latency, per_token, slow_attention=device.slow_attention)
@@ -172,8 +173,8 @@ def _layer(
             return replace(common, per_pair_in_window=per_pair, window=window)
         return replace(common, per_pair=per_pair)
 
-    forward = time(per_token, flops.per_pair / (rate * device.flash_forward))
-    backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * flops.per_pair / (rate * device.flash_backward))
+    forward = time(per_token, of_pair / (rate * device.flash_forward))
+    backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * of_pair / (rate * device.flash_backward))
     # The gradient of a matrix product by its weight takes as much as that by its input; a recurrence has no weight.
     scans = sum(block.scan for block in blocks_of(model, layer)) / (rate * device.matmul_efficiency)
     return forward, backward, AnalyticTime(per_token=per_token - scans)

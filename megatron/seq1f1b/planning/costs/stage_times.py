@@ -11,7 +11,7 @@ from .layer_times import LayerTime, embedding_time, head_time, layer_time, repea
 from .machine import Machine
 from .operations import all_gather_time, all_reduce_time, message_time, moving_time
 from .step_memory import activation_tables, layer_moved
-from .training_setup import TrainingSetup
+from .training_setup import Stage, TrainingSetup
 
 Row = tuple[float, ...]
 
@@ -28,32 +28,27 @@ def _layer_times(setup: TrainingSetup, machine: Machine, layer: int) -> tuple[La
 
 
 @lru_cache(maxsize=8192)
-def _rows(
-    setup: TrainingSetup, machine: Machine, layers: tuple[tuple[int, int], ...], first: bool, last: bool
-) -> tuple[Row, Row, Row]:
-    """Durations of F, I and W by segment on a stage; `layers` has the number of a layer and how many are alike."""
-    host, num_layers = machine.host, sum(count for _, count in layers)
-    times = [(count, _layer_times(setup, machine, layer)) for layer, count in layers]
-    row_f, row_i, row_w = [], [], []
+def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Row, Row]:
+    """Durations of F, I and W by segment on a stage."""
+    host, num_layers = machine.host, sum(count for _, count in stage.layers)
+    times = [(count, _layer_times(setup, machine, layer)) for layer, count in stage.layers]
+    launch_f = num_layers * host.layer_forward
+    launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
+    rows = []
     for index, span in enumerate(setup.spans):
         forward = sum(count * of_layer[index].forward.total for count, of_layer in times)
         back = sum(count * of_layer[index].input.total for count, of_layer in times)
         weight = sum(count * of_layer[index].weight for count, of_layer in times)
-        for end_time, there in ((embedding_time, first), (head_time, last)):
+        for end_time, there in ((embedding_time, stage.is_first), (head_time, stage.is_last)):
             if there:
                 end = end_time(setup, machine, *span)
-                forward += end.forward
-                back += end.input
-                weight += end.weight
-        launch_f = num_layers * host.layer_forward
-        launch_b = num_layers * host.layer_backward + (launch_f if setup.recomputes_layers else 0.0)
-        copied = sum(count * layer_moved(setup, layer, *span) for layer, count in layers)
+                forward, back, weight = forward + end.forward, back + end.input, weight + end.weight
+        copied = sum(count * layer_moved(setup, layer, *span) for layer, count in stage.layers)
         total = max(back + weight, launch_b, copied and copied / machine.device.host_bandwidth) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
-        row_f.append(max(forward, launch_f) + host.action)
-        row_i.append(total - weight)
-        row_w.append(weight)
-    return tuple(row_f), tuple(row_i), tuple(row_w)
+        rows.append((max(forward, launch_f) + host.action, total - weight, weight))
+    f, i, w = zip(*rows, strict=True)
+    return f, i, w
 
 
 def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, Row]]:
@@ -62,12 +57,8 @@ def stage_rows(setup: TrainingSetup, machine: Machine) -> list[tuple[Row, Row, R
         of_stages = zip(*(stage_rows(part, machine) for part in setup.parts), strict=True)
         tables = (zip(*of_parts, strict=True) for of_parts in of_stages)
         return [(tuple(chain(*f)), tuple(chain(*i)), tuple(chain(*w))) for f, i, w in tables]
-    alone, last = setup.alone, setup.placement.num_stages - 1
-    rows = {
-        stage: _rows(alone, machine, tuple(setup.stage_layers[stage].items()), stage == 0, stage == last)
-        for stage in set(setup.alike)
-    }
-    return [rows[stage] for stage in setup.alike]
+    rows = {stage: _rows(setup.alone, machine, stage) for stage in set(setup.stages)}
+    return [rows[stage] for stage in setup.stages]
 
 
 def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> tuple[int, ...]:
@@ -77,12 +68,11 @@ def balanced_layers(setup: TrainingSetup, machine: Machine, least: int = 1) -> t
     more, since fewer units are in flight there.
     """
     alone, placement = setup.alone, setup.placement
-    layers = tuple(alone.stage_layers[0].items())
-    layer, first, last = (
-        sum(map(sum, _rows(alone, machine, *kind)))
-        for kind in ((layers, False, False), ((), True, False), ((), False, True))
+    layers, first, last = (
+        sum(map(sum, _rows(alone, machine, Stage(*stage))))
+        for stage in ((alone.stages[0].layers, False, False), ((), True, False), ((), False, True))
     )
-    layer /= setup.model.num_layers
+    layer = layers / setup.model.num_layers
     stages = range(placement.num_stages)
     loads = [least * layer + first * (stage == 0) + last * (stage == stages[-1]) for stage in stages]
     counts, ranks = [least] * placement.num_stages, [0.0] * placement.num_ranks
@@ -118,7 +108,7 @@ def message_times(setup: TrainingSetup, machine: Machine, parts: int) -> tuple[t
 
     @cache
     def row(source: int, destination: int) -> Row:
-        sizes = [BYTES * setup.rows(length) * setup.model.hidden_size for length in setup.segments]
+        sizes = [setup.whole_input(length) for length in setup.segments]
         times = (message_time(machine, source, destination, size / parts, senders) for size in sizes)
         if setup.sequence_parallel:
             return tuple(times)

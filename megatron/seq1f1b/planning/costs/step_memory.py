@@ -3,15 +3,16 @@
 layer_bytes has what layers keep; gradients and states follow Megatron's mixed precision with Adam.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate, chain, pairwise
-from math import fsum, log2
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from math import log2
 
-from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Action, Kind, channels_of, partition_state
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schedule import COMPUTE_KINDS, Action, Kind, channels_of, partition_state
 from ...schedule.cost_tables import Table
 from .blocks import BYTES
 from .layer_bytes import (
@@ -29,9 +30,10 @@ from .layer_bytes import (
     loss_kept,
     positions_bytes,
     routed_bytes,
-    whole_input,
 )
-from .training_setup import TrainingSetup
+from .training_setup import Stage, TrainingSetup
+
+Sizes = NDArray[np.float64]
 
 # What PyTorch's allocator holds beyond the peak of what is allocated: a share of what comes and goes; as large a share
 # again for each doubling of the number of lengths of segments, since blocks of one length do not serve another; and a
@@ -60,50 +62,44 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
-class Kept(NamedTuple):
-    """What a unit leaves on a stage for its later actions. Bytes."""
-
-    activations: float
-    keys_values: float = 0.0
-    states: float = 0.0
-    logits: float = 0.0
-
-
-def kept(setup: TrainingSetup, stage: int, after: Kind = Kind.F) -> tuple[Kept, ...]:
-    """What a unit of each segment keeps on a stage after its forward, after I, or once it is OFFLOADed."""
-    return _kept(setup, setup.alike[stage], after)
+# What a unit has left on a stage before and after an action of a kind, as that which follows another; None: nothing.
+_LEFT = {
+    Kind.F: (None, Kind.F),
+    Kind.B: (Kind.F, None),
+    Kind.I: (Kind.F, Kind.I),
+    Kind.W: (Kind.I, None),
+    Kind.OFFLOAD: (Kind.F, Kind.OFFLOAD),
+    Kind.RELOAD: (Kind.OFFLOAD, Kind.F),
+}
 
 
 @lru_cache(maxsize=4096)
-def _kept(setup: TrainingSetup, stage: int, after: Kind) -> tuple[Kept, ...]:
+def kept(setup: TrainingSetup, stage: Stage, after: Kind = Kind.F) -> Sizes:
+    """What a unit of each segment leaves on a stage after its forward, after I, or once it is OFFLOADed: activations,
+    keys and values, states, and logits. Bytes, [segments, 4]."""
     if setup.parts:
-        return tuple(chain(*(_kept(part, stage, after) for part in setup.parts)))
-    is_last = stage == setup.placement.num_stages - 1
+        return np.concatenate([kept(part, stage, after) for part in setup.parts])
+    if after is Kind.OFFLOAD:
+        stays = kept(setup, stage) * (0, 1, 1, 0)
+        stays[-1, 1] -= stays[:, 1].sum()  # the last segment takes the keys and values of all along
+        return stays
     found = []
     for length, span in zip(setup.segments, setup.spans, strict=True):
-        logits = loss_kept(setup, length, after is Kind.I) if is_last else 0.0
-        hidden = head_kept(setup, length, after is Kind.I) if is_last else 0.0
-        if after is Kind.I:
-            layers = setup.stage_layers[stage].items()
-            of_layers = sum(count * layer_kept_for_weights(setup, layer, *span) for layer, count in layers)
-            found.append(Kept(of_layers + hidden, logits=logits))
-            continue
-        sizes = (hidden, 0.0, 0.0)
-        for layer, count in setup.stage_layers[stage].items():
-            of_layer = _layer_kept(setup.alone, layer, *span)
-            sizes = (sizes[0] + count * of_layer[0], sizes[1] + count * of_layer[1], sizes[2] + count * of_layer[2])
-        found.append(Kept(*sizes, logits))
-    if after is Kind.OFFLOAD:
-        # The last segment takes the keys and values of all along.
-        of_all = sum(each.keys_values for each in found)
-        found = [Kept(0.0, each.keys_values, each.states) for each in found]
-        found[-1] = found[-1]._replace(keys_values=found[-1].keys_values - of_all)
-    return tuple(found)
+        sizes = [0.0] * 4
+        if stage.is_last:
+            sizes = [head_kept(setup, length, after is Kind.I), 0.0, 0.0, loss_kept(setup, length, after is Kind.I)]
+        for layer, count in stage.layers:
+            for use, size in enumerate(_layer_kept(setup.alone, layer, *span, after)):
+                sizes[use] += count * size
+        found.append(sizes)
+    return np.array(found)
 
 
 @lru_cache(maxsize=1 << 16)
-def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float, float]:
-    """Activations, keys and values, and states after the forward of one layer."""
+def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, after: Kind) -> tuple[float, ...]:
+    """Activations, keys and values, and states of one layer."""
+    if after is Kind.I:
+        return (layer_kept_for_weights(setup, layer, start, end),)
     activation = layer_activation(setup, layer, start, end)
     keys_values = layer_keys_values(setup, layer, start, end)
     if setup.offloads_modules:
@@ -112,18 +108,19 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple
     return activation, keys_values, layer_state(setup, layer) if end < setup.sequence_length else 0.0
 
 
-def _of_layers(setup: TrainingSetup, stage: int, of_layer: Callable[[int], float]) -> float:
-    return sum(count * of_layer(layer) for layer, count in setup.stage_layers[stage].items())
+@lru_cache(maxsize=1024)
+def moved_bytes(setup: TrainingSetup) -> Table:
+    """By stage and segment, what waits in the memory of the host while a unit is there; with Megatron's modules, what
+    they move of it."""
 
+    def of_stage(stage: Stage) -> tuple[float, ...]:
+        if setup.offloads_modules:
+            moved = partial(layer_moved, setup)
+            return tuple(sum(count * moved(layer, *span) for layer, count in stage.layers) for span in setup.spans)
+        return tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
 
-@lru_cache(maxsize=1 << 14)
-def moved_bytes(setup: TrainingSetup, stage: int, index: int) -> float:
-    """What waits in the memory of the host while a unit is there; with Megatron's modules, what they move of it."""
-    if setup.offloads_modules:
-        span = setup.spans[index]
-        return _of_layers(setup, stage, lambda layer: layer_moved(setup, layer, *span))
-    here, away = kept(setup, stage)[index], kept(setup, stage, Kind.OFFLOAD)[index]
-    return here.activations + (here.keys_values - away.keys_values) + here.logits
+    rows = {stage: of_stage(stage) for stage in set(setup.stages)}
+    return tuple(rows[stage] for stage in setup.stages)
 
 
 def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
@@ -136,20 +133,17 @@ def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> float
 def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
     """The most that a rank has in the memory of its host at once."""
     goes, comes = (Kind.F, Kind.B) if setup.offloads_modules else (Kind.OFFLOAD, Kind.RELOAD)
-    now = most = 0.0
-    for kind, stage, _, segment in actions:
-        if kind in (goes, comes):
-            size = moved_bytes(setup, stage, segment)
-            now += size if kind is goes else -size
-            most = max(most, now)
-    return most
+    moves = [action for action in actions if action.kind in (goes, comes)]
+    sizes = moved_bytes(setup) if moves else ()
+    changes = (sizes[stage][segment] * (1 if kind is goes else -1) for kind, stage, _, segment in moves)
+    return max(accumulate(changes, initial=0.0))
 
 
 def activation_tables(setup: TrainingSetup) -> tuple[Table, Table]:
     """`activation` and `kept` of `Costs`, in bytes; a schedule may keep no more for W than it held before."""
-    stages = range(setup.placement.num_stages)
     held, for_weights = (
-        tuple(tuple(map(sum, kept(setup, stage, after))) for stage in stages) for after in (Kind.F, Kind.I)
+        tuple(tuple(kept(setup, stage, after).sum(axis=1).tolist()) for stage in setup.stages)
+        for after in (Kind.F, Kind.I)
     )
     return held, tuple(tuple(map(min, *rows)) for rows in zip(for_weights, held, strict=True))
 
@@ -169,16 +163,17 @@ def _moves_state(setup: TrainingSetup) -> bool:
     return setup.partitions_state and setup.data_group.size > 1
 
 
-def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> list[tuple[float, float]]:
+def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     """By action, the weights and the gradients of chunks that are whole, beside the shares of a partitioned state.
 
     A chunk has gradients from its first backward until the next chunk ends, by when its reduction is over.
     """
-    found = []
+    if not _moves_state(setup):
+        return np.zeros((len(actions), 2))
     parameters = [sum(each) for each in setup.parameters]
     last = {action.stage: action for action in actions}
-    gathered, summed = set[int](), set[int]()
-    ended = -1
+    gathered, summed, ended = set[int](), set[int](), -1
+    found = []
     for action in partition_state(actions):
         kind, stage = action.kind, action.stage
         if kind is Kind.GATHER:
@@ -188,109 +183,96 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> list[tuple
         else:
             if kind in (Kind.B, Kind.I, Kind.W):
                 summed.add(stage)
-            weights, gradients = (sum(parameters[each] for each in whole) for whole in (gathered, summed))
-            found.append((BYTES * weights, setup.gradient_bytes * gradients))
+            found.append([sum(parameters[each] for each in whole) for whole in (gathered, summed)])
             if action == last[stage]:
                 summed.discard(ended)
                 ended = stage
-    return found
+    return np.array(found) * (BYTES, setup.gradient_bytes)
 
 
 def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Memory:
     """The memory of a rank at the peak of its compute actions and moves to the host, in the order in which they run."""
-    stages, actions = setup.placement.stages_of(rank), list(_when_freed(actions))
-    waiting = beside = _messages_waiting(setup, actions, rank)
-    whole = [(0.0, 0.0)] * len(actions)
-    if _moves_state(setup):
-        whole = _whole_chunks(setup, actions)
-        beside = [messages + sum(chunks) for messages, chunks in zip(waiting, whole, strict=True)]
-    number, gradients = _peak(setup, actions, stages, beside)
-    kind, stage, _, segment = actions[number]
-    loss, working = _running(setup, setup.alike[stage], kind)[segment]
-    units = _in_flight(actions[: number + 1])
-    sizes = [
-        [count * size for size in kept(setup, stage, after)[segment]]
-        for (stage, segment, after), count in Counter(units).items()
-    ]
-    activations, keys_values, states, logits = map(fsum, zip(*sizes, strict=True))
-    activations += positions_bytes(setup, sum(setup.segments[segment] for segment in {unit[1] for unit in units}))
+    stages, order = [setup.stages[stage] for stage in setup.placement.stages_of(rank)], list(_when_freed(actions))
+    changes = {key: _changes(setup, setup.stages[key[1]], key[0]) for key in {action[:2] for action in order}}
+    of_actions = np.array([changes[kind, stage][segment] for kind, stage, _, segment in order])
+    first, during, last = of_actions.transpose(1, 0, 2)
+    first[1:] += last[:-1]
+    held = first.cumsum(axis=0) + during
+    waiting, whole = _messages_waiting(setup, order, rank), _whole_chunks(setup, order)
+    totals = held.sum(axis=1) + waiting + whole.sum(axis=1)
+    computing = (number for number, action in enumerate(order) if action.kind in COMPUTE_KINDS)
+    peak = max(computing, key=totals.__getitem__)
+    activations, keys_values, states, logits, working = held[peak].tolist()
+    messages, (of_weights, of_gradients) = float(waiting[peak]), whole[peak].tolist()
+    ended = {action[1:] for action in order[:peak] if action.kind in (Kind.B, Kind.W)}
+    segments = {action.segment for action in order[: peak + 1] if action.kind is Kind.F and action[1:] not in ended}
+    activations += positions_bytes(setup, sum(setup.segments[segment] for segment in segments))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
-        states += max(_of_layers(setup, stage, lambda layer: layer_state(setup, layer)) for stage in stages)
-    longest = max(setup.segments)
-    lengths = {setup.segments[unit[1]] for unit in units} if setup.parts else set(setup.segments)
-    largest_loss = loss_bytes(setup, longest) if setup.placement.num_stages - 1 in stages else 0.0
-    weights, of_weights, optimizer = static_memory(setup, rank)
-    dynamic = activations + keys_values + gradients + states + logits + loss + working + waiting[number]
+        states += max(sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
+    lengths = {setup.segments[segment] for segment in segments} if setup.parts else set(setup.segments)
+    largest_loss = loss_bytes(setup, max(setup.segments)) if stages[-1].is_last else 0.0
+    weights, gradients, optimizer = static_memory(setup, rank)
+    dynamic = activations + keys_values + states + logits + working + messages
     return Memory(
-        weights=weights + whole[number][0],
-        gradients=of_weights + whole[number][1],
+        weights=weights + of_weights,
+        gradients=gradients + of_gradients,
         optimizer=optimizer,
         activations=activations,
-        keys_values=keys_values + gradients,
+        keys_values=keys_values,
         states=states,
-        logits=logits + loss,
+        logits=logits,
         working=working,
-        messages=waiting[number],
+        messages=messages,
         reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * dynamic + _OF_LOGITS * largest_loss,
     )
 
 
-def _peak(
-    setup: TrainingSetup, actions: Sequence[Action], stages: Sequence[int], beside: Sequence[float]
-) -> tuple[int, float]:
-    """The number of the action during which a rank holds most, and the gradients of keys and values that later segments
-    left then. `beside` has what is held beside units and work, by action."""
-    kinds = {action.kind for action in actions}.intersection(COMPUTE_KINDS)
-    held = {stage: [*map(sum, kept(setup, stage))] for stage in stages}
-    for_weights = {stage: [*map(sum, kept(setup, stage, Kind.I))] for stage in stages if Kind.I in kinds}
-    gradients = {stage: _keys_values_gradients(setup, setup.alike[stage]) for stage in stages}
-    running = {
-        (kind, stage): [*map(sum, _running(setup, setup.alike[stage], kind))] for kind in kinds for stage in stages
-    }
-    now = left = most = left_at_most = 0.0
-    at = 0
-    for number, (kind, stage, _, segment) in enumerate(actions):
-        if kind in MOVE_KINDS:
-            size = moved_bytes(setup, stage, segment)
-            now += size if kind is Kind.RELOAD else -size
-            continue
-        if kind is Kind.F:
-            now += held[stage][segment]
-        elif kind is not Kind.W:
-            left += gradients[stage][0][segment]
-        total = now + left + beside[number] + running[kind, stage][segment]
-        if total > most:
-            most, at, left_at_most = total, number, left
-        if kind is Kind.I:
-            now -= held[stage][segment] - for_weights[stage][segment]
-        elif kind is not Kind.F:
-            now -= (held if kind is Kind.B else for_weights)[stage][segment]
-        if kind in (Kind.B, Kind.I):
-            left += gradients[stage][1][segment]
-    return at, left_at_most
-
-
 @lru_cache(maxsize=4096)
-def _keys_values_gradients(setup: TrainingSetup, stage: int) -> tuple[list[float], list[float]]:
-    """By segment the gradients of keys and values that arise in its backward, and those that come and go when it ends.
+def _changes(setup: TrainingSetup, stage: Stage, kind: Kind) -> Sizes:
+    """What an action adds when it starts, has while it runs, and adds when it ends: activations, keys and values with
+    their gradients, states, logits, and all else. [segments, 3, 5]."""
+    if setup.parts:
+        return np.concatenate([_changes(part, stage, kind) for part in setup.parts])
+    found = np.zeros((len(setup.segments), 3, 5))
+    first, during, last = found.transpose(1, 0, 2)
+    before, after = (0.0 if left is None else kept(setup, stage, left) for left in _LEFT[kind])
+    (first if kind is Kind.F else last)[:, :4] += after - before
+    if kind in COMPUTE_KINDS:
+        during[:, 3:] = [_running(setup, stage, kind, *span) for span in setup.spans]
+    if kind in (Kind.B, Kind.I):
+        # Gradients of keys and values that later segments leave for earlier ones arise in the backward of the last
+        # segment, the last of them in place of what attention's kernel held, and go with the first.
+        in_all = sum(count * layer_keys_values_gradients(setup, layer) for layer, count in stage.layers)
+        in_place = max((layer_freed_by_attention(setup, layer) for layer, _ in stage.layers), default=0.0)
+        first[-1, 1] += in_all - in_place
+        last[-1, 1] += in_place
+        last[0, 1] -= in_all
+    return found
 
-    They arise in that of the last segment, the last of them in place of what attention's kernel held, and go with the
-    first.
-    """
-    arising: list[float] = []
-    later: list[float] = []
-    for part in setup.parts or (setup,):
-        in_all = _of_layers(part, stage, partial(layer_keys_values_gradients, part))
-        in_place = max((layer_freed_by_attention(part, layer) for layer in part.stage_layers[stage]), default=0.0)
-        none = [0.0] * (len(part.segments) - 1)
-        arising += [*none, in_all - in_place]
-        later += [*none, in_place]
-        later[-len(part.segments)] -= in_all
-    return arising, later
+
+def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: int) -> tuple[float, float]:
+    """What an action of this kind holds while it runs, beside what units keep: the loss, and all else."""
+    length, has_loss = end - start, stage.is_last and kind is not Kind.W
+    loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
+    # Tokens have come back from experts when the loss begins.
+    blocks = (block for layer, _ in stage.layers for block in setup.blocks(layer))
+    routed = max(0.0, routed_bytes(setup, blocks, length) - loss) if kind is Kind.F else 0.0
+    if has_loss and keeps_logits(setup):  # these are counted with the unit
+        loss -= loss_kept(setup, length)
+    # Two layers are on their way, or at work.
+    moving = 2 * max((layer_moved(setup, layer, start, end) for layer, _ in stage.layers), default=0)
+    if kind not in (Kind.B, Kind.I):
+        return loss, moving + setup.whole_input(length) + routed
+    working = moving + backward_working(setup, stage, start, end)
+    if has_loss:  # its backward ends before that of the layers begins
+        working -= loss + loss_kept(setup, length) + head_kept(setup, length)
+        if kind is Kind.I:
+            working += loss_kept(setup, length, for_weights=True) + head_kept(setup, length, for_weights=True)
+    return loss, max(0.0, working)
 
 
-def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sequence[float]:
+def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sizes:
     """By action, the bytes of messages that wait: for the next action, and for the rank at the other end.
 
     A receive is posted one action ahead. All units of a group pass through a chunk before the next one, so the last
@@ -298,15 +280,14 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
     another.
     """
     hops, chunk_of = setup.placement.num_ranks, setup.placement.chunk_of
-    sizes = [whole_input(setup, length) / setup.token_shares for length in setup.segments]
+    sizes = [setup.residual(length) for length in setup.segments]
     messages = channels_of(setup.placement, rank)
-    changes = [0.0] * (len(actions) + 1)
+    waiting = np.zeros(len(actions))
     numbers = [number for number, action in enumerate(actions) if action.kind in COMPUTE_KINDS]
     for number, following in pairwise(numbers):
         kind, stage, _, segment = actions[following]
         if kind is not Kind.W and (Kind.RECV_F if kind is Kind.F else Kind.RECV_B, stage) in messages:
-            changes[number] += sizes[segment]
-            changes[number + 1] -= sizes[segment]
+            waiting[number] += sizes[segment]
     for kinds, send, step in (((Kind.F,), Kind.SEND_F, 1), ((Kind.B, Kind.I), Kind.SEND_B, -1)):
         leaving = {stage for sent, stage in messages if sent is send and chunk_of(stage) != chunk_of(stage + step)}
         if not leaving:
@@ -315,20 +296,8 @@ def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int
         for (stage, microbatch, segment), place in places.items():
             taken = places.get((stage + step * hops, microbatch, segment), len(numbers)) - hops
             if stage in leaving and taken > place:
-                changes[numbers[place] + 1] += sizes[segment]
-                changes[numbers[taken] + 1] -= sizes[segment]
-    return [*accumulate(changes[:-1])]
-
-
-def _in_flight(actions: Sequence[Action]) -> list[tuple[int, int, Kind]]:
-    """The units in flight during the last of the actions: stage, segment, and after which action, F, I or OFFLOAD."""
-    last = {action[1:]: Kind.F for action in actions if action.kind is Kind.F}
-    for action in actions[:-1]:
-        if action.kind in (Kind.B, Kind.W):
-            del last[action[1:]]
-        else:
-            last[action[1:]] = Kind.F if action.kind is Kind.RELOAD else action.kind
-    return [(stage, segment, kind) for (stage, _, segment), kind in last.items()]
+                waiting[numbers[place] + 1 : numbers[taken] + 1] += sizes[segment]
+    return waiting
 
 
 def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
@@ -343,29 +312,3 @@ def _when_freed(actions: Iterable[Action]) -> Iterator[Action]:
             leaving, back = action, action._replace(kind=Kind.RELOAD)
         else:
             yield action
-
-
-@lru_cache(maxsize=4096)
-def _running(setup: TrainingSetup, stage: int, kind: Kind) -> tuple[tuple[float, float], ...]:
-    """What an action of this kind holds while it runs, beside what units keep, by segment: the loss, and all else."""
-    if setup.parts:
-        return tuple(chain(*(_running(part, stage, kind) for part in setup.parts)))
-    has_loss = stage == setup.placement.num_stages - 1 and kind is not Kind.W
-    found = []
-    for length, span in zip(setup.segments, setup.spans, strict=True):
-        loss = loss_bytes(setup, length, kind is Kind.F) if has_loss else 0.0
-        # Tokens have come back from experts when the loss begins.
-        routed = max(0.0, routed_bytes(setup, stage, length) - loss) if kind is Kind.F else 0.0
-        if has_loss and keeps_logits(setup):  # these are counted with the unit
-            loss -= loss_kept(setup, length)
-        # Two layers are on their way, or at work.
-        moving = 2 * max((layer_moved(setup, layer, *span) for layer in setup.stage_layers[stage]), default=0)
-        if kind not in (Kind.B, Kind.I):
-            found.append((loss, moving + whole_input(setup, length) + routed))
-            continue
-        working = moving + backward_working(setup, stage, *span)
-        if has_loss:  # its backward ends before that of the layers begins
-            working -= loss + sum(size(setup, length) for size in (loss_kept, head_kept))
-            working += sum(size(setup, length, for_weights=True) for size in (loss_kept, head_kept) if kind is Kind.I)
-        found.append((loss, max(0.0, working)))
-    return tuple(found)

@@ -1,14 +1,12 @@
 """What a training step computes, and on how many ranks: with a machine, all that its time and memory follow from."""
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ...schedule import Placement, ScheduleChoice, Shape
-from .blocks import expert_parameters, layer_kinds, layer_parameters
+from .blocks import BYTES, Block, blocks_of, layer_kinds, layer_parameters
 from .model_shape import ModelShape
 from .operations import Group
 
@@ -21,6 +19,25 @@ MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 def has_costs(recompute: str) -> bool:
     """Whether a TrainingSetup may recompute this."""
     return recompute in ("none", FULL, ALL_BUT_ATTENTION) or set() < set(recompute.split()) <= set(MODULES)
+
+
+class Stage(NamedTuple):
+    """What decides the costs of a pipeline stage: how many layers it has of each kind, which goes by the number of its
+    first layer in the model, and whether it holds the embedding, or the projection to the vocabulary and the loss."""
+
+    layers: tuple[tuple[int, int], ...]
+    is_first: bool
+    is_last: bool
+
+
+@lru_cache(maxsize=4096)
+def _stages(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The layers of prediction heads are on the last stage, and as the last one of the model."""
+    found, last = [], len(layers_per_stage) - 1
+    for stage, (start, end) in enumerate(pairwise(accumulate(layers_per_stage, initial=0))):
+        more = [model.num_layers - 1] * model.prediction_depth if stage == last else []
+        found.append(Stage(layer_kinds(model, [*range(start, end), *more]), stage == 0, stage == last))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -93,8 +110,6 @@ class TrainingSetup:
             object.__setattr__(self, "layers_per_stage", even_layers(self.model.num_layers, self.placement.num_stages))
         if sum(self.segments) != self.sequence_length:
             raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
-        if self.seen and len(self.seen) != len(self.segments):
-            raise ValueError(f"pairs of {len(self.seen)} segments do not fit {len(self.segments)}")
         if (
             len(self.layers_per_stage) != self.placement.num_stages
             or sum(self.layers_per_stage) != self.model.num_layers
@@ -158,18 +173,14 @@ class TrainingSetup:
         return Group(self.context_parallel, self.tensor_parallel)
 
     @property
-    def data_group(self) -> Group:
-        """The ranks that hold the same parameters and sum their gradients."""
-        return Group(self.context_parallel * self.data_parallel, self.tensor_parallel)
-
-    @property
     def pipeline_stride(self) -> int:
         """How far apart the numbers of neighbours in the pipeline are."""
         return self.tensor_parallel * self.context_parallel * self.data_parallel
 
     @property
-    def expert_group(self) -> Group:
-        return Group(self.expert_parallel, 1)
+    def data_group(self) -> Group:
+        """The ranks that hold the same parameters and sum their gradients."""
+        return Group(self.context_parallel * self.data_parallel, self.tensor_parallel)
 
     @property
     def expert_data_group(self) -> Group:
@@ -200,61 +211,51 @@ class TrainingSetup:
         """Rows in the products of a rank, for `tokens` tokens of every sequence."""
         return self.micro_batch_size * tokens / self.context_parallel
 
-    @cached_property
-    def stage_layers(self) -> list[Mapping[int, int]]:
-        """By stage, how many layers of each kind it has, by the number of the first of its kind in the model.
+    def whole_input(self, tokens: int) -> float:
+        """Bytes of the residual stream, which every tensor-parallel rank has around a product."""
+        return BYTES * self.rows(tokens) * self.model.hidden_size
 
-        The layers of prediction heads are on the last stage, and as the last one of the model.
-        """
-        ends = accumulate(self.layers_per_stage)
-        found = [
-            layer_kinds(self.model, range(end - count, end))
-            for count, end in zip(self.layers_per_stage, ends, strict=True)
-        ]
-        if self.model.prediction_depth:
-            (last,) = layer_kinds(self.model, range(self.model.num_layers - 1, self.model.num_layers))
-            found[-1] = Counter(found[-1]) + Counter({last: self.model.prediction_depth})
-        return found
+    def residual(self, tokens: int) -> float:
+        """Bytes of the residual stream that a rank has elsewhere."""
+        return self.whole_input(tokens) / self.token_shares
 
-    @cached_property
-    def alike(self) -> list[int]:
-        """For each stage the first one with the same layers and ends."""
-        last, first = self.placement.num_stages - 1, dict[object, int]()
-        kinds = ((frozenset(self.stage_layers[stage].items()), stage == 0, stage == last) for stage in range(last + 1))
-        return [first.setdefault(kind, stage) for stage, kind in enumerate(kinds)]
+    def blocks(self, layer: int) -> tuple[Block, ...]:
+        """The blocks of layer number `layer` on one rank. Raises ValueError where one is not known."""
+        return blocks_of(self.model, layer, self.tensor_parallel)
 
-    def layer_parameters(self, layer: int = 0) -> float:
-        """Parameters of layer number `layer` on one rank, without its routed experts."""
-        return layer_parameters(self.model, layer, self.tensor_parallel)
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return _stages(self.model, self.layers_per_stage)
 
-    def layer_expert_parameters(self, layer: int) -> float:
-        """Parameters of the routed experts of a layer on one rank."""
-        return expert_parameters(self.model, layer) / self.expert_parallel
+    def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
+        """Parameters of a layer on one rank: all but those of routed experts, and those of routed experts."""
+        dense, routed = layer_parameters(self.model, layer, self.tensor_parallel)
+        return dense, routed / self.expert_parallel
 
-    @cached_property
+    @property
     def embedding_parameters(self) -> float:
         return self.model.vocab_size * self.model.hidden_size / self.tensor_parallel
 
     @cached_property
     def parameters(self) -> list[tuple[float, float]]:
         """Parameters of each stage on one rank: all but those of routed experts, and those of routed experts."""
-        sizes = {stage: self._stage_parameters(stage) for stage in set(self.alike)}
-        return [sizes[stage] for stage in self.alike]
+        sizes = {stage: self._stage_parameters(stage) for stage in set(self.stages)}
+        return [sizes[stage] for stage in self.stages]
 
-    def _stage_parameters(self, stage: int) -> tuple[float, float]:
+    def _stage_parameters(self, stage: Stage) -> tuple[float, float]:
         """The first stage holds the embedding, the last the projection to the vocabulary, and for prediction heads the
         projections that join their inputs and another embedding."""
-        layers, last = self.stage_layers[stage].items(), self.placement.num_stages - 1
-        count = sum(many * self.layer_parameters(layer) for layer, many in layers)
-        count += self.embedding_parameters * ((stage == 0) + (stage == last))
-        count += self.model.learned_positions * self.model.hidden_size * (stage == 0)
-        if stage == last:
-            count += self.model.prediction_depth * 2 * self.model.hidden_size**2 / self.tensor_parallel
-            has_own_embedding = self.model.prediction_depth > 0 and not self.tied_embeddings and last > 0
-            count += self.embedding_parameters * has_own_embedding
-        if self.tied_embeddings and last == 0:
-            count -= self.embedding_parameters
-        return count, sum(many * self.layer_expert_parameters(layer) for layer, many in layers)
+        model, of_layers = self.model, [(many, *self.layer_parameters(layer)) for layer, many in stage.layers]
+        count = sum(many * dense for many, dense, _ in of_layers)
+        embeddings = stage.is_first + stage.is_last
+        if stage.is_first:
+            count += model.learned_positions * model.hidden_size
+        if stage.is_last and model.prediction_depth:
+            count += model.prediction_depth * 2 * model.hidden_size**2 / self.tensor_parallel
+            embeddings += not (self.tied_embeddings or stage.is_first)
+        if self.tied_embeddings and stage.is_first and stage.is_last:
+            embeddings -= 1
+        return count + embeddings * self.embedding_parameters, sum(many * routed for many, _, routed in of_layers)
 
 
 @lru_cache

@@ -147,7 +147,8 @@ def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
     """What stays on the first rank, what stays on the fullest, and what a micro-batch leaves on the first."""
     static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
-    return static[0], max(static), sum(sum(kept(whole, stage)[0]) for stage in setup.placement.stages_of(0))
+    stages = (whole.stages[stage] for stage in setup.placement.stages_of(0))
+    return static[0], max(static), sum(float(kept(whole, stage).sum()) for stage in stages)
 
 
 def _at_once(setup: TrainingSetup, segments: int | None) -> float:

@@ -75,10 +75,7 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
         return execute_lowered(lowered, costs, chunk_collectives(setup, machine))
     if not machine.device.host_bandwidth:
         raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
-    copies = tuple(
-        tuple(moved_bytes(setup, stage, index) / machine.device.host_bandwidth for index in range(len(setup.segments)))
-        for stage in range(setup.placement.num_stages)
-    )
+    copies = tuple(tuple(size / machine.device.host_bandwidth for size in row) for row in moved_bytes(setup))
     return execute_lowered(lowered, costs, chunk_collectives(setup, machine), copies)
 
 

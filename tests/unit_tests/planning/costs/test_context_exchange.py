@@ -19,7 +19,8 @@ KEYS_VALUES, QUERIES = (2 * LENGTH / 4 * heads / 2 * DIM for heads in (2 * KV_HE
 
 
 def exchange(way: str, attention: tuple[float, float], **changes) -> tuple[float, float]:
-    return context_exchange(replace(SETUP, cp_comm_type=way, **changes), MACHINE, 0, LENGTH, attention)
+    setup = replace(SETUP, cp_comm_type=way, **changes)
+    return context_exchange(setup, MACHINE, setup.blocks(0)[0], LENGTH, attention)
 
 
 def test_attention_hides_a_ring_but_for_the_last_gradients():

@@ -7,7 +7,7 @@ import pytest
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
 from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_movable
-from megatron.seq1f1b.planning.costs.layer_times import expert_time, layer_time, repeated_time
+from megatron.seq1f1b.planning.costs.layer_times import layer_time, repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import Experts
 from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
@@ -56,7 +56,7 @@ def test_one_expert_for_all_tokens_is_a_feed_forward_block():
 
 def test_expert_parallelism_divides_the_experts_and_their_state():
     few, many = (replace(SETUP, expert_parallel=size) for size in (1, 8))
-    assert many.layer_expert_parameters(0) == few.layer_expert_parameters(0) / 8
+    assert many.layer_parameters()[1] == few.layer_parameters()[1] / 8
     memory = [rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0) for setup in (few, many)]
     assert memory[1].weights < memory[0].weights / 3
     # The optimizer state is sharded over all replicas of a weight: as much on every rank either way.
@@ -66,7 +66,7 @@ def test_expert_parallelism_divides_the_experts_and_their_state():
 def test_layers_without_experts_are_counted_as_such():
     model = replace(SETUP.model, expert_layers=tuple(range(1, 32)))
     setup = replace(SETUP, model=model)
-    assert [setup.stage_layers[stage] for stage in range(4)] == [{0: 1, 1: 7}, {1: 8}, {1: 8}, {1: 8}]
+    assert [stage.layers for stage in setup.stages] == [((0, 1), (1, 7)), ((1, 8),), ((1, 8),), ((1, 8),)]
     assert setup.parameters[0][1] == 7 / 8 * setup.parameters[1][1]
 
 
@@ -86,9 +86,8 @@ def test_experts_computed_again_cost_a_forward_of_theirs():
 
 
 def test_experts_of_few_tokens_are_slow():
-    model = preset("qwen3-30b-a3b")
-    setup = replace(SETUP, model=model, layers_per_stage=())
-    time = [expert_time(setup, MACHINE, rows).matmul / rows for rows in (128, 8192)]
+    setup = replace(SETUP, model=replace(preset("qwen3-30b-a3b"), num_layers=4, pattern="EEEE"), layers_per_stage=())
+    time = [layer_time(setup, MACHINE, 0, length).forward.matmul / length for length in (128, 8192)]
     assert time[0] > 2 * time[1]
 
 

@@ -43,7 +43,7 @@ def test_attention_and_mlp_apart_keep_the_bytes_of_one_layer(changes):
     span = LENGTH // 2, LENGTH
     for size in (layer_activation, layer_keys_values):
         assert sum(size(apart, layer, *span) for layer in (0, 1)) == pytest.approx(size(whole, 0, *span))
-    assert sum(layer_parameters(apart.model, layer) for layer in (0, 1)) == layer_parameters(GPT, 0)
+    assert sum(layer_parameters(apart.model, layer)[0] for layer in (0, 1)) == layer_parameters(GPT, 0)[0]
 
 
 def test_a_state_is_a_matrix_a_head_and_convolution_columns():
@@ -100,7 +100,7 @@ def test_of_segments_that_are_computed_again_a_window_is_kept():
     assert sizes[0] == [sizes[0][1] * share for share in (1 / 4, 1, 1 / 4, 1)]
     assert sizes[1] == [sizes[0][1] * share for share in (1 / 16, 1, 1 / 16, 1)]
     # Layers of both kinds count, though they have the same blocks.
-    assert kept(again, 0)[0].keys_values == sum(sizes[1])
+    assert kept(again, again.stages[0])[0, 1] == sum(sizes[1])
 
 
 def test_attention_that_is_kept_is_its_output_and_logsumexp():
@@ -168,14 +168,14 @@ def test_megatrons_modules_move_all_but_feed_forward_blocks():
     log_sum_exp = 4096 * 4 * whole.model.num_heads
     for recompute, stays, moves in (("none", 18, 14), ("layernorm mlp", 0, 12), ("full", 2, 0)):
         setup = replace(whole, recompute=recompute)
-        stay = sum(kept(setup, 0)[0]) / layers
-        moved = moved_bytes(setup, 0, 0) / layers
+        stay = kept(setup, setup.stages[0]).sum() / layers
+        moved = moved_bytes(setup)[0][0] / layers
         assert (stay, moved) == (stays * unit, moves * unit + log_sum_exp * (moves > 0))
     machine = read_machine("h100-80gb")
     slow = replace(machine, device=replace(machine.device, host_bandwidth=1e6))
     action = slow.host.action
     for setup in (whole, replace(whole, offloads=0.5)):
         (_, (backward,), _) = stage_rows(setup, slow)[0]
-        assert backward + stage_rows(setup, slow)[0][2][0] == pytest.approx(moved_bytes(setup, 0, 0) / 1e6 + action)
+        assert backward + stage_rows(setup, slow)[0][2][0] == pytest.approx(moved_bytes(setup)[0][0] / 1e6 + action)
     order = build("1f1b", whole.shape).ranks[0]
-    assert host_bytes(whole, order) == 2 * moved_bytes(whole, 0, 0)
+    assert host_bytes(whole, order) == 2 * moved_bytes(whole)[0][0]

@@ -23,19 +23,19 @@ def test_a_dense_layer_has_the_flops_of_the_formula():
 def test_parameters_and_flops_of_known_models_agree():
     # Two FLOPs per parameter that takes part: Llama-2 70B has 855,638,016 parameters in the matrices of a layer.
     llama = ModelShape(80, 8192, 28672, 64, 128, 32000, num_kv_heads=8, is_gated=True)
-    assert layer_flops(llama, 0).per_token == 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    assert layer_flops(llama, 0)[0] == 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
     assert head_flops(llama) == 2 * 8192 * 32000
     # Mixtral 8x7B: two of eight experts and a router.
     mixtral = ModelShape(32, 4096, 14336, 32, 128, 32000, 8, True, None, Experts(8, 2, 14336), tuple(range(32)))
-    dense = layer_flops(replace(mixtral, experts=None), 0).per_token
-    assert layer_flops(mixtral, 0).per_token == dense + 2 * 3 * 4096 * 14336 + 2 * 4096 * 8
+    dense = layer_flops(replace(mixtral, experts=None), 0)[0]
+    assert layer_flops(mixtral, 0)[0] == dense + 2 * 3 * 4096 * 14336 + 2 * 4096 * 8
 
 
 def test_layers_without_experts_are_dense():
     model = replace(GPT_7B, experts=Experts(16, 2, 1024, 2048), expert_layers=(1,))
     assert layer_flops(model, 0) == layer_flops(GPT_7B, 0)
     attention = 8 * 4096**2
-    assert layer_flops(model, 1).per_token == attention + 4 * 4096 * (2 * 1024 + 2048) + 2 * 4096 * 16
+    assert layer_flops(model, 1)[0] == attention + 4 * 4096 * (2 * 1024 + 2048) + 2 * 4096 * 16
 
 
 def test_latent_attention_counts_its_low_rank_projections():
@@ -47,7 +47,7 @@ def test_latent_attention_counts_its_low_rank_projections():
     output = 128 * 128 * 5120
     assert layer_flops(model, 0) == (2 * (queries + keys_and_values + output + 3 * 5120 * 12288), 2 * 128 * (192 + 128))
     direct = layer_flops(replace(model, latent=replace(latent, query_rank=0)), 0)
-    assert direct.per_token == 2 * (5120 * 128 * 192 + keys_and_values + output + 3 * 5120 * 12288)
+    assert direct[0] == 2 * (5120 * 128 * 192 + keys_and_values + output + 3 * 5120 * 12288)
 
 
 def test_attention_counts_the_pairs_that_the_mask_leaves():

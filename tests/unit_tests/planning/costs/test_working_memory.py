@@ -19,11 +19,11 @@ UNIT = LENGTH * WHOLE.model.hidden_size  # a byte for each token and hidden unit
 
 def test_tensor_parallel_ranks_share_all_but_inputs_of_products():
     # The gradients of the residual stream and of what the activation function returned.
-    assert backward_working(WHOLE, 0, 0, LENGTH) == (2 + 8) * UNIT
+    assert backward_working(WHOLE, WHOLE.stages[0], 0, LENGTH) == (2 + 8) * UNIT
     without = replace(SHARED, sequence_parallel=False)
-    assert backward_working(without, 0, 0, LENGTH) == (2 + 8 / 8) * UNIT
+    assert backward_working(without, without.stages[0], 0, LENGTH) == (2 + 8 / 8) * UNIT
     # With sequence parallelism the input is gathered, and its gradient scattered, once the activation's input is gone.
-    assert backward_working(SHARED, 0, 0, LENGTH) == (2 / 8 + 2 + 2 + 2 / 8 - 8 / 8) * UNIT
+    assert backward_working(SHARED, SHARED.stages[0], 0, LENGTH) == (2 / 8 + 2 + 2 + 2 / 8 - 8 / 8) * UNIT
 
 
 def test_30b_on_64_gpus_holds_what_its_rehearsal_counts():
@@ -83,7 +83,9 @@ def test_recomputation_holds_one_layer_more():
     of_attention = 4 / 8 + 4 * 64 / 8 / WHOLE.model.hidden_size
     for recompute, segments, less in (("full", 1, 0), ("full", 4, 4 / 8), (ALL_BUT_ATTENTION, 1, of_attention - 2 / 8)):
         again = replace(SHARED, recompute=recompute, segments=(LENGTH // segments,) * segments)
-        more = backward_working(again, 0, 0, LENGTH) - backward_working(SHARED, 0, 0, LENGTH)
+        more = backward_working(again, again.stages[0], 0, LENGTH) - backward_working(
+            SHARED, SHARED.stages[0], 0, LENGTH
+        )
         kept = 4 * 2 / 8 + 16 / 8 + 4 / 8 + of_attention
         assert more == pytest.approx((kept - less) * UNIT)
 
@@ -91,5 +93,5 @@ def test_recomputation_holds_one_layer_more():
 def test_later_segments_hold_gradients_of_longer_prefixes():
     length = LENGTH // 16
     setup = replace(SHARED, segments=(length,) * 16)
-    sizes = [backward_working(setup, 0, start, start + length) for start in range(0, LENGTH, length)]
+    sizes = [backward_working(setup, setup.stages[0], start, start + length) for start in range(0, LENGTH, length)]
     assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
