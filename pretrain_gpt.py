@@ -9,36 +9,23 @@ from typing import Any
 
 _PROGRAM_START = time.time()
 
-from megatron.seq1f1b import (
-    add_arguments,
-    install,
-    pipeline_config,
-    use_segment_attention,
-    validate,
-)
+from megatron.seq1f1b import add_arguments, install, pipeline_config, use_segment_attention, validate
 
 # Before Megatron is imported, which binds the names that are replaced here.
 install()
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import (
-    BlendedMegatronDatasetBuilder,
-)
-from megatron.core.datasets.gpt_dataset import (
-    GPTDataset,
-    GPTDatasetConfig,
-    MockGPTDataset,
-)
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.enums import LayerType
-from megatron.core.transformer.pipeline_parallel_layer_layout import (
-    PipelineParallelLayerLayout,
-)
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import (
     StragglerDetector,
     flatten_batch_for_packed_sequences,
@@ -46,25 +33,12 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import (
-    get_args,
-    get_timers,
-    get_tokenizer,
-    pretrain,
-    print_rank_0,
-    set_startup_timestamps,
-)
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0, set_startup_timestamps
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-from megatron.training.utils import (
-    get_blend_and_blend_per_split,
-    is_first_or_last_pipeline_stage,
-)
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 # A loss this many times the largest seen so far is reported by --check-for-spiky-loss.
 SPIKE = 10
@@ -139,34 +113,25 @@ def reads_data(vp_stage):
 
 def predicts_tokens(vp_stage):
     """Whether a stage has the layers of multi-token prediction, which need the tokens, too."""
+    predicting = prediction_layers()
+    return mtp_on_this_rank(
+        predicting.pipeline_model_parallel_layout, predicting.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
+    )
+
+
+def prediction_layers():
+    """What Megatron's functions read of the layers of multi-token prediction, with the layout as it parses it."""
     args = get_args()
-    if not args.mtp_num_layers:
-        return False
-    if (rank := predicting_rank(args)) is None:
-        return mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    is_last_chunk = vp_stage in (None, (args.virtual_pipeline_model_parallel_size or 1) - 1)
-    return is_last_chunk and mpu.get_pipeline_model_parallel_rank() == rank
-
-
-def predicting_rank(args):
-    """The pipeline rank whose last chunk has the layers of multi-token prediction, if a layout places them before
-    the loss; None if they are beside it or missing."""
-    if not args.mtp_num_layers or args.pipeline_model_parallel_layout is None:
-        return None
-    ranks = PipelineParallelLayerLayout.from_str(
-        args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
-    ).layout
-    rank = next(rank for rank, chunks in enumerate(ranks) if LayerType.mtp in chunks[-1])
-    return None if LayerType.loss in ranks[rank][-1] else rank
+    layout = args.pipeline_model_parallel_layout
+    layout = layout and PipelineParallelLayerLayout.from_str(layout, args.pipeline_model_parallel_size)
+    return SimpleNamespace(mtp_num_layers=args.mtp_num_layers or None, pipeline_model_parallel_layout=layout)
 
 
 def embedding_ranks(ranks):
     """Of the ranks of a pipeline those with the embedding, a copy of it, or the output layer tied to it."""
-    args = get_args()
-    if (rank := predicting_rank(args)) is None:
-        return mpu.default_embedding_ranks(ranks)
-    tied = () if args.untie_embeddings_and_output_weights else (ranks[-1],)
-    return sorted({ranks[0], ranks[rank], *tied})
+    predicting = get_mtp_ranks(ranks, prediction_layers())
+    tied = () if predicting and get_args().untie_embeddings_and_output_weights else (ranks[-1],)
+    return sorted({ranks[0], *predicting, *tied})
 
 
 def check_tokens(batch, args):

@@ -3,13 +3,10 @@
 They compute in the type of their inputs, at least in fp32.
 """
 
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 _CHUNK = 64
 
@@ -17,22 +14,14 @@ _CHUNK = 64
 class GatedRMSNorm(torch.nn.Module):
     """Megatron's `ExtendedRMSNorm`: x · silu(z), normalised in groups of `group_size`, times the weight."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, hidden_size, eps=1e-5, group_size=None, norm_before_gate=False, device=None, dtype=None):
         super().__init__()
         assert not norm_before_gate, "Megatron's layers gate before they normalise"
         self.eps = eps
         self.group_size = group_size or hidden_size
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=dtype))
 
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+    def forward(self, x, z=None):
         dtype = x.dtype
         x, weight = (y.to(torch.promote_types(dtype, torch.float32)) for y in (x, self.weight))
         if z is not None:
@@ -40,48 +29,28 @@ class GatedRMSNorm(torch.nn.Module):
         groups = F.rms_norm(x.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
         return (groups.flatten(-2) * weight).to(dtype)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        return make_sharded_tensors_for_checkpoint(
+        weights, groups = (
             self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
+            {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]},
         )
+        return make_sharded_tensors_for_checkpoint(weights, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
-def l2norm(x: Tensor, dim: int = -1, eps: float = 1e-6) -> Tensor:
+def l2norm(x, dim=-1, eps=1e-6):
     """x / √(Σ x² + eps)."""
     return x * (x.square().sum(dim, keepdim=True) + eps).rsqrt()
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, None]:
+def causal_conv1d(x, weight, bias=None, activation=None, initial_state=None, output_final_state=False, cu_seqlens=None):
     """The depthwise convolution of flash-linear-attention, of x [b, n, d] with weight [d, w]."""
     assert initial_state is None and not output_final_state, "segments prepend the columns before them"
-    _unpacked(cu_seqlens)
-    return causal_conv1d_fn(x.mT, weight, bias, activation=activation).mT, None
+    return causal_conv1d_fn(x.mT, weight, bias, cu_seqlens, activation).mT, None
 
 
-def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
+def causal_conv1d_fn(x, weight, bias=None, seq_idx=None, activation=None):
     """The depthwise convolution of causal-conv1d, of x [b, d, n] with weight [d, w]."""
     _unpacked(seq_idx)
     channels, width = weight.shape
@@ -90,27 +59,19 @@ def causal_conv1d_fn(
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q, k, v, g, beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+):
     """The gated delta rule (arXiv 2412.06464, section 3.3), for q and k [b, n, h, d], v [b, n, h, e], the logarithm g
-    of the decay and the writing strength beta [b, n, h]; the state is [b, h, d, e].
+    of the decay and the writing strength beta [b, n, h]; the state is [b, h, d, e]. Megatron's own form of it,
+    `torch_chunk_gated_delta_rule`, computes in fp32 only.
 
-        S_t = exp(g_t) (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ,    o_t = S_tᵀ q_t · scale
+        S_t = exp(g_t) (I − beta_t k_t k_tᵀ) S_{t−1} + beta_t k_t v_tᵀ,    o_t = S_tᵀ q_t / √d
     """
     _unpacked(cu_seqlens)
     dtype, length = v.dtype, q.shape[1]
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q = q * q.shape[-1] ** -0.5
     q, k, v, g, beta = (_in_chunks(x, _CHUNK) for x in (q, k, v, g, beta))
     g = g.cumsum(-1)
     k_beta, v_beta = k * beta.unsqueeze(-1), v * beta.unsqueeze(-1)
@@ -124,25 +85,21 @@ def chunk_gated_delta_rule(
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_softplus: bool = False,
-    return_final_states: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    *inputs,
+    D=None,
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    dt_softplus=False,
+    return_final_states=False,
+):
     """The scan of Mamba-2 (arXiv 2405.21060, section 6), for x and z [b, n, h, p], dt [b, n, h], A [h], B and C
     [b, n, g, d], D [h] or [h, p]; the state is [b, h, p, d].
 
         S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ,    y_t = (S_t C_t + D x_t) · silu(z_t)
     """
+    x, dt, A, B, C, chunk_size = inputs
     _unpacked(seq_idx)
     length, heads = x.shape[1:3]
     if dt_bias is not None:
@@ -162,13 +119,13 @@ def mamba_chunk_scan_combined(
     return (output, state.mT) if return_final_states else output
 
 
-def mamba_training(mixer: torch.nn.Module, projected: Tensor, packed_seq_params: Any = None) -> Tensor:
+def mamba_training(mixer, projected, packed_seq_params=None):
     """`MambaMixer._ssm_training` with the convolution and the scan apart, as Megatron runs them for a prompt."""
     _unpacked(packed_seq_params)
     return mixer._ssm_prefill(projected, conv_state=None, ssm_state=None)
 
 
-def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+def _in_chunks(x, chunk):
     """[b, n, h, ...] to [b, h, chunks, chunk, ...], padded with zeros, in the type of the computation."""
     x = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
     missing = -x.shape[2] % chunk
@@ -176,9 +133,7 @@ def _in_chunks(x: Tensor, chunk: int) -> Tensor:
     return F.pad(x, padding).unflatten(2, (-1, chunk))
 
 
-def _recurrence(
-    q: Tensor, k: Tensor, written: Tensor, g: Tensor, state: Tensor | None, erased: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _recurrence(q, k, written, g, state, erased=None):
     """The outputs [b, n, h, e] and the last state [b, h, d, e] of
 
         S_t = exp(g_t) S_{t−1} + k_t w_tᵀ,    o_t = S_tᵀ q_t,    w_t = written_t − S₀ᵀ erased_t
@@ -200,13 +155,13 @@ def _recurrence(
     return torch.cat(outputs, 2).transpose(1, 2), state
 
 
-def _decay(g: Tensor) -> Tensor:
+def _decay(g):
     """exp(g_i − g_j) for j ≤ i, 0 elsewhere, from the sums g [..., chunk] of logarithms of decays."""
     # Above the diagonal the exponent is positive and could overflow.
     return (g.unsqueeze(-1) - g.unsqueeze(-2)).tril().exp().tril()
 
 
-def _unpacked(documents: Any) -> None:
+def _unpacked(documents):
     if documents is not None:
         raise ValueError(
             "recurrent layers on a CPU take packed documents from our schedules only; add --sequence-splits or "
@@ -215,7 +170,7 @@ def _unpacked(documents: Any) -> None:
 
 
 # By the names in megatron.core.ssm; the flags tell Megatron that the packages are there.
-KERNELS: Mapping[str, Any] = MappingProxyType(
+KERNELS = MappingProxyType(
     {
         "gated_delta_net.common.HAVE_FLA": True,
         "gated_delta_net.common.l2norm": l2norm,
