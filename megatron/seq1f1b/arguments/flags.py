@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "Cut each sequence into segments and schedule those, for smaller pipeline bubbles and less activation memory. "
         "Without these flags Megatron's own schedules run untouched. docs/flags.md has more on each.",
     )
-    _add_schedule_and_cut(group)
-    _add_rest(group)
+    _add_schedule_and_cut(group.add_argument)
+    _add_rest(group.add_argument)
     parser.set_defaults(means_equal_lengths=False)
     for flag, num_values in _REMOVED.items():
         if flag not in parser._option_string_actions:
@@ -79,114 +79,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_schedule_and_cut(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_schedule_and_cut(add: Callable[..., Any]) -> None:
+    add(
         "--pipeline-schedule",
         choices=sorted(FAMILY_NAMES),
-        help="Order in which pipeline ranks run forwards and backwards. '1f1b' with --sequence-splits is Seq1F1B "
-        "(arXiv 2406.03488); 'auto' searches for a better order. "
-        f"{' and '.join(splitting_families())} split backwards into input and weight gradients. "
-        "Default: '1f1b' if --sequence-splits is given, else Megatron's own schedule.",
+        help="Order of forwards and backwards. '1f1b', the default with --sequence-splits, then is Seq1F1B (arXiv "
+        f"2406.03488); 'auto' searches for a better one. {' and '.join(splitting_families())} split backwards.",
     )
-    group.add_argument(
+    add(
         "--pipeline-schedule-file",
         type=Path,
         metavar="FILE.csv",
         help="Run the schedule in this file instead of a named one: a row for each pipeline rank, an action such as "
-        "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell; see docs/schedules.md.",
+        "2F3.1 (stage 2, forward of micro-batch 3, segment 1) in each cell.",
     )
-    group.add_argument(
+    add(
         "--pipeline-placement",
         choices=PLACEMENTS,
         default="looped",
-        help="How several model chunks of a rank lie in the depth of the model. 'looped': as Megatron's, every chunk "
-        "runs from the first pipeline rank to the last. 'v': every second chunk runs back; with --pipeline-schedule "
-        "auto about half the bubble of 1F1B at its memory. Default: 'looped'.",
+        help="How model chunks lie in the depth of the model. 'looped', the default: as Megatron's, all run from the "
+        "first rank to the last. 'v': every second one runs back, for half the bubble with --pipeline-schedule auto.",
     )
-    group.add_argument(
+    add(
         "--sequence-splits",
         *EQUAL_SPLITS,
         action=_Splits,
         type=value(int, lambda number: number >= 1, "neither a number of segments nor 'auto'", AUTO),
         metavar="K",
         help="Number of segments that every sequence is cut into; 4 is a good start. 'auto' takes the number of the "
-        "shortest predicted step that fits the device's memory. Default: 1, sequences stay whole.",
+        "shortest predicted step that fits in memory. Default: 1.",
     )
-    group.add_argument(
+    add(
         "--unit-tokens",
         type=value(int, lambda number: number >= 1, "no number of tokens"),
         metavar="N",
-        help="Instead of a number of segments: put the sequences of a step, long and short, into units of at most N "
-        "tokens. For --sft and other packed documents, with --calculate-per-token-loss and --micro-batch-size 1. "
-        "See docs/long-and-short.md.",
+        help="Instead: put the sequences of a step, long and short, into units of at most N tokens.",
     )
-    group.add_argument(
+    add(
         "--sequence-split-strategy",
         "--pipe-sp-strategy",
         type=lambda name: {"average": "even"}.get(name, name),  # as the authors of Seq1F1B call it
         choices=sorted(STRATEGIES),
-        help="Where sequences are cut. 'balanced': equal forward-plus-backward time on the slowest stage. 'even' or "
-        "'average': equal lengths. 'uniform_comp': as the Seq1F1B authors do. 'terapipe': least time of a step, by the "
-        "dynamic programme of arXiv 2102.07988, also without --sequence-splits. 'profile': 'balanced' by the times in "
-        "--sequence-split-profile. Default: 'balanced'; with --pipe-sp-splits 'even', as in the authors' code.",
+        help="Where sequences are cut: into equal times ('balanced', the default), equal lengths ('even', 'average', "
+        "the default with --pipe-sp-splits), as the Seq1F1B authors do ('uniform_comp'), for the shortest step "
+        "('terapipe', arXiv 2102.07988), or by --sequence-split-profile ('profile').",
     )
-    group.add_argument(
+    add(
         "--sequence-split-profile",
         type=Path,
         metavar="JSON",
-        help="Times of segments measured on your hardware, for --sequence-split-strategy profile, balanced and "
-        "terapipe: a trace that --pipeline-trace wrote in a short run of yours with --sequence-splits.",
+        help="Times of segments for 'profile', 'balanced' and 'terapipe': what --pipeline-trace wrote in a short run.",
     )
-    group.add_argument(
+    add(
         "--sequence-split-file",
         type=Path,
         metavar="FILE",
-        help="The lengths of the segments in tokens, as a JSON list or as text such as '4096 2048 2048', instead of a "
-        "strategy. They must add up to --seq-length.",
+        help="Lengths of the segments instead of a strategy, as a JSON list or as text such as '4096 2048 2048'.",
     )
 
 
-def _add_rest(group: argparse._ArgumentGroup) -> None:
+def _add_rest(add: Callable[..., Any]) -> None:
     """Add the flags for what is kept and recomputed, the device, traces and rehearsals."""
-    group.add_argument(
+    add(
         "--recompute-keeps-attention",
         action="store_true",
         help="With --recompute-granularity full, recompute all of a layer but its attention.",
     )
-    group.add_argument(
+    add(
         "--offload-activations",
         type=share_or_auto,
         default=0.0,
         metavar="FRACTION",
-        help="Let this fraction of the activations that a rank would hold wait in the memory of its host, from 0 to 1, "
-        "or 'auto', the least with which a step fits the device's memory. See docs/long-context.md. Default: 0.",
+        help="Share of a rank's activations that waits in the memory of its host; 'auto': the least that fits.",
     )
-    group.add_argument(
-        "--keep-logits",
-        action="store_true",
-        help="Keep the logits of the last stage for the backward. By default the loss of a micro-batch with more than "
-        "2 GiB of them is computed in pieces, and the logits of a piece again in its backward.",
-    )
-    group.add_argument(
+    add("--keep-logits", action="store_true", help="Keep the logits of the last stage, however many, for the backward.")
+    add(
         "--partition-state",
         action="store_true",
-        help="With --use-distributed-optimizer, keep of weights and gradients, too, only what a data-parallel rank has "
-        "to update. With --pipeline-schedule breadth-first weights are gathered twice in a step (arXiv 2106.02679).",
+        help="With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too.",
     )
-    group.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="Where to train. 'auto' takes the GPU if there is one and the CPU otherwise.",
-    )
-    group.add_argument(
+    devices = ["auto", "cpu", "cuda"]
+    add("--device", choices=devices, default="auto", help="Where to train; 'auto': on the GPU if there is one.")
+    add(
         "--pipeline-trace",
         type=Path,
         metavar="DIR",
-        help="Write when each forward and backward ran, and the peak memory of each pipeline rank, to one JSON file "
-        "per traced iteration in DIR; seq1f1b plot draws it. Works for Megatron's own schedules too.",
+        help="Write when each action ran, and the peak memory of each rank, to DIR; seq1f1b plot draws it.",
     )
-    group.add_argument(
+    add(
         "--pipeline-trace-iterations",
         type=value(int, lambda number: number >= 1, "no iteration, which are counted from 1"),
         nargs="+",
@@ -194,25 +174,15 @@ def _add_rest(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="Iterations to trace, counted from 1. Default: 3.",
     )
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="Rehearse the launch on this machine, without GPUs, torchrun or a queue: WORLD_SIZE=64 python "
-        "pretrain_gpt.py ... --dry-run. See docs/rehearsal.md.",
-    )
-    group.add_argument(
+    add("--dry-run", action="store_true", help="Rehearse the launch on this machine, without GPUs.")
+    add(
         "--device-memory",
         type=value(float, lambda size: 0 < size < inf, "not a size above 0 in GiB"),
         default=80.0,
         metavar="GIB",
         help="Memory of a GPU that --dry-run compares with. Default: 80.",
     )
-    group.add_argument(
-        "--dry-run-output",
-        type=Path,
-        metavar="DIR",
-        help="Write what --dry-run finds to DIR: rehearsal.json, and the memory over the step as memory.png.",
-    )
+    add("--dry-run-output", type=Path, metavar="DIR", help="Write what --dry-run finds to DIR, with a picture.")
 
 
 class _Removed(argparse.Action):

@@ -64,8 +64,7 @@ class Event:
 
 
 def current_device():
-    # Not an index: callers pass it on as `device=`.
-    return torch.device("cpu")
+    return torch.device("cpu")  # not an index: callers pass it on as `device=`
 
 
 def resident_bytes(device=None) -> int:
@@ -96,11 +95,10 @@ def forget_peak(device=None) -> None:
 
 
 def memory_stats(device=None) -> dict[str, int]:
-    sizes = {"current": resident_bytes(), "peak": peak_resident_bytes()}
-    kinds = ("allocated_bytes", "reserved_bytes")
-    return {f"{kind}.all.{name}": size for kind in kinds for name, size in sizes.items()} | {
-        "allocation.all.current": 0
-    }
+    found = {"allocation.all.current": 0}
+    for kind in ("allocated_bytes.all", "reserved_bytes.all"):
+        found |= {f"{kind}.current": resident_bytes(), f"{kind}.peak": peak_resident_bytes()}
+    return found
 
 
 def get_rng_state(*args, **kwargs):

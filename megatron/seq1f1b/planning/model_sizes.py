@@ -1,6 +1,6 @@
 """The sizes of a model, from settings by the names of Megatron's arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..arguments.megatron_run import hybrid_stages
@@ -10,10 +10,9 @@ from .costs.training_setup import ALL_BUT_ATTENTION
 
 def model_shape(settings: Mapping[str, Any]) -> ModelShape:
     """The sizes that decide what a segment costs."""
-    latent = experts = None
-    expert_layers: tuple[int, ...] = ()
+    sizes: dict[str, Any] = {}
     if settings.get("multi_latent_attention"):
-        latent = LatentAttention(
+        sizes["latent"] = LatentAttention(
             query_rank=settings["q_lora_rank"] or 0,
             kv_rank=settings["kv_lora_rank"],
             head_dim=settings["qk_head_dim"],
@@ -21,13 +20,22 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
             value_head_dim=settings["v_head_dim"],
         )
     if settings.get("num_experts"):
-        experts = Experts(
+        each = settings["moe_layer_freq"]
+        sizes["experts"] = Experts(
             total=settings["num_experts"],
             active=settings["moe_router_topk"],
             ffn_hidden_size=settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"],
             shared_ffn_hidden_size=settings["moe_shared_expert_intermediate_size"] or 0,
         )
-        expert_layers = tuple(i for i in range(settings["num_layers"]) if _has_experts(settings["moe_layer_freq"], i))
+        sizes["expert_layers"] = _chosen(settings, each, lambda layer: layer % each == 0)
+    window, skipped = settings.get("window_size"), settings.get("window_attn_skip_freq")
+    if window and window[0] >= 0:
+        sizes["window"] = window[0]
+        sizes["window_layers"] = _chosen(settings, skipped, lambda layer: skipped is None or (layer + 1) % skipped != 0)
+    if settings.get("position_embedding_type") == "learned_absolute":
+        sizes["learned_positions"] = settings.get("max_position_embeddings") or 0
+    if pattern := "".join(hybrid_stages(settings)):
+        sizes |= _hybrid(pattern, settings)
     return ModelShape(
         num_layers=settings["num_layers"],
         hidden_size=settings["hidden_size"],
@@ -37,21 +45,39 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
         vocab_size=settings["padded_vocab_size"],
         num_kv_heads=settings["num_query_groups"] if settings.get("group_query_attention") else None,
         is_gated=bool(settings.get("swiglu")),
-        latent=latent,
-        experts=experts,
-        expert_layers=expert_layers,
         prediction_depth=settings.get("mtp_num_layers") or 0,
         has_biases=bool(settings.get("add_bias_linear")),
-        learned_positions=_learned_positions(settings),
         has_qk_norms=bool(settings.get("qk_layernorm")),
-        **_window(settings),
-        **_hybrid(settings),
+        **sizes,
     )
 
 
-def _learned_positions(settings: Mapping[str, Any]) -> int:
-    is_learned = settings.get("position_embedding_type") == "learned_absolute"
-    return settings.get("max_position_embeddings") or 0 if is_learned else 0
+def _chosen(settings: Mapping[str, Any], flags: Any, usual: Callable[[int], bool]) -> tuple[int, ...]:
+    """The layers that a list of 0 and 1 chooses, or `usual` where there is none."""
+    chooses = flags.__getitem__ if isinstance(flags, list) else usual
+    return tuple(layer for layer in range(settings["num_layers"]) if chooses(layer))
+
+
+def _hybrid(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers of a hybrid model and the sizes of its recurrent ones."""
+    found: dict[str, Any] = {"pattern": pattern}
+    if "G" in pattern:
+        found["delta_net"] = DeltaNet(
+            key_heads=settings["linear_num_key_heads"],
+            value_heads=settings["linear_num_value_heads"],
+            key_head_dim=settings["linear_key_head_dim"],
+            value_head_dim=settings["linear_value_head_dim"],
+            convolution=settings.get("linear_conv_kernel_dim") or 4,
+        )
+    if "M" in pattern:
+        head = settings["mamba_head_dim"]
+        found["mamba"] = Mamba(
+            heads=settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head,  # Megatron expands by 2
+            head_dim=head,
+            groups=settings["mamba_num_groups"],
+            state_dim=settings["mamba_state_dim"],
+        )
+    return found
 
 
 def recompute_of(settings: Mapping[str, Any], keeps_attention: bool) -> str:
@@ -76,44 +102,3 @@ def ranks_of_experts(settings: Mapping[str, Any]) -> int:
         return 1
     tensor = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size") or 1
     return tensor * (settings.get("expert_model_parallel_size") or 1)
-
-
-def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The sliding window, and the layers that have it."""
-    window, frequency = settings.get("window_size"), settings.get("window_attn_skip_freq")
-    if not window or window[0] < 0:
-        return {}
-    has_window = (
-        bool(frequency[i]) if isinstance(frequency, list) else frequency is None or (i + 1) % frequency != 0
-        for i in range(settings["num_layers"])
-    )
-    return {"window": window[0], "window_layers": tuple(i for i, holds in enumerate(has_window) if holds)}
-
-
-def _hybrid(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers of a hybrid model and the sizes of its recurrent ones."""
-    layers = "".join(hybrid_stages(settings))
-    if not layers:
-        return {}
-    found: dict[str, Any] = {"pattern": layers}
-    if "G" in layers:
-        found["delta_net"] = DeltaNet(
-            key_heads=settings["linear_num_key_heads"],
-            value_heads=settings["linear_num_value_heads"],
-            key_head_dim=settings["linear_key_head_dim"],
-            value_head_dim=settings["linear_value_head_dim"],
-            convolution=settings.get("linear_conv_kernel_dim") or 4,
-        )
-    if "M" in layers:
-        head = settings["mamba_head_dim"]
-        found["mamba"] = Mamba(
-            heads=settings["mamba_num_heads"] or 2 * settings["hidden_size"] // head,  # Megatron expands by 2
-            head_dim=head,
-            groups=settings["mamba_num_groups"],
-            state_dim=settings["mamba_state_dim"],
-        )
-    return found
-
-
-def _has_experts(frequency: int | list[int], layer: int) -> bool:
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0

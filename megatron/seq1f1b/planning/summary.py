@@ -13,8 +13,6 @@ from .run_costs import RunCosts
 
 # Up to this many segments, all lengths are printed.
 _FEW = 8
-# Differences of predicted steps below this are not worth a line.
-_WORTH_A_LINE = 0.01
 
 
 def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
@@ -95,33 +93,14 @@ def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str
 
 def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
     """What `config`, made with these `costs`, does unexpectedly, in sentences without their full stop."""
-    flags, schedule = config.flags, config.schedule
+    schedule = config.schedule
     if schedule is None:
         return
-    if config.num_segments > 1 and config.run.has_sizes:
-        if costs.machine.name != "cpu":
-            yield from _of_waiting_gpus(config, costs)
-        if flags.means_equal_lengths and flags.sequence_split_strategy is None:
-            yield from _of_equal_lengths(config, costs)
+    if config.num_segments > 1 and config.run.has_sizes and costs.machine.name != "cpu":
+        yield from _of_waiting_gpus(config, costs)
     if schedule.is_planned and not schedule.split:
         obstacle = first_unsupported(config.run.settings, {Use.SPLIT_BACKWARDS})
         yield f"--pipeline-schedule auto plans without splitting backwards: {obstacle}"
-
-
-def _of_equal_lengths(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """What equal lengths cost where no flag names them."""
-    schedule, length = config.schedule, config.run.sequence_length
-    assert schedule is not None
-    try:
-        cuts = config.lengths, replace(config.partition, strategy="balanced").cut(length)
-        equal, better = (costs.forecast(schedule, lengths).seconds for lengths in cuts)
-    except ValueError:  # what segments of this model cost is not known
-        return
-    if equal > (1 + _WORTH_A_LINE) * better:
-        yield (
-            "without --sequence-split-strategy these segments have equal lengths, with which the predicted step takes "
-            f"{100 * (equal / better - 1):.0f} % longer than with --sequence-split-strategy balanced"
-        )
 
 
 def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:

@@ -54,6 +54,7 @@ def wants_segment_attention(args):
         ((), None, 1, "balanced"),
         (("--pipeline-schedule", "1f1b"), ScheduleChoice("1f1b"), 1, "balanced"),
         (("--sequence-splits", "4"), ScheduleChoice("1f1b"), 4, "balanced"),
+        (("--pipe-sp-splits", "4"), ScheduleChoice("1f1b"), 4, "even"),
         (("--pipe-sp-splits", "4", "--pipe-sp-strategy", "average"), ScheduleChoice("1f1b"), 4, "even"),
     ],
 )
@@ -132,20 +133,6 @@ def test_few_units_in_a_v_are_cut_for_the_shortest_step(ranks, microbatches, lea
 def test_segments_are_multiples_of_what_shares_them(sizes, multiple):
     """Ranks that divide a segment equally, and tokens that share a scale in 8 bits."""
     assert run_of_arguments(parsed(**sizes)).segment_multiple == multiple
-
-
-@pytest.mark.parametrize("rank, lines", [("0", 1), ("1", 0)])
-def test_the_authors_flag_keeps_equal_lengths_and_warns_once(caplog, monkeypatch, rank, lines):
-    monkeypatch.setenv("RANK", rank)
-    flags = ("--pipe-sp-splits", "4", "--device", "cuda")
-    args = parsed(*flags, seq_length=65536, global_batch_size=16, pipeline_model_parallel_size=8)
-    config = validate(args)
-    assert config.lengths == (16384,) * 4 and args.sequence_split_strategy == "even"
-    assert caplog.text.count("longer than with --sequence-split-strategy balanced") == lines
-    caplog.clear()
-    validate(parsed(*flags, "--pipe-sp-strategy", "average", seq_length=65536))
-    validate(parsed("--sequence-splits", "4", "--device", "cuda", seq_length=65536))
-    assert caplog.text == ""
 
 
 def test_flags_of_older_code_keep_their_meaning_or_have_a_note(caplog):
