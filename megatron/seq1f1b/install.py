@@ -38,25 +38,22 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     """Make Megatron in this process run our schedules; best called before a program imports Megatron.
 
     Modules that have imported `get_forward_backward_func` by then get ours, too. Calling `install` again does nothing,
-    and raises ValueError with other keywords.
+    and raises ValueError with other keywords. See docs/library.md.
 
-    A script with Megatron's arguments adds our flags to its parser and validates them. With `add_flags` this happens in
-    every script that has Megatron parse its arguments and calls `pretrain`. Without our schedule flags Megatron's own
-    functions run. With `--dry-run` a script rehearses its launch instead of training.
+    A script with Megatron's arguments adds our flags to its parser and calls `validate`. With `add_flags` this happens
+    in every script that has Megatron parse its arguments and calls `pretrain`. With `--dry-run` it rehearses.
 
-    A program that uses megatron-core without megatron.training passes our flags as keywords, see docs/library.md:
-    `install(pipeline_schedule="1f1b", sequence_splits=4)`. Then Megatron's `get_forward_backward_func` returns our
-    schedule (1f1b if none is named), whose first step raises ValueError for what is unsupported. With
-    `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With `keep_documents_apart` no
-    token sees another document of its sequence; the `cu_seqlens` or the boolean `attention_mask` [b, 1, s, s] of a
-    batch tell where documents start.
+    A program without megatron.training passes our `flags` as keywords: `install(sequence_splits=4)`. Megatron's
+    `get_forward_backward_func` then returns our schedule (1f1b if none is named); its first step raises ValueError for
+    what is unsupported. With `pipeline_placement="v"` rank r of P holds the stages r and 2P-1-r as its chunks. With
+    `keep_documents_apart` no token sees another document of its sequence; the `cu_seqlens` or the boolean
+    `attention_mask` [b, 1, s, s] of a batch tell where documents start.
 
     On a machine without a GPU, or with `--device cpu`, Megatron moves to the CPU. Raises ValueError for an unknown
     keyword, and ImportError for a version of Megatron that does not fit.
     """
     keywords = flags | ({"keep_documents_apart": True} if keep_documents_apart else {})
-    before = _installed()
-    if before is not None:
+    if (before := _installed()) is not None:
         if keywords not in ({}, before.keywords):
             raise ValueError("install was called before with other keywords; call it once, or uninstall in between")
         return
@@ -108,8 +105,7 @@ def _silence_imports() -> None:
 
 def uninstall() -> None:
     """Undo `install`; without it, do nothing. Megatron stays on the CPU, if that is where it is."""
-    overlay = _installed()
-    if overlay is not None:
+    if (overlay := _installed()) is not None:
         overlay.patches.close()
 
 
@@ -124,8 +120,7 @@ def validate(args: Namespace) -> PipelineConfig:
         from .runtime.from_config import attention_kernel
 
         print(summary(config, costs, attention_kernel(config)), flush=True)
-    overlay = _installed()
-    if overlay is not None:
+    if (overlay := _installed()) is not None:
         overlay.use(config)
     return config
 
@@ -148,10 +143,8 @@ def pipeline_config() -> PipelineConfig:
 
 
 def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Give the self-attention layers of the model chunks our attention, for Megatron's own schedules, too.
-
-    For scripts that build local layers. Returns the chunks as a list, as Megatron's `pre_wrap_hooks` do.
-    """
+    """Give the local self-attention layers of the model chunks our attention, for Megatron's own schedules, too.
+    Returns the chunks as a list, as Megatron's `pre_wrap_hooks` do."""
     from .model import use_segment_attention
 
     return use_segment_attention(model)
@@ -166,10 +159,8 @@ def whole_weights(model: Iterable[torch.nn.Module]) -> AbstractContextManager[No
 
 
 def local_hybrid_spec(config: TransformerConfig) -> ModuleSpec:
-    """Megatron's own layers for its hybrid model, for which upstream has no specification without Transformer Engine.
-
-    `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`, with Megatron's configuration of the model.
-    """
+    """Megatron's own layers for its hybrid model: `config.hybrid_stack_spec = local_hybrid_spec(config.transformer)`.
+    Upstream has no specification without Transformer Engine."""
     from .model import local_hybrid_spec
 
     return local_hybrid_spec(config)
@@ -215,15 +206,13 @@ class Overlay:
 
     def use(self, config: PipelineConfig) -> None:
         """Take the configuration of validated arguments, before Megatron builds its process groups and its model."""
+        from .runtime import partitioned_state, v_chunks
+
         self.config = config
         rows: list[Patch] = []
         if config.places_chunks_in_a_v:
-            from .runtime import v_chunks
-
             rows += v_chunks.patches()
         if config.flags.partition_state:
-            from .runtime import partitioned_state
-
             rows += partitioned_state.patches() + partitioned_state.patches_of_training_loop()
         if config.num_segments > 1 and config.run.settings.get("tp_comm_overlap"):
             name = "megatron.training.initialize._initialize_tp_communicators"

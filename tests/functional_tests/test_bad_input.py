@@ -25,10 +25,7 @@ CASES = [
 ]
 GOOD = [MOCK + "--load {}/none", MOCK + SPLIT + "--save {}/new --save-interval 2"]
 CHANGED = {
-    MOCK + SPLIT + "--distributed-backend nccl --flash-attention-version 4": (
-        "--distributed-backend nccl becomes gloo on the CPU",
-        "--flash-attention-version has no effect on the CPU",
-    ),
+    MOCK + SPLIT + "--distributed-backend nccl": ("--distributed-backend nccl becomes gloo on the CPU",),
 }
 INDEX = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, 3, 5, 0, 6, 0, 1, 2)
 NEGATIVE = INDEX.replace(struct.pack("<2i2q", 3, 5, 0, 6), struct.pack("<2i2q", -3, 11, 0, -6))

@@ -102,5 +102,5 @@ def test_without_a_gpu_one_line_on_rank_0(monkeypatch, caplog, rank):
     monkeypatch.setenv("RANK", rank)
     assert cpu.wanted([])
     assert caplog.text.count("No GPU is visible") == len(caplog.records) == (1 if rank == "0" else 0)
-    with pytest.raises(SystemExit, match="no GPU is visible"):
+    with pytest.raises(ValueError, match="no GPU is visible"):
         cpu.wanted(["--device", "cuda"])

@@ -7,13 +7,10 @@ from typing import Any
 
 from ..partition import DEFAULT_STRATEGY, Pack, packs_of_step, work_by_flops
 from ..schedule import ScheduleChoice, read_csv
-from .device import is_on_cpu
 from .flags import AUTO
-from .megatron_run import MegatronRun
-from .packages import packs_documents
-from .predictions import Predictions
-from .sequence_partition import SequencePartition
-from .supported import Use, first_unsupported, segments_are_possible, unsupported
+from .megatron_run import MegatronRun, is_on_cpu
+from .sequence_partition import Predictions, SequencePartition
+from .supported import Use, first_unsupported, packs_documents, segments_are_possible, unsupported
 
 
 @dataclass(frozen=True)

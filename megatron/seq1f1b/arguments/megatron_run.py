@@ -1,5 +1,6 @@
-"""What Megatron is to train: one value, made from arguments or from a program."""
+"""What Megatron is to train, and on which device: one value, made from arguments or from a program."""
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from .supported import BLOCKS
 if TYPE_CHECKING:
     from torch.nn import Module
 
+_GIB = 2**30
 # Fields of a TransformerConfig, or of DistributedDataParallel's configuration, and the names of their arguments.
 _NAMES = {
     "num_moe_experts": "num_experts",
@@ -174,3 +176,32 @@ def hybrid_stages(settings: Mapping[str, Any]) -> list[str]:
     """The layer symbols of each stage, or of the whole model if the pattern has no stages."""
     decoder = (settings.get("hybrid_layer_pattern") or "").split("/")[0]
     return decoder.split("|")
+
+
+def is_on_cpu(flags: Namespace) -> bool:
+    """Whether `--device` leads to the CPU on this machine."""
+    if flags.device != "auto":
+        return bool(flags.device == "cpu")
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def gpu_name(flags: Namespace) -> str:
+    """The name of this machine's GPU; an A100 where the GPUs of the run are not at hand."""
+    import torch
+
+    return torch.cuda.get_device_name() if not flags.dry_run and torch.cuda.is_available() else "A100"
+
+
+def device_memory(flags: Namespace) -> float:
+    """Bytes that this process can have, in whole GiB so that ranks on like machines agree."""
+    import torch
+
+    if flags.dry_run:
+        return float(flags.device_memory * _GIB)
+    if is_on_cpu(flags):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return max(1, total // _GIB) * _GIB

@@ -1,19 +1,47 @@
 """Where sequences are cut, by our flags and the sizes of Megatron's run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ..partition import STRATEGIES, Task, check_lengths, cut_sequence, read_lengths
-from ..schedule import ScheduleChoice, auto, simulate
+from ..partition import STRATEGIES, SegmentTime, Task, check_lengths, cut_sequence, read_lengths
+from ..schedule import Costs, ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
-from .predictions import Predictions
 
 # `auto` plans some ten thousand actions a second; fewer trials find little.
 _ACTIONS_TO_PLAN, _LEAST_TRIALS, _MOST_TRIALS = 8_000, 8, 30
 # With more, the pipeline is full for most of the step, and equal times are as good.
 _FEW_MICROBATCHES = 2
+
+
+class Predictions(Protocol):
+    """What the segments and steps of one run cost: the core is given an object of this form. Every method raises
+    ValueError where this is not known."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the times come from --sequence-split-profile."""
+
+    @property
+    def full_speed_rows(self) -> int:
+        """The fewest tokens of a segment at which kernels run at full speed."""
+
+    @property
+    def flops(self) -> tuple[int, int] | None:
+        """FLOPs of a token and of a pair of tokens by the formula of the authors of Seq1F1B; None for unknown sizes."""
+
+    def time(self, of_any_length: bool = False) -> SegmentTime:
+        """Seconds of a segment on the slowest stage. A trace does not have the times `of_any_length`."""
+
+    def of_actions(self, lengths: Sequence[int]) -> Costs:
+        """The costs of the actions on segments of `lengths` tokens, for which `auto` plans."""
+
+    def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
+        """The least share of the activations, in sixteenths, without which a step fits the device; 1 if none does."""
+
+    def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
+        """The number of segments of the shortest step that fits the device; `cut(number)` gives their lengths."""
 
 
 @dataclass(frozen=True)

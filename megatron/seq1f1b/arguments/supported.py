@@ -7,12 +7,13 @@ condition under which the row holds, and the rest of a sentence: the reason and 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from textwrap import dedent
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..schedule import splitting_families
-from .packages import installed, is_installed, is_on_gpu, is_on_gpu_here, is_on_hopper_here, packs_documents
 
 Settings = Mapping[str, Any]  # by the names of Megatron's arguments; what is missing is off
 
@@ -71,6 +72,45 @@ def _holds(clause: str, settings: Settings) -> bool:
     return bool(values - named if words.startswith("other than ") else values & named)
 
 
+def packs_documents(settings: Settings) -> bool:
+    """Whether sequences hold several documents that must not see one another."""
+    names = ("reset_attention_mask", "sft", "dataloader_inter_document_masking", "keep_documents_apart")
+    return any(settings.get(name) for name in names)
+
+
+def is_on_gpu(settings: Settings) -> bool:
+    """gloo serves GPUs, too."""
+    return settings.get("distributed_backend") == "nccl" or settings.get("device") == "cuda"
+
+
+def is_on_gpu_here(settings: Settings) -> bool:
+    """False in a rehearsal, since its packages are those of the cluster."""
+    return is_on_gpu(settings) and not settings.get("dry_run")
+
+
+def is_on_hopper_here(settings: Settings) -> bool:
+    import torch
+
+    return is_on_gpu_here(settings) and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of the package around it
+        return False
+
+
+def installed(*distributions: str) -> tuple[int, ...] | None:
+    """Up to three numbers of the version of the first distribution that is installed; None if none is."""
+    for name in distributions:
+        try:
+            return tuple(map(int, re.findall(r"\d+", version(name))[:3]))
+        except PackageNotFoundError:
+            continue
+    return None
+
+
 def _heads_are_unequal(settings: Settings) -> bool:
     heads = (settings.get("num_attention_heads") or 0) // (settings.get("tensor_model_parallel_size") or 1)
     return heads % (settings.get("context_parallel_size") or 1) > 0
@@ -118,34 +158,31 @@ BLOCKS: Mapping[str, int] = MappingProxyType({"mxfp8": 32, "blockwise": 128})
 
 
 def _rows(table: str) -> tuple[Unsupported, ...]:
-    """Lines of features, each time followed by what is true of all of them: indented, a reason and a way out."""
-    blocks = re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", dedent(table), re.MULTILINE)
+    """Lines of features, each time followed by what is true of all of them, indented or behind a bar: a reason and a
+    way out."""
+    blocks = re.findall(r"((?:^\S.*\n)+)((?:^ .*\n)+)", dedent(table).replace(" | ", "\n "), re.MULTILINE)
     sentences = [(features.splitlines(), " ".join(text.split()).split("; ")) for features, text in blocks]
     return tuple(Unsupported(feature, *sentence) for features, sentence in sentences for feature in features)
 
 
 UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
     Use.MEGATRONS_OWN: _rows("""
-        --pipeline-placement v
-            is not for Megatron's own schedules; add --pipeline-schedule auto
+        --pipeline-placement v | is not for Megatron's own schedules; add --pipeline-schedule auto
         --recompute-keeps-attention
         --offload-activations
             is not for Megatron's own schedules; add --sequence-splits or --pipeline-schedule 1f1b
-        --partition-state
-            is not for Megatron's own schedules; add --pipeline-schedule breadth-first
+        --partition-state | is not for Megatron's own schedules; add --pipeline-schedule breadth-first
         --pipeline-trace with --overlap-moe-expert-parallel-comm
             times forwards and backwards, which then run at once; drop one of the two
     """),
     Use.ANY_SCHEDULE: _rows("""
-        --cuda-graph-impl
-            follows the order of Megatron's own schedules; use --cuda-graph-impl none
+        --cuda-graph-impl | follows the order of Megatron's own schedules; use --cuda-graph-impl none
         --overlap-moe-expert-parallel-comm
         --delay-wgrad-compute
         --moe-paged-stash
         --hybrid-context-parallel
             follows the order of Megatron's own schedules; drop --pipeline-schedule and --sequence-splits to run those
-        --fine-grained-activation-offloading
-            follows the order of Megatron's own schedules; use --offload-activations
+        --fine-grained-activation-offloading | follows the order of Megatron's own schedules; use --offload-activations
         --defer-embedding-wgrad-compute
             pairs activations and gradients in forward order, but segments go backward in reverse; drop it
         --cpu-offloading-num-layers
@@ -174,15 +211,13 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         --moe-router-load-balancing-type sinkhorn, quantile_balancing
             makes the experts of a token depend on the tokens beside it, which a segment changes;
             use --moe-router-load-balancing-type aux_loss
-        --moe-enable-routing-replay
-            replays the routes of whole micro-batches; drop it
+        --moe-enable-routing-replay | replays the routes of whole micro-batches; drop it
         --mtp-use-repeated-layer
             runs one layer several times on the same segment, so that its keys would overwrite one another; drop it
         --experimental-attention-variant
         --heterogeneous-layers-config-path
             is not cut into segments yet; drop --sequence-splits to keep sequences whole
-        --position-embedding-type mrope
-            is not cut into segments yet; use --position-embedding-type rope
+        --position-embedding-type mrope | is not cut into segments yet; use --position-embedding-type rope
         --recompute-granularity selective with --recompute-modules gdn_norm_out
             is not cut into segments yet; use --recompute-granularity full, or drop it
         --recompute-granularity selective with --recompute-modules mlp and biases
@@ -215,8 +250,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         fp8_dot_product_attention
         fp8_multi_head_attention
             computes attention in 8 bits, which the kernels for segments cannot; drop it
-        --fp4-format
-            scales by the largest value of a micro-batch, too; use --fp8-format
+        --fp4-format | scales by the largest value of a micro-batch, too; use --fp8-format
         --attention-backend fused with --attention-dropout and --window-size on a GPU
         --attention-backend fused with --attention-dropout and packed documents on a GPU
             has no kernel in Transformer Engine; drop --attention-dropout, or use --attention-backend flash
@@ -247,8 +281,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         --pipeline-model-parallel-layout with multi-token prediction before the loss
             keeps a second embedding on a rank of its own;
             lay them out on one stage, or use --pipeline-placement looped
-        --ckpt-format torch
-            keeps chunks by the rank that holds them; use --ckpt-format torch_dist
+        --ckpt-format torch | keeps chunks by the rank that holds them; use --ckpt-format torch_dist
     """),
     Use.OFFLOAD: _rows("""
         --overlap-grad-reduce with fused gradient accumulation
@@ -258,26 +291,20 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
     Use.PARTITIONED_STATE: _rows("""
         a run without --use-distributed-optimizer
             keeps the state of the optimizer whole; add --use-distributed-optimizer
-        --num-distributed-optimizer-instances above 1
-            reduces gradients once more among the instances; drop it
-        --optimizer other than adam, sgd
-            keeps parameters in an order of its own; use --optimizer adam
+        --num-distributed-optimizer-instances above 1 | reduces gradients once more among the instances; drop it
+        --optimizer other than adam, sgd | keeps parameters in an order of its own; use --optimizer adam
         --use-precision-aware-optimizer
         --optimizer-cpu-offload
             holds weights of its own that the shares do not follow yet; drop it
-        --overlap-param-gather-with-optimizer-step
-            gathers before a chunk is at work; drop it
+        --overlap-param-gather-with-optimizer-step | gathers before a chunk is at work; drop it
         --fp8-param-gather
         --fp4-param-gather
             keeps weights in few bits, which are not divided into shares yet; drop it
-        --use-nccl-ub
-            registers buffers, which then cannot be freed; drop it
-        --optimizer-cuda-graph
-            replays one step in memory that the next has freed; drop it
+        --use-nccl-ub | registers buffers, which then cannot be freed; drop it
+        --optimizer-cuda-graph | replays one step in memory that the next has freed; drop it
         --ddp-param-name-patterns-for-fp32-local-accumulation
             sums gradients in memory of its own, which is not divided into shares yet; drop it
-        --save-wgrads-interval
-            reads gradients when none are whole; drop it
+        --save-wgrads-interval | reads gradients when none are whole; drop it
         --save-params-interval
         --moe-routing-trace-dump-weights
         --log-params-norm
@@ -306,8 +333,7 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         --micro-batch-size above 1
         --eval-micro-batch-size above 1
             puts several sequences side by side, where units put them one after the other; give 1
-        --tp-comm-overlap
-            has buffers for segments of one length, which units do not have; drop it
+        --tp-comm-overlap | has buffers for segments of one length, which units do not have; drop it
         --moe-token-dispatcher-type allgather with --expert-model-parallel-size above 1
             needs equally many tokens on every rank, but units differ in length;
             use --moe-token-dispatcher-type alltoall

@@ -13,35 +13,29 @@ _log = logging.getLogger(__name__)
 
 
 def wanted(argv: Sequence[str]) -> bool:
-    """Whether `argv` (without or with the program's name) means training on the CPU.
-
-    `--device cpu` does, and so does `--device auto`, the default, if no GPU is visible, with a warning on rank 0.
-    `--device cuda` without a GPU ends the program with one sentence.
-    """
+    """Whether the words of a command line mean training on the CPU: `--device cpu`, or no GPU is visible, which rank 0
+    logs. `--device cuda` without a GPU ends the program with one sentence."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="auto")
     device = parser.parse_known_args(argv)[0].device
-
-    # torch must not look for GPUs here: CUDA reads CUDA_VISIBLE_DEVICES once, and `activate` sets it.
-    if device == "cpu":
+    if (
+        device == "cpu"
+    ):  # and torch must not look for GPUs: CUDA reads CUDA_VISIBLE_DEVICES once, and `activate` sets it
         return True
     import torch
 
     if torch.cuda.is_available():
         return False
     if device == "cuda":
-        raise SystemExit("--device cuda was given, but no GPU is visible; try --device cpu.")
-    # Any other value is reported by the real parser, which has the choices.
-    if device == "auto":
+        raise ValueError("--device cuda was given, but no GPU is visible; try --device cpu")
+    if device == "auto":  # the real parser reports any other value
         warn_on_rank_0(_log, "No GPU is visible: training on the CPU with gloo (--device cpu).")
     return device == "auto"
 
 
 def activate() -> None:
-    """Make Megatron run on CPU tensors and gloo, from now on, in this process.
-
-    Best called before `megatron.core` is imported, which compiles its fused functions. Calling it again does nothing.
-    """
+    """Make Megatron run on CPU tensors and gloo from now on; best called before it is imported, since it compiles its
+    fused functions then."""
     from . import redirects  # imports torch, which takes seconds
 
     redirects.apply()

@@ -84,11 +84,8 @@ def peak_resident_bytes(device=None) -> int:
 
 
 def forget_peak(device=None) -> None:
-    """Count the peak from now on (Linux).
-
-    Pages that were freed go back to the system first: memory that is allocated anew would be found in them, and would
-    not count.
-    """
+    """Count the peak from now on (Linux). Freed pages go back to the system first, or new memory in them would not
+    count."""
     if _CLEAR_REFS.exists():
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text("5")  # see proc(5)
@@ -138,15 +135,11 @@ def cuda_type_name(type_method, tensor, dtype=None, *args, **kwargs):
 
 
 def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGloo]:
-    """The class of gloo's groups, which share the devices of a process.
+    """The class of gloo's groups, which share the devices of a process: threads that poll, of which torch makes one for
+    each group. Megatron has some thirty groups a rank; 60 take a fifth of a core while nothing happens.
 
-    A device is a thread that polls its sockets a hundred times a second, and torch makes one for each group. Megatron
-    makes some thirty groups a rank: 60 groups take a fifth of a core while nothing happens, on a shared device less
-    than a hundredth.
-
-    A group's collectives run in one thread, one after another. In torch's two they corrupt the heap when they end at
-    the same time: both write the name of the last one (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch
-    2.13), so overlapped gathers ended in "malloc(): unaligned tcache chunk detected" now and then.
+    A group's collectives run in one thread. In torch's two they corrupt the heap when they end at the same time: both
+    write the name of the last one (`lastCompletedWorkName` in ProcessGroupGloo.cpp of PyTorch 2.13).
     """
 
     class OnOneDevice(gloo):
@@ -162,10 +155,8 @@ def on_one_device(gloo: type[dist.ProcessGroupGloo]) -> type[dist.ProcessGroupGl
 
 @functools.cache
 def _devices_of(process: int) -> list:
-    """Those that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names.
-
-    Their threads do not survive a fork, so each `process` has its own.
-    """
+    """Those that torch would make for a group: one for each interface that GLOO_SOCKET_IFNAME names. Their threads do
+    not survive a fork, so each `process` has its own."""
     make = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     if not interfaces:

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from ..process.ranks import is_rank_0, warn_on_rank_0
+from ..process.ranks import warn_on_rank_0
 
 _log = logging.getLogger(__name__)
 _tell_once = functools.cache(functools.partial(warn_on_rank_0, _log))  # a script may parse its arguments repeatedly
@@ -22,9 +22,6 @@ FLAGS = (
     ("moe_permute_fusion", False, "a kernel of Transformer Engine"),
     ("moe_router_fusion", False, "a kernel of Transformer Engine"),
     ("ddp_average_in_collective", False, "gloo sums only; the same mean is taken before the sum"),
-)
-_NEEDS_GPU = (
-    "error: --transformer-impl transformer_engine: Transformer Engine's layers need a GPU; use --transformer-impl local"
 )
 
 
@@ -48,12 +45,10 @@ def _tell_what_changes(namespace):
         is_given = any(word == flag or word.startswith(f"{flag}=") for word in sys.argv[1:])
         if asked != value and is_given:
             if name == "transformer_impl":
-                raise SystemExit(_NEEDS_GPU if is_rank_0() else 1)
+                raise ValueError(f"{flag} {asked} needs a GPU: {reason}; use {flag} {value}")
             _tell_once(f"{flag} {asked} becomes {value} on the CPU: {reason}")
     if namespace.profile and not namespace.use_pytorch_profiler:  # ends the program at --profile-step-start
         raise ValueError("--profile marks steps for Nsight, which needs a GPU; add --use-pytorch-profiler, or drop it")
-    if namespace.flash_attention_version is not None:
-        _tell_once("--flash-attention-version has no effect on the CPU: it names CUDA kernels")
 
 
 def not_compiled(function=None, **options):

@@ -1,4 +1,4 @@
-"""The costs of one run for the core (`arguments.Predictions`): by the formulas of this room, or measured."""
+"""The costs of one run for the core (`Predictions`): by the formulas of this room, or measured."""
 
 import argparse
 from bisect import bisect_left
@@ -118,10 +118,7 @@ class RunCosts:
         steps only become longer; the search ends there. Raises ValueError if the sequence cannot be cut at all.
         """
         found: dict[int, Forecast] = {}
-
-        def fitting() -> list[int]:
-            return [count for count, each in found.items() if each.total_bytes <= self._room]
-
+        fitting: dict[int, Forecast] = {}
         for count in self._candidates():
             try:
                 lengths = cut(count)
@@ -130,12 +127,13 @@ class RunCosts:
                     raise
                 break
             found[count] = self.forecast(schedule, lengths)
-            *_, before, last = (inf, inf, *(each.seconds for each in found.values()))
-            if last > before > min(each.seconds for each in found.values()) and fitting():
+            fitting = {number: each for number, each in found.items() if each.total_bytes <= self._room}
+            seconds = [inf, *(each.seconds for each in found.values())]
+            if fitting and seconds[-1] > seconds[-2] > min(seconds):
                 break
-        if not fitting():
-            return min(found, key=lambda count: found[count].total_bytes)
-        return min(fitting(), key=lambda count: found[count].seconds)
+        if fitting:
+            return min(fitting, key=lambda number: fitting[number].seconds)
+        return min(found, key=lambda number: found[number].total_bytes)
 
     def _candidates(self) -> list[int]:
         """Numbers whose segments are long enough on average; one segment always is."""

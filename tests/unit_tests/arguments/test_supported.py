@@ -8,7 +8,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron.seq1f1b import add_arguments, validate
-from megatron.seq1f1b.arguments import packages, run_of_arguments, supported
+from megatron.seq1f1b.arguments import run_of_arguments, supported
 from megatron.seq1f1b.arguments.supported import UNSUPPORTED, Use, first_unsupported, setting_of
 from unit_tests.arguments.parsed import parsed
 
@@ -76,9 +76,9 @@ def settings_of(row):
 def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row):
     if "this" in row.feature:
         versions = {"flash-linear-attention": (0, 4, 2), "triton": (3, 6, 0)}
-        monkeypatch.setattr(packages, "find_spec", lambda module: None)
+        monkeypatch.setattr(supported, "find_spec", lambda module: None)
         monkeypatch.setattr(supported, "installed", lambda *names: versions.get(names[0]))
-        monkeypatch.setitem(supported._FACTS, "this Hopper GPU", packages.is_on_gpu_here)
+        monkeypatch.setitem(supported._FACTS, "this Hopper GPU", supported.is_on_gpu_here)
     settings = settings_of(row)
     if "pipeline_schedule_file" in settings:
         settings["pipeline_schedule_file"] = tmp_path / "mine.csv"
@@ -107,7 +107,7 @@ def refused(**settings):
 
 @pytest.mark.parametrize("installed, is_enough", [("2.19.1", False), ("2.20.0", True), ("2.21.0+cu13", True)])
 def test_fused_attention_needs_a_transformer_engine_of_today(monkeypatch, installed, is_enough):
-    monkeypatch.setattr(packages, "version", lambda package: installed)
+    monkeypatch.setattr(supported, "version", lambda package: installed)
     assert refused(**ON_GPU, **SETTINGS["--attention-backend fused"]) != is_enough
 
 
@@ -132,8 +132,8 @@ def test_gated_delta_nets_are_wrong_by_version(monkeypatch, fla, triton, is_hopp
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(packages, "version", version)
-    is_here = packages.is_on_gpu_here if is_hopper else packages.is_on_hopper_here
+    monkeypatch.setattr(supported, "version", version)
+    is_here = supported.is_on_gpu_here if is_hopper else supported.is_on_hopper_here
     monkeypatch.setitem(supported._FACTS, "this Hopper GPU", is_here)
     assert refused(**ON_GPU, **CLAUSES["G"]) == are_wrong
     assert not refused(**ON_GPU, **CLAUSES["G"], dry_run=True, device="cpu", replaced_on_cpu={})
@@ -150,5 +150,5 @@ def test_gated_delta_nets_are_wrong_by_version(monkeypatch, fla, triton, is_hopp
     ],
 )
 def test_fused_attention_has_no_dropout_in_documents_or_windows(monkeypatch, given, is_refused):
-    monkeypatch.setattr(packages, "version", lambda package: "2.20.0")
+    monkeypatch.setattr(supported, "version", lambda package: "2.20.0")
     assert refused(**ON_GPU | SETTINGS["--attention-backend fused"] | given) == is_refused
