@@ -68,11 +68,9 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
             replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer), _exchange(layer))
             replacement.train(layer.training)
             _carry_over_hook(chunk, layer.core_attention, replacement)
-            patched_on([layer], [Patch(_CORE_ATTENTION, replacement, "attends to the keys of its own input only")])
+            target = "megatron.core.transformer.attention.Attention.core_attention"
+            patched_on([layer], [Patch(target, replacement, "attends to the keys of its own input only")])
     return chunks
-
-
-_CORE_ATTENTION = "megatron.core.transformer.attention.Attention.core_attention"
 
 
 def refuse_attention_to_later_tokens(chunks: Iterable[torch.nn.Module]) -> None:
@@ -95,16 +93,13 @@ def _is_causal(layer: Attention) -> bool:
 
 
 def _window(layer: Attention) -> int | None:
-    """The number of keys before its own that a query of this layer sees, None for all."""
     config = layer.config
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
         return None
-    before, _ = config.window_size
-    return None if before < 0 else before
+    return None if config.window_size[0] < 0 else config.window_size[0]
 
 
 def _sink(layer: Attention) -> Tensor | None:
-    """The term in the denominator of each head's softmax: zeros, or the layer's parameter."""
     if layer.config.softmax_type == "learnable":
         return layer.core_attention.softmax_offset
     if layer.config.softmax_type == "off-by-one":

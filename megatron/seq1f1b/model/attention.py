@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -68,17 +68,12 @@ class SegmentAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        context = self.segment_context
-        segment = context.segment
-        if attn_mask_type not in (None, AttnMaskType.causal) or attention_bias is not None:
+        context, segment = self.segment_context, self.segment_context.segment
+        is_causal = attn_mask_type in (None, AttnMaskType.causal) and attention_bias is None
+        if not is_causal or packed_seq_params is not None:
             raise ValueError(
-                f"attention with a bias or with a mask of type {getattr(attn_mask_type, 'name', None)} cannot be cut "
-                "into segments, which attend causally; drop --sequence-splits"
-            )
-        if packed_seq_params is not None:
-            raise ValueError(
-                f"attention got packed_seq_params, but segments attend across documents; {KEEP_APART}, or drop "
-                "--sequence-splits"
+                f"attention got packed_seq_params, a bias or a mask of type {getattr(attn_mask_type, 'name', None)}, "
+                f"but segments attend causally and across documents; {KEEP_APART}, or drop --sequence-splits"
             )
         # The kernel applies the triangle by itself, within each of the documents of the segment.
         if attention_mask is not None and segment is not None and segment.documents is None:
@@ -88,20 +83,21 @@ class SegmentAttention(torch.nn.Module):
             query, key, value = self.exchange.to_heads(query, key, value)
             sink = None if sink is None else self.exchange.own_heads(sink)
         rule = self.training_rule if self.training else self.evaluation_rule
-        call = _Call(self._kernel(rule, query, value, sink))
+        kernel, cache, end = self._kernel(rule, query, value, sink), None, None
         if segment is not None and not segment.is_whole_sequence:
             assert key.shape[0] == segment.length, (
                 f"attention got {key.shape[0]} tokens for a segment of {segment.length}: the batch was not cut"
             )
             cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
-            call = _Call(call.kernel, segment, cache, context.end_of_backward(self))
+            end = context.end_of_backward(self)
         # Each tensor-parallel rank drops other weights; with sequence parallelism Megatron has already forked.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
-            output = _Attend.apply(query, key, value, sink, call.cache and call.cache.take_prefix(), call)
-        if call.cache is not None:
+            prefix = cache and cache.take_prefix()
+            output = _Attend.apply(query, key, value, sink, prefix, (kernel, segment, cache, end))
+        if cache is not None:
             is_used_again = context.is_used_again(self, output)
-            for rows in call.cache.rows if is_used_again or not segment.is_last else ():
+            for rows in cache.rows if is_used_again or not segment.is_last else ():
                 if rule.window is not None and not output.requires_grad:
                     rows.trim(keeps_earlier=is_used_again)
                 if segment.is_last:
@@ -129,13 +125,8 @@ class SegmentAttention(torch.nn.Module):
     sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
 
 
-class _Call(NamedTuple):
-    """A call of `kernel`; for a segment also the cache of its keys and values, and what its backward ends with."""
-
-    kernel: Kernel
-    segment: Segment | None = None
-    cache: KVCache | None = None
-    end: Callable[[], object] | None = None
+# A kernel; for a segment also the cache of its keys and values, and what its backward ends with.
+_Call = tuple[Kernel, Segment | None, KVCache | None, Callable[[], object] | None]
 
 
 class _Attend(torch.autograd.Function):
@@ -146,24 +137,18 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sink: Tensor | None,
-        prefix: Tensor | None,
-        call: _Call,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: _Call
     ) -> Tensor:
+        kernel, segment, cache, _ = ctx.call = call
         query = query.contiguous()  # a view would keep all that the projection computed
-        if call.cache is None:
+        if cache is None:
             kept = key, value = key.contiguous(), value.contiguous()
         else:
-            span, kept = (call.segment.start, call.segment.end), ()
-            call.cache.write(*span, key, value)
-            key, value = call.cache.read(*span)
-        output, statistics = call.kernel.forward(query, key, value)
+            kept = ()
+            cache.write(segment.start, segment.end, key, value)
+            key, value = cache.read(segment.start, segment.end)
+        output, statistics = kernel.forward(query, key, value)
         ctx.save_for_backward(query, output, *kept, *statistics)
-        ctx.call = call
         return output.flatten(2)
 
     @staticmethod

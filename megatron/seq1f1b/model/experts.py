@@ -160,10 +160,7 @@ def _group(router: TopKRouter, balance: str) -> torch.distributed.ProcessGroup:
 
 
 def _apply_z_loss(
-    router: TopKRouter,
-    of_whole_sequences: Callable[..., Tensor],
-    logits: Tensor,
-    padding_mask: Tensor | None = None,
+    router: TopKRouter, of_whole_sequences: Callable[..., Tensor], logits: Tensor, padding_mask: Tensor | None = None
 ) -> Tensor:
     """Attach the segment's share of the z-loss to `logits` and log it."""
     segment, coefficient = router.segment_context.segment, router.config.moe_z_loss_coeff

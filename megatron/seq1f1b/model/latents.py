@@ -60,10 +60,13 @@ def _with_prefix(
     context, segment = attention.segment_context, attention.segment_context.segment
     if segment is None or segment.is_whole_sequence or context.splits_backwards:
         return forward(latent)
-    cache = context.find(attention)
-    if cache is None and segment.is_first and share_of_projection(layer.config, segment.length) <= LARGEST_SHARE:
-        make = partial(LatentCache, segment.sequence_length, forward, layer.config.qk_head_dim)
-        cache = context.cache(attention, make)
+
+    def make() -> KVCache:
+        if share_of_projection(layer.config, segment.length) > LARGEST_SHARE:
+            return KVCache(segment.sequence_length)
+        return LatentCache(segment.sequence_length, forward, layer.config.qk_head_dim)
+
+    cache = context.cache(attention, make)  # chosen with the first segment
     return cache.project(latent, segment) if isinstance(cache, LatentCache) else forward(latent)
 
 

@@ -20,26 +20,22 @@ class MaskCheck:
         `may_be_inverted` also accepts a mask that shows exactly those. `where` names the mask in the error, which
         `settle` raises if the mask is on a GPU.
         """
-        if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
-            raise ValueError(_sentence(f"{where} {list(mask.shape)}"))
         mask = mask.bool().view(-1, *mask.shape[-2:])
         doubt = differs(mask)
         if may_be_inverted:
             doubt &= differs(~mask)
-        if mask.is_cuda:
-            self._doubts.append((doubt, where))
-        elif doubt:
-            raise ValueError(_sentence(where))
+        self._doubts.append((doubt, where))
+        if not mask.is_cuda:
+            self.settle()
 
     def settle(self) -> None:
-        """Raise ValueError for a mask on a GPU that is not causal; waits for the GPU if there were any."""
+        """Raise ValueError for a mask that is not causal; waits for the GPU if there were any on it."""
         doubts, self._doubts = self._doubts, []
         if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
-            raise ValueError(_sentence(next(where for doubt, where in doubts if doubt)))
-
-    def clear(self) -> None:
-        """Forget unread results, after a step that failed."""
-        self._doubts = []
+            raise ValueError(
+                f"{next(where for doubt, where in doubts if doubt)} is not plain causal attention, and segments of a "
+                f"sequence compute nothing else; {KEEP_APART}, or drop --sequence-splits"
+            )
 
 
 def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
@@ -55,10 +51,3 @@ def differs(mask: Tensor, document: Tensor | None = None) -> Tensor:
             hidden = hidden | (document[:, first : first + _ROWS_AT_ONCE, None] != document[:, None])
         found |= (rows != hidden).any()
     return found
-
-
-def _sentence(where: str) -> str:
-    return (
-        f"{where} is not plain causal attention, and segments of a sequence compute nothing else; {KEEP_APART}, or "
-        "drop --sequence-splits"
-    )

@@ -46,19 +46,15 @@ class PredictionHeads:
 
     def patches(self) -> PatchTable:
         """To be bound while the step runs."""
-        module = "megatron.core.transformer.multi_token_prediction"
-        shifts = "fills the end of a segment with zeros"
-        loss = "divides by the tokens of a segment"
+        module, models = "megatron.core.transformer.multi_token_prediction", "megatron.core.models"
+        shifts, loss = "fills the end of a segment with zeros", "divides by the tokens of a segment"
+        logs, log = f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker", "averages what adds up to the loss"
         return (
             Patch(f"{module}.roll_tensor", self._shifted, shifts),
             wrapping(f"{module}.MultiTokenPredictionLayer._get_embeddings", self._embeddings, shifts),
-            wrapping("megatron.core.models.gpt.gpt_model.process_mtp_loss", self._loss, loss),
-            wrapping("megatron.core.models.hybrid.hybrid_model.process_mtp_loss", self._loss, loss),
-            wrapping(
-                f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker",
-                self._logged,
-                "averages what context-parallel ranks log, which here adds up to the loss",
-            ),
+            wrapping(f"{models}.gpt.gpt_model.process_mtp_loss", self._loss, loss),
+            wrapping(f"{models}.hybrid.hybrid_model.process_mtp_loss", self._loss, loss),
+            wrapping(logs, lambda save, loss, *args, **of: save(loss * self._num_shares, *args, **of), log),
         )
 
     def _shifted(self, tensor: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -94,9 +90,6 @@ class PredictionHeads:
         config.calculate_per_token_loss = False
         config.mtp_loss_scaling_factor = config.mtp_loss_scaling_factor * factor
         return upstream(labels=labels, config=config, **options)
-
-    def _logged(self, upstream: Callable[..., None], loss: Tensor, *args: Any, **options: Any) -> None:
-        upstream(loss * self._num_shares, *args, **options)
 
     def _now(self) -> LookAhead:
         if self._segment is not self._context.segment:

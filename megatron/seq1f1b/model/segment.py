@@ -72,8 +72,7 @@ class SegmentContext:
         self.segment: Segment | None = None
         self.keeps_for_backward = True
         self.splits_backwards = False  # then inputs and output gradients are kept for the weight gradients
-        # The results of first forwards, if recomputation keeps attention.
-        self.kept_attention: dict[Hashable, Any] | None = None
+        self.kept_attention: dict[Hashable, Any] | None = None  # of first forwards, if recomputation keeps attention
         self.masks = MaskCheck()
         self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
@@ -100,16 +99,11 @@ class SegmentContext:
             self._caches[key] = make()
         return self._caches[key]
 
-    def find(self, layer: Any) -> Any | None:
-        """The cache of `layer` for the running micro-batch, if there is one."""
-        return self._caches.get((layer, self.segment.microbatch))
-
     def is_used_again(self, layer: Any, output: Tensor) -> bool:
-        """Whether a backward of the running segment passes through the `output` of `layer`; frees its cache after the
-        last segment otherwise.
+        """Whether a backward of the running segment passes through the `output` of `layer`: neither in an evaluation,
+        nor where all weights below are frozen. Otherwise its cache is freed after the last segment.
 
-        None does in an evaluation, and where all weights below are frozen. A forward without gradients that is none of
-        an evaluation will be repeated.
+        A forward without gradients that is none of an evaluation will be repeated.
         """
         is_used_again = self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
         if self.segment.is_last and not is_used_again:
@@ -117,10 +111,9 @@ class SegmentContext:
         return is_used_again
 
     def end_of_backward(self, layer: Any) -> Callable[[], object]:
-        """To be called at the end of the running segment's backward through `layer`; frees its cache after the first
-        segment."""
+        """To be called in the backward of the running segment; frees the cache of `layer` with the first segment."""
         key = (layer, self.segment.microbatch)
-        return partial(self._caches.pop, key) if self.segment.is_first else _nothing
+        return partial(self._caches.pop, key) if self.segment.is_first else lambda: None
 
     def kept(self) -> list[Any]:
         """The caches of all layers and micro-batches in flight."""
@@ -129,14 +122,10 @@ class SegmentContext:
     def clear(self) -> None:
         """Forget everything, after a step that failed."""
         self._caches.clear()
-        self.masks.clear()
+        self.masks = MaskCheck()
         if self.kept_attention:
             self.kept_attention.clear()
 
     def assert_empty(self) -> None:
         assert not self._caches, f"{len(self._caches)} caches outlived the step"
         assert not self.kept_attention, f"the attention of {len(self.kept_attention)} forwards was kept and not used"
-
-
-def _nothing() -> None:
-    pass

@@ -99,8 +99,6 @@ def defer_weight_gradients(store: WeightGradientStore, chunks: Iterable[torch.nn
     """
     modules = [module for chunk in chunks for module in chunk.modules() if keeps_logits(module)]
     of_te = [module for module in modules if hasattr(module, "wgrad_store")]  # its attention has no weights
-    biased = (each for each in of_te if _has_experts(each) and each.use_bias and each.apply_bias)
-    assert not any(biased), "grouped products with biases are refused at start-up"
     local, reason = "megatron.core.tensor_parallel.layers", "computes the weight gradient with the input gradient"
     with ExitStack() as undo:
         for kind in ("ColumnParallelLinear", "RowParallelLinear"):
@@ -157,7 +155,7 @@ def _gradient(
     gather_group: dist.ProcessGroup | None,
     accumulates: bool,
 ) -> tuple[Tensor | None]:
-    """The gradient of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
+    """Of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
 
     With `gather_group`, the n tokens of the input are this rank's part of the n' (sequence parallelism). If it
     `accumulates`, Apex's kernel adds it to the weight's `main_grad`.
@@ -195,12 +193,13 @@ def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
         In a layer of several experts it writes the gradients of their weights into the last of the `tensors`.
         """
         parameters = [layer._parameters[name] for name in _aliased(layer)]
+        num_experts = getattr(layer, "num_gemms", 0)  # each has a weight of its own
 
         def gradients() -> list[Tensor | None]:
             of_weight, of_bias, *_ = product(*tensors)
-            computed = tensors[2] if _has_experts(layer) else [of_weight, of_bias]
+            computed = tensors[2] if num_experts else [of_weight, of_bias]
             if layer.fuse_wgrad_accumulation and hasattr(parameters[0], "main_grad"):
-                num_weights = len(parameters) if _has_experts(layer) else 1
+                num_weights = num_experts or 1
                 computed[:num_weights] = map(_accumulated, parameters[:num_weights])
             return computed[: len(parameters)]
 
@@ -224,15 +223,10 @@ def _on_aliases(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: A
 
 def _aliased(layer: Any) -> list[str]:
     """The parameters whose gradients the product gives: the weight, and the bias if the layer adds it itself."""
-    if _has_experts(layer):
+    if hasattr(layer, "num_gemms"):
         return [f"weight{expert}" for expert in range(layer.num_gemms)]
     adds_bias = layer.use_bias and layer.apply_bias and not layer.gemm_bias_unfused_add
     return [*layer.weight_names, *(layer.bias_names if adds_bias else ())]
-
-
-def _has_experts(layer: Any) -> bool:
-    """Whether the layer multiplies the tokens of each expert with a weight of its own."""
-    return hasattr(layer, "num_gemms")
 
 
 def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:

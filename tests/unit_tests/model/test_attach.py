@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,11 @@ def test_layers_that_evaluate_get_attention_that_evaluates():
     assert evaluating.kernels is training.kernels  # which warns once
 
 
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
 class Wrapper(torch.nn.Module):
     """Megatron's DistributedDataParallel as far as it hooks modules to gather parameters ahead."""
 
@@ -101,28 +107,8 @@ def test_the_hook_of_a_wrapper_is_carried_over():
     assert not layer.core_attention._forward_pre_hooks
 
 
-def test_cosines_and_sines_are_those_of_the_segment(monkeypatch):
-    """The fused rotary embedding of multi-latent attention, a CUDA kernel, reads them; Megatron's cache is empty."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    YarnRotaryEmbedding.forward.cache_clear()
-    rotary = YarnRotaryEmbedding(8, 40.0, original_max_position_embeddings=16, use_cpu_initialization=True)
-    angles, scale = rotary.get_emb(48)
-    whole = [(function(angles) * scale).bfloat16() for function in (torch.cos, torch.sin)]
-    context = SegmentContext()
-    attach([torch.nn.ModuleList([rotary])], context)
-    attach([torch.nn.ModuleList([rotary])], context)
-    for start, end in ((0, 20), (20, 32), (32, 48)):
-        with context.running(Segment(0, 0, start, end, 48), keeps_for_backward=True):
-            part = rotary.get_cached_cos_sin(end - start, dtype=torch.bfloat16)
-        for got, expected in zip(part, whole, strict=True):
-            assert torch.equal(got, expected[start:end]) and got.is_contiguous()
-    for got, expected in zip(rotary.get_cached_cos_sin(48, dtype=torch.bfloat16), whole, strict=True):
-        assert torch.equal(got, expected)
-
-
 def test_cosines_and_sines_are_parted_among_ranks(monkeypatch):
     """Megatron's function for it copies to a GPU; in its place, every second token."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
     module = sys.modules[YarnRotaryEmbedding.__module__]
     monkeypatch.setattr(module, "get_pos_emb_on_this_cp_rank", lambda rows, _, group: rows[group.rank() :: 2])
     options = {"original_max_position_embeddings": 16, "use_cpu_initialization": True}
@@ -137,21 +123,25 @@ def test_cosines_and_sines_are_parted_among_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [RotaryEmbedding, YarnRotaryEmbedding])
-def test_rotary_positions_begin_anew_with_each_document(monkeypatch, kind):
-    """A document that began in an earlier segment goes on from there; several sequences share their positions."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+def test_rotary_positions_begin_anew_with_each_document(kind):
+    """A document that began in an earlier segment goes on from there; several sequences share their positions.
+
+    The fused rotary embedding of multi-latent attention, a CUDA kernel, reads cosines and sines.
+    """
+    kind.forward.cache_clear()
     rotary, context = kind(8, 1.0, use_cpu_initialization=True), SegmentContext()
 
     def angles(length):
         found = rotary(length)
         return found[0] if kind is YarnRotaryEmbedding else found
 
-    def cosines(length):
-        return rotary.get_cached_cos_sin(length, dtype=torch.float32)[0]
+    def cached(index, length):
+        return rotary.get_cached_cos_sin(length, dtype=torch.bfloat16)[index]
 
-    of_tables = [angles, *([cosines] if kind is YarnRotaryEmbedding else [])]
+    of_tables = [angles, *([partial(cached, 0), partial(cached, 1)] if kind is YarnRotaryEmbedding else [])]
     whole = [table(30) for table in of_tables]
-    attach([torch.nn.ModuleList([rotary])], context)
+    for _ in range(2):
+        attach([torch.nn.ModuleList([rotary])], context)
     documents = (0, 13, 16, 29)
     for start, end, places in (
         (0, 10, [*range(10)]),
@@ -164,10 +154,10 @@ def test_rotary_positions_begin_anew_with_each_document(monkeypatch, kind):
         with context.running(Segment(0, 0, start, end, 30, (documents, (0, 5))), keeps_for_backward=True):
             for table, expected in zip(of_tables, whole, strict=True):
                 assert torch.equal(table(end - start), expected[start:end])
+    assert all(torch.equal(table(30), expected) for table, expected in zip(of_tables, whole, strict=True))
 
 
-def test_chunks_share_rotary_positions_while_one_needs_them(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+def test_chunks_share_rotary_positions_while_one_needs_them():
     chunks = [torch.nn.ModuleDict({"rotary": RotaryEmbedding(8, 1.0, use_cpu_initialization=True)}) for _ in range(2)]
     rotaries, context, segment = [chunk["rotary"] for chunk in chunks], SegmentContext(), Segment(0, 1, 4, 10, 16)
     whole = rotaries[0].get_emb(16)

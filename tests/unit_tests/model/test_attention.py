@@ -65,16 +65,3 @@ def test_attention_runs_few_kernels_beside_its_own():
     assert moved_by_attention([16] * 4, ((0, 16, 32, 48),)).kernels == 4 * 2
     within_two, whole = (moved_by_attention([16] * 4, (starts,)).bytes for starts in ((0, 40), (0,)))
     assert within_two < whole
-
-
-def test_gradients_accumulate_in_fp32_for_16_bit_models():
-    query, key, value = (torch.randn(64, 1, 2, 8, dtype=torch.bfloat16) for _ in range(3))
-    layer = attention(8)
-    context = layer.segment_context
-    outputs = []
-    for segment in segments_of([0, 32, 64]):
-        with context.running(segment, keeps_for_backward=True):
-            outputs.append(layer(*(x[segment.start : segment.end].requires_grad_() for x in (query, key, value))))
-    outputs[1].backward(torch.ones_like(outputs[1]))
-    (cache,) = context._caches.values()
-    assert [x._sum.dtype for x in cache.rows] == [torch.float32] * 2

@@ -23,11 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 RULE = AttentionRule(0.125)
 TAKE_TWO_SIZES = (FlashAttention4, TransformerEngineFused)
-KERNELS = {
-    "PyTorch": torch_operators,
-    "flash-attn-4": flash_attention_4,
-    "Transformer Engine": transformer_engine,
-}
+KERNELS = {"PyTorch": torch_operators, "flash-attn-4": flash_attention_4, "Transformer Engine": transformer_engine}
 # Those that take dropout, and packed documents in one call.
 ALL_IN_ONE_CALL = {name: provider for name, provider in KERNELS.items() if name != "flash-attn-4"}
 BOUNDS = [0, 11, 12, 40]

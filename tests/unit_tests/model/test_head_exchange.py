@@ -46,16 +46,7 @@ def share(tensor, rank, size):
 
 @pytest.mark.parametrize(
     "size, row_size, heads, kv_heads",
-    [
-        (2, 2, 4, 4),
-        (2, 2, 4, 1),
-        (4, 4, 8, 2),
-        (3, 3, 12, 2),
-        (4, 4, 12, 6),
-        (2, 1, 3, 3),
-        (4, 2, 6, 1),
-        (6, 2, 4, 4),
-    ],
+    [(2, 2, 4, 4), (2, 2, 4, 1), (4, 4, 8, 2), (3, 3, 12, 2), (4, 4, 12, 6), (2, 1, 3, 3), (4, 2, 6, 1), (6, 2, 4, 4)],
 )
 def test_a_rank_receives_its_heads_and_queries_and_returns_them(monkeypatch, size, row_size, heads, kv_heads):
     ranks = Ranks(size, row_size)

@@ -17,6 +17,14 @@ def memory(monkeypatch):
     return HostMemory()
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """The sizes of the blocks that are made."""
+    sizes, make = [], host_memory.mapped_buffer
+    monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: sizes.append(size) or make(size))
+    return sizes
+
+
 def test_only_what_nothing_else_refers_to_moves(memory):
     """Views of one storage once; neither parameters and their views, nor what others hold, nor what is small."""
     weight, shared = torch.nn.Parameter(torch.randn(SIZE, SIZE)), torch.randn(SIZE, SIZE)
@@ -60,10 +68,8 @@ def went_away_and_back(memory, xs):
     memory.assert_empty()
 
 
-def test_units_of_unequal_sizes_share_blocks(memory, monkeypatch):
+def test_units_of_unequal_sizes_share_blocks(memory, made):
     """The host has what all that is away at once takes, whatever took it before."""
-    made, make = [], host_memory.mapped_buffer
-    monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: made.append(size) or make(size))
     for rows in (5, 900, 300, 1100, 40):  # 512 bytes each, kept twice
         xs = [torch.randn(part * rows, 64, dtype=torch.float64, requires_grad=True) for part in (1, 3)]
         went_away_and_back(memory, xs)
@@ -73,9 +79,7 @@ def test_units_of_unequal_sizes_share_blocks(memory, monkeypatch):
     assert sum(made) < memory.most_bytes + 2 * host_memory._BLOCK
 
 
-def test_blocks_of_the_host_serve_again(memory, monkeypatch):
-    made, make = [], host_memory.mapped_buffer
-    monkeypatch.setattr(host_memory, "mapped_buffer", lambda size: made.append(size) or make(size))
+def test_blocks_of_the_host_serve_again(memory, made):
     x = torch.randn(SIZE, SIZE, dtype=torch.float64, requires_grad=True)
     for _ in range(3):
         went_away_and_back(memory, [x, x])

@@ -51,14 +51,6 @@ def test_segments_equal_one_softmax(lengths, window, has_sink, documents, backen
         assert (result - reference).abs().max() <= 1e-13 * reference.abs().max().clamp(min=1)
 
 
-def test_off_by_one_adds_one_to_the_denominator():
-    score = torch.randn(1, 1, 1, SIZE, dtype=torch.float64)
-    layer = attention(SIZE, sink=torch.zeros(1))
-    value = torch.ones(1, 1, 1, SIZE, dtype=torch.float64)
-    weight = torch.sigmoid((score * score).sum() / SIZE**0.5)
-    assert torch.allclose(layer(score, score, value), weight.expand(1, 1, SIZE), rtol=1e-12)
-
-
 WINDOW, OF_TOKEN = 16, 2 * 2 * SIZE * 4  # bytes of keys and values in fp32
 
 

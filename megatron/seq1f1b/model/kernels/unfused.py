@@ -31,8 +31,7 @@ class Unfused:
             scores = _scores(q[..., rows, :], k[..., keys, :], self.rule)
             logsumexps.append(scores.logsumexp(-1))
             weights = scores.sub_(logsumexps[-1].unsqueeze(-1)).exp_()
-            kept = _times(weights, self._mask(weights, generator))
-            outputs.append((kept @ v[..., keys, :]).to(query.dtype))
+            outputs.append((self._dropped(weights, generator)[0] @ v[..., keys, :]).to(query.dtype))
         output = _by_token(torch.cat(outputs, -2)).contiguous()
         return output, (torch.cat(logsumexps, -1), *state)
 
@@ -47,9 +46,10 @@ class Unfused:
         for rows, keys in self._blocks(q, key.shape[0]):
             q_rows, k_seen, grad_rows = q[..., rows, :], k[..., keys, :], grad[..., rows, :]
             weights = _scores(q_rows, k_seen, self.rule).sub_(logsumexp[..., rows, None]).exp_()
-            mask = self._mask(weights, generator)
-            grad_value[..., keys, :] += (_times(weights, mask).mT @ grad_rows).sum(2, True)
-            grad_weights = _times(grad_rows @ v[..., keys, :].mT, mask)
+            kept, mask = self._dropped(weights, generator)
+            grad_value[..., keys, :] += (kept.mT @ grad_rows).sum(2, True)
+            grad_weights = grad_rows @ v[..., keys, :].mT
+            grad_weights = grad_weights if mask is None else grad_weights * mask
             grad_scores = grad_weights.sub_(expected[..., rows, :]).mul_(weights).mul_(self.rule.scale)
             grad_queries.append(grad_scores @ k_seen)
             grad_key[..., keys, :] += (grad_scores.mT @ q_rows).sum(2, True)
@@ -68,16 +68,13 @@ class Unfused:
             own = num_keys - length  # the key of the first query's own token
             yield slice(first, end), slice(max(0, own + first - window), own + end)
 
-    def _mask(self, weights: Tensor, generator: torch.Generator | None) -> Tensor | None:
-        """The dropout of a block: 0 for dropped weights, 1 / (1 − dropout) for others."""
+    def _dropped(self, weights: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor | None]:
+        """The weights of a block after dropout, and their factors: 0 for dropped ones, 1 / (1 − dropout) for others."""
         if not self.rule.dropout:
-            return None
+            return weights, None
         keep = 1.0 - self.rule.dropout
-        return torch.empty_like(weights).bernoulli_(keep, generator=generator).div_(keep)
-
-
-def _times(weights: Tensor, mask: Tensor | None) -> Tensor:
-    return weights if mask is None else weights * mask
+        mask = torch.empty_like(weights).bernoulli_(keep, generator=generator).div_(keep)
+        return weights * mask, mask
 
 
 def default_generator(device: torch.device) -> torch.Generator:
