@@ -24,8 +24,6 @@ _BOUNDS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 
 # One sequence: its part [n] of every entry of a batch.
 _Sequence = Mapping[str, Tensor]
-# The packs of each replica, as `packs_of_step` makes them.
-PackStep = Callable[[Sequence[int], int, bool], Sequence[Sequence[Any]]]
 
 
 class Repacking(Segmentation):
@@ -35,7 +33,7 @@ class Repacking(Segmentation):
     the segments of a sequence alone.
     """
 
-    def __init__(self, cut: Callable[[int], Sequence[int]], packing: Packing, pack: PackStep) -> None:
+    def __init__(self, cut: Callable[[int], Sequence[int]], packing: Packing, pack: Callable[..., Any]) -> None:
         super().__init__(0, cut, packing)
         self._pack = pack
 
@@ -44,12 +42,12 @@ class Repacking(Segmentation):
 
     def cut_step(self, step: Step, check: Callable[[Tensor, str], None]) -> None:
         """Give the step micro-batches of one row each, as many as this replica has."""
-        # The data of all model chunks are the same.
-        read = [
-            [_by_tokens(next(batches)) for _ in range(step.num_microbatches)] for batches in step.iterators if batches
-        ]
-        form = _Form(read[0][0]) if read else None
-        sequences = [each for batch in read[0] for each in self._sequences(batch, step)] if read else []
+        read: list[Any] = []
+        for batches in step.iterators:
+            if batches:  # the data of all model chunks are the same
+                read = [_by_tokens(next(batches)) for _ in range(step.num_microbatches)]
+        form = _Form(read[0]) if read else None
+        sequences = [each for batch in read for each in self._sequences(batch, step)]
         lengths = _of_all_replicas(step, list(map(_length, sequences)))
         firsts = list(accumulate(map(len, lengths), initial=0))
         flat = [length for each in lengths for length in each]
@@ -72,7 +70,13 @@ class Repacking(Segmentation):
     def reports(self, of_microbatches: list[Any], step: Step) -> list[Any]:
         """Of an evaluation one report, with this replica's share of the sums over all: for --sft Megatron averages the
         means of micro-batches, which depend on what shares a unit."""
-        if not (step.forward_only and of_microbatches and all(map(_are_sums, of_microbatches))):
+
+        def is_sum(value: Any) -> bool:
+            """Of losses, and its number of tokens."""
+            return isinstance(value, Tensor) and value.numel() == 2
+
+        are_sums = all(isinstance(report, dict) and all(map(is_sum, report.values())) for report in of_microbatches)
+        if not (step.forward_only and of_microbatches and are_sums):
             return of_microbatches
         group = step.groups.dp_cp
         sums = tree_map(lambda *values: torch.stack(values).sum(dim=0) / group.size(), *of_microbatches)
@@ -138,13 +142,6 @@ def _by_tokens(batch: Any) -> Any:
     if not isinstance(batch, dict):
         return batch
     return {name: leaf for name, leaf in batch.items() if name in _BOUNDS or leaf.dim() > 1}
-
-
-def _are_sums(report: Any) -> bool:
-    """Whether each value of a report is a sum of losses and its number of tokens."""
-    return isinstance(report, dict) and all(
-        isinstance(value, Tensor) and value.numel() == 2 for value in report.values()
-    )
 
 
 def _length(sequence: _Sequence) -> int:

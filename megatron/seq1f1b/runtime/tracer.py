@@ -48,13 +48,13 @@ class Recorder:
             torch.cuda.reset_peak_memory_stats(device)
         self._allocated = torch.cuda.memory_allocated(device)
         # Marks a moment: on a GPU an event on its current stream, so that nothing waits.
-        self._now = _event if device.type == "cuda" else time.perf_counter
+        self.now = _event if device.type == "cuda" else time.perf_counter
         self._marks: list[tuple[Action, Any, Any]] = []
         self._collectives: list[tuple[Action, Any, torch.futures.Future]] = []
         self._peak = 0
         if traced and device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._start = self._now()
+        self._start = self.now()
         self.origin = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -64,25 +64,20 @@ class Recorder:
         self._peak = torch.cuda.max_memory_allocated(self._device) - self._allocated
 
     def span(self, action: Action) -> AbstractContextManager[None]:
-        return _Timed(self._now, self._marks, action)
+        return _Timed(self.now, self._marks, action)
 
-    def collective(self, kind: Kind, stage: int) -> Callable[[Any], None]:
-        """Time a REDUCE or GATHER from now; call the result with the handle as soon as the collective runs.
+    def collective(self, action: Action, start: Any, handle: Any) -> None:
+        """Record a REDUCE or GATHER with the `handle`, which began at the mark `start`, if it runs beside compute.
 
-        Only collectives beside compute are recorded. Their end is taken in the thread of gloo, or on the stream that
-        waits for NCCL. gloo's reduce-scatter has no callback; it ends when somebody has waited for it.
+        Its end is taken in the thread of gloo, or on the stream that waits for NCCL. gloo's reduce-scatter has no
+        callback; it ends when somebody has waited for it.
         """
-        action, start = Action(kind, stage), self._now()
-
-        def running(handle: Any) -> None:
-            for part in getattr(handle, "works", ()):
-                try:
-                    end = part.get_future().then(lambda _: self._now())
-                except RuntimeError:
-                    end = self._when_waited_for(handle)
-                self._collectives.append((action, start, end))
-
-        return running
+        for part in getattr(handle, "works", ()):
+            try:
+                end = part.get_future().then(lambda _: self.now())
+            except RuntimeError:
+                end = self._when_waited_for(handle)
+            self._collectives.append((action, start, end))
 
     def reading(self) -> Reading:
         """The step in numbers; a GPU must have finished it."""
@@ -111,7 +106,7 @@ class Recorder:
 
         def waited() -> None:
             wait()
-            end.set_result(self._now())
+            end.set_result(self.now())
 
         handle.wait = waited
         return end
@@ -247,20 +242,18 @@ def collectives_timed(chunks: Iterable[torch.nn.Module], stages: Sequence[int], 
     bucket or gathers its parameters."""
 
     def start(stage: int, kind: Kind, handle: str, group: Any, upstream: Callable, *args: Any, **options: Any) -> None:
-        running = recorder.collective(kind, stage)
+        begin = recorder.now()
         upstream(*args, **options)
-        running(getattr(group, handle))
+        recorder.collective(Action(kind, stage), begin, getattr(group, handle))
 
     owner = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
     reason = "starts a collective that a trace would not show"
     with ExitStack() as undo:
         for chunk, stage in zip(chunks, stages, strict=True):
             groups = (*getattr(chunk, "bucket_groups", ()), *getattr(chunk, "expert_parallel_bucket_groups", ()))
-            rows = (
-                wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), reason)
-                for name, handle, kind in _COLLECTIVES
-            )
-            undo.enter_context(patched_on(groups, rows))
+            for name, handle, kind in _COLLECTIVES:
+                row = wrapping(f"{owner}.{name}", partial(start, stage, kind, handle), reason)
+                undo.enter_context(patched_on(groups, [row]))
         return undo.pop_all()
 
 
@@ -268,27 +261,22 @@ def actions_timed(recorder: Recorder, placement: Placement, rank: int) -> ExitSt
     """Inside, forwards and backwards of Megatron's own schedules are recorded as F and B of whole sequences."""
     running: dict[int, Action] = {}
 
+    def identity(output: Any) -> int:
+        """Megatron passes outputs bare or as lists of one."""
+        return id(output[0] if isinstance(output, list) else output)
+
     def forward(upstream: Callable, *args: Any, current_microbatch: int, **options: Any) -> Any:
         stage = placement.stage_of(rank, options.get("vp_stage") or 0)
         action = Action(Kind.F, stage, current_microbatch, 0)
         with recorder.span(action):
             result = upstream(*args, current_microbatch=current_microbatch, **options)
-        running[_identity(result[0])] = action
+        running[identity(result[0])] = action
         return result
 
     def backward(upstream: Callable, arrived: Any, output: Any, *args: Any) -> Any:
-        with recorder.span(running.pop(_identity(output))._replace(kind=Kind.B)):
+        with recorder.span(running.pop(identity(output))._replace(kind=Kind.B)):
             return upstream(arrived, output, *args)
 
     module, reason = "megatron.core.pipeline_parallel.schedules", "is timed by no schedule of Megatron's"
-    return patched(
-        (
-            wrapping(f"{module}.forward_step", forward, reason),
-            wrapping(f"{module}.backward_step", backward, reason),
-        )
-    )
-
-
-def _identity(output: Any) -> int:
-    """Megatron passes outputs bare or as lists of one."""
-    return id(output[0] if isinstance(output, list) else output)
+    table = (("forward_step", forward), ("backward_step", backward))
+    return patched(wrapping(f"{module}.{name}", function, reason) for name, function in table)

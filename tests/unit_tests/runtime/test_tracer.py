@@ -11,7 +11,7 @@ import torch
 
 from megatron.seq1f1b.runtime import Tracer
 from megatron.seq1f1b.runtime.tracer import Measured, Recorder, from_barrier
-from megatron.seq1f1b.schedule import Kind, Placement, Shape, Span, parse_action
+from megatron.seq1f1b.schedule import Action, Kind, Placement, Shape, Span, parse_action
 from support.one_rank import Stage, executor, run
 
 CPU = torch.device("cpu")
@@ -95,13 +95,11 @@ def test_the_peak_counts_what_was_freed_and_not_what_was_before(memory_of_the_pr
 
 
 def test_collectives_of_several_buckets_are_one_span(memory_of_the_process):
-    recorder, futures = Recorder(CPU), []
-    for _ in range(2):
-        future = torch.futures.Future()
-        running = recorder.collective(Kind.REDUCE, 1)
-        running(SimpleNamespace(works=[SimpleNamespace(get_future=lambda future=future: future)]))
-        futures.append(future)
-    recorder.collective(Kind.GATHER, 1)(None)  # was waited for at once, so it did not run beside compute
+    recorder, futures = Recorder(CPU), [torch.futures.Future() for _ in range(2)]
+    for future in futures:
+        works = [SimpleNamespace(get_future=lambda future=future: future)]
+        recorder.collective(Action(Kind.REDUCE, 1), recorder.now(), SimpleNamespace(works=works))
+    recorder.collective(Action(Kind.GATHER, 1), recorder.now(), None)  # waited for at once, not beside compute
     for future in futures:
         future.set_result(None)
     (span,) = recorder.spans()
