@@ -132,7 +132,7 @@ def scheduled(step: Step, actions: Program) -> None:
         context=SegmentContext(),
         weight_gradients=WeightGradientStore(),
         losses=LossLedger(per_token_loss=False),
-        sync=GradientSync(model.config, [model]),
+        syncs=[GradientSync(model)],
         around_forward=lambda stage, length: nullcontext(),
         recorder=Recorder(torch.device("cpu")),
         host_memory=HostMemory(),

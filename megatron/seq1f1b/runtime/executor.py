@@ -27,10 +27,10 @@ from ..process.patches import patched
 from ..process.ranks import check_agreement
 from ..schedule import CostsOfLengths, Placement, ScheduleChoice, channels_of
 from .communication import Communicator
-from .gradient_sync import add_up_tied_embeddings
+from .gradient_sync import GradientSync, add_up_tied_embeddings, gradient_syncs
 from .interpreter import Interpreter
 from .loss import LossLedger
-from .partitioned_state import gradient_sync, is_partitioned
+from .partitioned_state import PartitionedSync, is_partitioned
 from .prediction import prediction_patches
 from .program import Program, Programs, streams_share_queues
 from .segmentation import Segmentation
@@ -150,9 +150,13 @@ class PipelineExecutor:
         """Run the actions of this rank, then Megatron's end of the step."""
         config = step.config
         losses = LossLedger(config.calculate_per_token_loss, step.groups.cp)
-        sync = gradient_sync(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
+        if is_partitioned(step.chunks):
+            syncs: list[GradientSync] = [PartitionedSync(chunk, step.chunks) for chunk in step.chunks]
+        else:
+            syncs = gradient_syncs(config, step.chunks, ends_last=len(step.chunks) == 1 and step.rank == 0)
         with ExitStack() as around:
-            around.callback(sync.close)
+            for sync in syncs:
+                around.callback(sync.close)
             if program.splits_backwards:
                 around.enter_context(defer_weight_gradients(self._weight_gradients, step.chunks))
             if step.shape.num_segments > 1 or step.groups.cp.size() > 1 or self.segmentation.packing is not None:
@@ -173,12 +177,13 @@ class PipelineExecutor:
                 context=self._context,
                 weight_gradients=self._weight_gradients,
                 losses=losses,
-                sync=sync,
+                syncs=syncs,
                 around_forward=self._around_forward,
                 recorder=recorder,
                 host_memory=self._host_memory,
             ).run()
-            sync.close()
+            for sync in syncs:
+                sync.close()
             losses.checks.make_up()
             self._context.masks.settle()
             if config.finalize_model_grads_func is not None and not step.forward_only:

@@ -6,7 +6,7 @@ norms, the last weight-gradient half the rest: every parameter must become ready
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,57 +15,61 @@ from megatron.core.utils import unwrap_model
 
 
 class GradientSync:
-    """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for the chunks of one rank.
+    """Follows Megatron's `no_sync_func`, `grad_sync_func` and `param_sync_func` for one model chunk in one step."""
 
-    `ends_last` is true on the rank that finishes its backwards last, if it has one chunk; its DDP hooks may reduce even
-    with `grad_sync_func`.
-    """
+    def __init__(
+        self,
+        chunk: torch.nn.Module,
+        no_sync: Callable[[], AbstractContextManager] | None = None,
+        start_reduction: Callable | None = None,
+        start_gather: Callable | None = None,
+    ) -> None:
+        self._chunk = chunk
+        self._make_no_sync = no_sync or nullcontext
+        self._start_reduction = start_reduction
+        self._start_gather = start_gather
+        self._no_sync = ExitStack()
+        self._no_sync.enter_context(self._make_no_sync())
 
-    def __init__(self, config: Any, chunks: list[torch.nn.Module], ends_last: bool = False) -> None:
-        def per_chunk(hook: Callable | list[Callable] | None) -> list[Callable] | None:
-            """Megatron passes a bare hook for one chunk, a list for several."""
-            return hook if hook is None or isinstance(hook, list) else [hook] * len(chunks)
-
-        self._chunks = chunks
-        self._start_reduction = None if ends_last else per_chunk(config.grad_sync_func)
-        self._start_gather = per_chunk(config.param_sync_func)
-        self._make_no_sync = per_chunk(config.no_sync_func) or [nullcontext] * len(chunks)
-        self._no_sync = [ExitStack() for _ in chunks]
-        for chunk in range(len(chunks)):
-            self._enter_no_sync(chunk)
-
-    def before_forward(self, chunk: int) -> None:
+    def before_forward(self) -> None:
         """Nothing to do: all weights and gradients stay. A partitioned state waits for them here, and releases them."""
 
     before_backward = release = before_forward
 
     @contextmanager
-    def last_backward(self, chunk: int) -> Iterator[None]:
+    def last_backward(self) -> Iterator[None]:
         """Inside, the DDP hooks may reduce, unless Megatron sets `grad_sync_func`."""
         if not self._start_reduction:
-            self._no_sync[chunk].close()
+            self._no_sync.close()
         yield
         if not self._start_reduction:
-            self._enter_no_sync(chunk)
+            self._no_sync.enter_context(self._make_no_sync())
 
-    def reduce(self, chunk: int) -> None:
+    def reduce(self) -> None:
         """Reduce the whole chunk now if Megatron aligns reductions (`align_grad_reduce`)."""
-        self._no_sync[chunk].close()
+        self._no_sync.close()
         if self._start_reduction:
-            self._start_reduction[chunk](self._chunks[chunk].parameters())
+            self._start_reduction(self._chunk.parameters())
 
-    def gather(self, chunk: int) -> None:
+    def gather(self) -> None:
         """Gather the parameters of the chunk now if Megatron aligns that (`--align-param-gather`)."""
         if self._start_gather:
-            self._start_gather[chunk](self._chunks[chunk].parameters())
+            self._start_gather(self._chunk.parameters())
 
     def close(self) -> None:
-        """Leave every `no_sync`, at the end of a step or after it failed."""
-        for context in self._no_sync:
-            context.close()
+        """Leave `no_sync`, at the end of a step or after it failed."""
+        self._no_sync.close()
 
-    def _enter_no_sync(self, chunk: int) -> None:
-        self._no_sync[chunk].enter_context(self._make_no_sync[chunk]())
+
+def gradient_syncs(config: Any, chunks: Sequence[torch.nn.Module], ends_last: bool = False) -> list[GradientSync]:
+    """Those of the chunks of one rank. Megatron passes a bare hook for one chunk, a list for several.
+
+    `ends_last` is true on the rank that finishes its backwards last, if it has one chunk; its DDP hooks may reduce even
+    with `grad_sync_func`.
+    """
+    hooks = config.no_sync_func, None if ends_last else config.grad_sync_func, config.param_sync_func
+    of_chunks = (hook if isinstance(hook, list) else [hook] * len(chunks) for hook in hooks)
+    return [GradientSync(chunk, *each) for chunk, *each in zip(chunks, *of_chunks, strict=True)]
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

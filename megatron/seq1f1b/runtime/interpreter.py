@@ -4,7 +4,7 @@ Families, phases and neighbours appear in the program only. Megatron's own `forw
 model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -47,7 +47,7 @@ class Interpreter:
     context: SegmentContext
     weight_gradients: WeightGradientStore
     losses: LossLedger
-    sync: GradientSync
+    syncs: Sequence[GradientSync]
     around_forward: Callable[[int, int], AbstractContextManager]
     recorder: Recorder
     host_memory: HostMemory
@@ -94,7 +94,7 @@ class Interpreter:
         arrived = self._input_of(action, is_forward=True)
         is_first_of_chunk = chunk not in self._started_chunks
         self._started_chunks.add(chunk)
-        self.sync.before_forward(chunk)
+        self.syncs[chunk].before_forward()
         running = self.context.running(segment, not step.forward_only)
         moves = action[1:] in self.program.moved
         keeping = self.host_memory.keeping(action[1:]) if moves else _NOTHING
@@ -127,7 +127,7 @@ class Interpreter:
         segment = self.step.segments[microbatch][index]
         if action[1:] in self.program.moved:
             self.host_memory.wait(action[1:])
-        self.sync.before_backward(self._chunk_of[stage])
+        self.syncs[self._chunk_of[stage]].before_backward()
         arrived, output = self._kept.pop(action[1:])
         if stage == self._last_stage:
             gradient, output = None, self.losses.ready_for_backward(output, segment)
@@ -154,7 +154,7 @@ class Interpreter:
     def _reducing(self, half: Kind, action: Action) -> AbstractContextManager:
         """Entered around this half of a backward: if it is the chunk's last, gradients may be reduced in it."""
         is_last = (half, action) in self.program.ends
-        return self.sync.last_backward(self._chunk_of[action.stage]) if is_last else _NOTHING
+        return self.syncs[self._chunk_of[action.stage]].last_backward() if is_last else _NOTHING
 
     def _input_of(self, action: Action, is_forward: bool) -> Tensor | None:
         """The activations or output gradient that an action starts from; waits for the message if there is one."""
@@ -198,9 +198,9 @@ class Interpreter:
         Kind.RECV_B: _post_receive,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
-        Kind.GATHER: lambda self, action: self.sync.gather(self._chunk_of[action.stage]),
-        Kind.REDUCE: lambda self, action: self.sync.reduce(self._chunk_of[action.stage]),
-        Kind.RELEASE: lambda self, action: self.sync.release(self._chunk_of[action.stage]),
+        Kind.GATHER: lambda self, action: self.syncs[self._chunk_of[action.stage]].gather(),
+        Kind.REDUCE: lambda self, action: self.syncs[self._chunk_of[action.stage]].reduce(),
+        Kind.RELEASE: lambda self, action: self.syncs[self._chunk_of[action.stage]].release(),
         Kind.OFFLOAD: lambda self, action: self.host_memory.offload(action[1:], self.recorder.span(action)),
         Kind.RELOAD: lambda self, action: self.host_memory.reload(action[1:], self.recorder.span(action)),
     }

@@ -191,41 +191,39 @@ def _fill(buffers: Iterable[Tensor]) -> None:
 
 
 class PartitionedSync(GradientSync):
-    """Gathers, reduces and releases the state of the chunks of one rank in a step, at the actions for that."""
+    """Gathers, reduces and releases the state of one of the `chunks` of a rank in a step, at the actions for that."""
 
-    def __init__(self, config: Any, chunks: list[torch.nn.Module]) -> None:
-        super().__init__(config, chunks)
-        self._states: list[PartitionedChunk] = [chunk.partitioned_state for chunk in chunks]
-        for chunk, no_sync, state in zip(chunks, self._no_sync, self._states, strict=True):
-            no_sync.enter_context(chunk.no_sync())  # so that Megatron's hooks never reduce
-            # Of an earlier call for the same step of the optimizer:
-            state.finish_reduction()
-            state.take_back_gradients()
-            state.release()
+    def __init__(self, chunk: Any, chunks: Sequence[Any]) -> None:
+        super().__init__(chunk, chunk.no_sync)  # so that Megatron's hooks never reduce
+        self._state: PartitionedChunk = chunk.partitioned_state
+        self._states: list[PartitionedChunk] = [each.partitioned_state for each in chunks]
+        # Of an earlier call for the same step of the optimizer:
+        self._state.finish_reduction()
+        self._state.take_back_gradients()
+        self._state.release()
 
-    def before_forward(self, chunk: int) -> None:
-        self._states[chunk].wait_for_weights()
+    def before_forward(self) -> None:
+        self._state.wait_for_weights()
 
-    def before_backward(self, chunk: int) -> None:
-        state = self._states[chunk]
-        state.wait_for_weights()
-        if not state.has_gradients:
+    def before_backward(self) -> None:
+        self._state.wait_for_weights()
+        if not self._state.has_gradients:
             if sum(each.has_gradients for each in self._states) > 1:  # one may still be waiting for its REDUCE
                 self._finish_reductions()
-            state.begin_gradients()
+            self._state.begin_gradients()
 
-    def last_backward(self, chunk: int) -> AbstractContextManager[None]:
+    def last_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reduce(self, chunk: int) -> None:
+    def reduce(self) -> None:
         self._finish_reductions()
-        self._states[chunk].reduce()
+        self._state.reduce()
 
-    def gather(self, chunk: int) -> None:
-        self._states[chunk].gather()
+    def gather(self) -> None:
+        self._state.gather()
 
-    def release(self, chunk: int) -> None:
-        self._states[chunk].release()
+    def release(self) -> None:
+        self._state.release()
 
     def _finish_reductions(self) -> None:
         for state in self._states:
@@ -235,12 +233,6 @@ class PartitionedSync(GradientSync):
 def is_partitioned(chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether Megatron built these model chunks under `patches`."""
     return hasattr(chunks[0], "partitioned_state")
-
-
-def gradient_sync(config: Any, chunks: list[torch.nn.Module], ends_last: bool) -> GradientSync:
-    if is_partitioned(chunks):
-        return PartitionedSync(config, chunks)
-    return GradientSync(config, chunks, ends_last)
 
 
 def patches() -> PatchTable:

@@ -57,14 +57,6 @@ def test_batches_are_read_once_and_in_order():
     assert not batches._kept
 
 
-def test_batches_that_were_read_ahead_are_handed_out():
-    batches = SegmentIterator(iter([batch(0), batch(1)]))
-    assert [ahead["name"] for ahead in batches.read_ahead(2)] == ["batch 0", "batch 1"]
-    assert next(batches.at(segment(1, 0)))["tokens"].shape == (2, 5)
-    assert [next(batches.at(segment(number, 1)))["name"] for number in (0, 1)] == ["batch 0", "batch 1"]
-    assert not batches._kept
-
-
 def test_a_segment_of_a_packed_batch_is_a_packed_batch():
     """Documents that lie outside of the segment have no tokens in it; the entry stays as long as it was."""
     lengths = torch.tensor([[0, 3, 6, 7, 8, 8, 8, 8]], dtype=torch.int32)

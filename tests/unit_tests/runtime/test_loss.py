@@ -104,28 +104,26 @@ def test_every_form_of_a_report_is_what_megatron_makes_of_it(form, per_token):
     assert torch.allclose(ours["lm loss"].double().view(-1), expected, rtol=1e-6 if "precision" in form else 1e-12)
 
 
-def test_an_average_of_unknown_weight_is_refused():
-    ledger = LossLedger(per_token_loss=False)
-    observed = ledger.observe(lambda *_: (torch.ones(2), lambda output: (output.mean(), {})), segments(0)[0])
-    output, loss_func = observed(None, None)
-    with pytest.raises(ValueError, match="has to return .loss sum, number of tokens, report."):
-        loss_func(output)
+PAIR = "returns .loss, report., an average of unknown weight; .* has to return .loss sum, number of tokens, report."
+NO_REPORT = "reports a NoneType; with --sequence-splits its report has to be a dictionary of"
 
 
 @pytest.mark.parametrize(
-    "reports, words",
+    "results, words",
     [
-        ([None], "the loss function reports a NoneType; with --sequence-splits its report has to be a dictionary of"),
-        ([{"a": 1.0, "b": "text"}] * 3, "reports 'b', which is no number; with --sequence-splits"),
-        ([{"a": 1.0}, {"a": 1.0}, {"a": 1.0, "b": 2.0}], "reports 'b', which is no number"),
+        ([(torch.ones(()), {})], PAIR),
+        ([(torch.ones(()), torch.tensor(1), None)], NO_REPORT),
+        ([(torch.ones(()), torch.tensor(1), {"a": 1.0, "b": "text"})] * 3, "reports 'b', which is no number"),
+        ([(torch.ones(()), torch.tensor(1), {"a": 1.0} | more) for more in ({}, {}, {"b": 2.0})], "reports 'b', which"),
     ],
+    ids=["average", "no report", "text", "not in every segment"],
 )
-def test_a_report_that_cannot_be_merged_is_refused(reports, words):
+def test_a_loss_that_cannot_be_merged_is_refused(results, words):
     ledger = LossLedger(per_token_loss=False)
     with pytest.raises(ValueError, match=words):
-        for segment, report in zip(segments(0), reports, strict=False):
-            given = partial(lambda report, output: (output.sum(), torch.tensor(1), report), report)
-            output, loss_func = ledger.observe(lambda *_, given=given: (torch.ones(2), given), segment)()
+        for segment, result in zip(segments(0), results, strict=False):
+            given = torch.ones(2), lambda output, result=result: result
+            output, loss_func = ledger.observe(lambda *_, given=given: given, segment)()
             ledger.reports_of(segment).append(loss_func(output)[2])
         ledger.reports()
 
