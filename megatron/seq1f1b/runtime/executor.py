@@ -112,11 +112,11 @@ class PipelineExecutor:
         is_alone = step.placement.num_ranks == 1  # a pipeline of one rank may run without the others
         if not is_alone:
             self._agree(step)
-        lengths = segmentation.lengths(step.seq_length)
+        lengths = tuple(segmentation.lengths(step.seq_length))
         communicator = self._communicator(step)
         # The first step with such segments may load or compile kernels, and CUDA may then wait for the whole GPU. If
         # messages are kernels, none is in flight in that step while another kernel starts.
-        kernels = step.placement, tuple(lengths), step.micro_batch_size, step.forward_only
+        kernels = step.placement, lengths, step.micro_batch_size, step.forward_only
         communicator.goes_in_turn = communicator.is_on_device and kernels not in self._ran_before
         if segmentation.cuts_sequences or segmentation.packing is not None or context.kept_attention is not None:
             attach(step.chunks, context)  # else the model keeps its own attention

@@ -41,11 +41,12 @@ class Program:
 
     `splits_backwards`: some backward has an input-gradient and a weight-gradient half. `moved`: the units, as (stage,
     micro-batch, segment), that go to the memory of the host and back. `ends`: for each chunk, the last action that
-    gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action).
+    gives input gradients, as (I, action), and the last that gives weight gradients, as (W, action). With
+    `is_partitioned` the parameters of chunks are gathered and released.
     """
 
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.actions = tuple(actions)
+    def __init__(self, actions: Sequence[Action], is_partitioned: bool = False) -> None:
+        self.actions = tuple(partition_state(actions) if is_partitioned else actions)
         self.splits_backwards = any(action.kind is Kind.W for action in self.actions)
         self.moved = frozenset(action[1:] for action in self.actions if action.kind is Kind.OFFLOAD)
         self.ends: set[tuple[Kind, Action]] = set()
@@ -69,12 +70,12 @@ class Programs:
         self._choice = choice
         self._one_queue = one_queue
         self._plan = lru_cache(maxsize=1)(partial(choice.plan, costs=costs))
-        self._made = lru_cache(maxsize=_KEPT)(self._make)
+        self.program = lru_cache(maxsize=_KEPT)(self._program)
 
-    def program(
+    def _program(
         self,
         shape: Shape,
-        lengths: Sequence[int],
+        lengths: tuple[int, ...],
         rank: int,
         forward_only: bool,
         in_turn: bool = False,
@@ -82,29 +83,22 @@ class Programs:
     ) -> Program:
         """The program of a step with segments of `lengths` tokens; for messages in turn, see `lower`.
 
-        With `is_partitioned` it gathers and releases the parameters of chunks. Raises ValueError if the schedule is a
-        given one of another shape.
+        Raises ValueError if the schedule is a given one of another shape.
         """
         was_enabled = gc.isenabled()
         gc.disable()  # while many actions are made, collections would take most of the time
         try:
-            return self._made(shape, tuple(lengths), rank, forward_only, in_turn, is_partitioned)
-        finally:
-            if was_enabled:
-                gc.enable()
-
-    def _make(
-        self, shape: Shape, lengths: tuple[int, ...], rank: int, forward_only: bool, in_turn: bool, is_partitioned: bool
-    ) -> Program:
-        if forward_only:  # in an order that fits any shape
-            named = self._choice if self._choice.is_named else ScheduleChoice("1f1b")
-            actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
-            actions = [action for action in actions if action.kind in _FORWARD_KINDS]
-        else:
+            if forward_only:  # in an order that fits any shape
+                named = self._choice if self._choice.is_named else ScheduleChoice("1f1b")
+                actions = lower_rank(named.plan(shape, lengths, None), rank, self._one_queue, in_turn)
+                return Program([action for action in actions if action.kind in _FORWARD_KINDS], is_partitioned)
             if self._choice.is_planned and shape.num_stages * shape.num_units > _MANY_FORWARDS:
                 warn_on_rank_0(_log, f"Planning the order of a step on {shape}; the first step begins after that.")
             actions = lower_rank(self._plan(shape, lengths), rank, self._one_queue, in_turn)
             if self.offloaded:
                 order = [action for action in actions if action.kind in COMPUTE_KINDS]
                 actions = merged(actions, with_moves(order, units_to_move(order, self.offloaded)))
-        return Program(partition_state(actions) if is_partitioned else actions)
+            return Program(actions, is_partitioned)
+        finally:
+            if was_enabled:
+                gc.enable()
