@@ -84,8 +84,6 @@ def test_what_groups_and_data_do_not_fit_is_refused():
         run(executor(), model, p2p_communicator=P2PCommunicator(dist.group.WORLD, model.config))
     with pytest.raises(ValueError, match="p2p_communicator"):
         run(executor(), model, p2p_communicator=other(dist.group.WORLD, model.config), pg_collection=groups())
-    with pytest.raises(ValueError, match="1 model chunks need a data iterator each, but 0"):
-        run(executor(), model, pg_collection=groups(), data_iterator=[])
 
 
 @on_ranks(2)

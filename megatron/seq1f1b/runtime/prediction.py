@@ -58,7 +58,7 @@ def look_ahead(batches: SegmentIterator | None, segment: Segment, step: Step) ->
 
     A context-parallel rank has two runs of tokens, see model/head_exchange.py. As in Megatron, predictions stay within
     documents in batches of its packed format, which have `cu_seqlens`; with an attention mask alone they cross
-    documents. Raises ValueError if a batch is no dict with tokens, position_ids and labels.
+    documents. A batch has to be a dict with tokens, position_ids and labels.
     """
     depth, tensor, runs = step.config.mtp_num_layers, step.groups.tp, _runs(segment, step.groups.cp)
     number = torch.zeros(step.micro_batch_size, segment.sequence_length, dtype=torch.long)  # of each token's document
@@ -92,13 +92,7 @@ def _runs(segment: Segment, context: dist.ProcessGroup) -> list[tuple[int, int]]
 def _packed(batch: Any, number: Tensor, ends: Sequence[int], depth: int) -> Tensor:
     """The message of `look_ahead`, in numbers that fp64 holds exactly: entries that follow the `ends` of runs, sums of
     the shifted loss mask, and whether both stay within the documents of each `number` [b, s]."""
-    entries = dict(batch) if isinstance(batch, dict) else {}
-    missing = [name for name in _ENTRIES[:3] if entries.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"multi-token prediction looks ahead of a segment, but a batch has no {', '.join(missing)}; drop "
-            "--sequence-splits or --mtp-num-layers"
-        )
+    entries = dict(batch)
     if entries.get("loss_mask") is None:
         entries["loss_mask"] = torch.ones_like(entries["labels"])
     stays_within = any("cu_seqlens" in name for name in entries)

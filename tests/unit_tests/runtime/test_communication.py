@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -152,47 +151,30 @@ def test_in_turn_the_host_waits_for_every_message(wires, monkeypatch):
     wires.communicator.finish()
 
 
-def wait_for(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
+def test_on_nccl_a_late_message_names_its_stage_and_action(alone, monkeypatch, caplog):
+    """Here the GPU waits for ever. Its thread must choose the device of the rank: CUDA would give it the first GPU, and
+    take half a gigabyte there."""
 
+    def wait_for(condition) -> None:
+        end = time.monotonic() + 60
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.01)
 
-@pytest.fixture
-def nccl(alone, monkeypatch):
-    """A communicator of rank 0 of two on NCCL, whose GPU waits for ever."""
-
-    class Event:
-        def record(self) -> None:
-            """In the stream that waits."""
-
-        def query(self) -> bool:
-            return False
-
+    device, chosen = torch.device("cpu"), []
+    event = SimpleNamespace(record=lambda: None, query=lambda: False)
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "irecv", lambda *_, **__: Work())
     monkeypatch.setattr(communication, "groups_per_communicator", lambda *_: {BACKWARD.communicator: None})
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: make.chosen.append((threading.current_thread().name, device))
-    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda given: chosen.append((threading.current_thread().name, given)))
     monkeypatch.setattr(Communicator, "_connect", lambda *_: None)
-    make = partial(Communicator, dist.group.WORLD, [BACKWARD], torch.float32, torch.device("cpu"), timedelta(seconds=3))
-    make.chosen = []
-    return make
-
-
-def test_on_nccl_a_late_message_names_its_stage_and_action(nccl, caplog):
-    """Without a device of its own CUDA would give the thread the first GPU, and take half a gigabyte there."""
-    communicator = nccl()
-    wait_for(lambda: nccl.chosen)
-    assert nccl.chosen == [("receives", communicator._device)]
-    actions = [parse_action(f"2RECV_B5.{segment}") for segment in (1, 0)]
-    for action in actions:
+    communicator = Communicator(dist.group.WORLD, [BACKWARD], torch.float32, device, timedelta(seconds=3))
+    wait_for(lambda: chosen)
+    assert chosen == [("receives", device)]
+    for action in (parse_action(f"2RECV_B5.{segment}") for segment in (1, 0)):
         communicator.post_receive(BACKWARD, (1,), action)
         communicator.receive(action)
     assert not caplog.messages
     wait_for(lambda: caplog.messages)
-    named = "the gradient of micro-batch 5, segment 1 from stage 3 to 2 (pipeline rank 1 to 0; 2RECV_B5.1) has not come"
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(named)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"{STUCK['2RECV_B5.1']} has not come")

@@ -24,45 +24,6 @@ def segments(microbatch):
     return [Segment(microbatch, index, start, end, 12) for index, (start, end) in enumerate(BOUNDS)]
 
 
-def observed(ledger, segment, losses, mask, loss_func):
-    """The output and the loss function of one segment."""
-    part = slice(segment.start, segment.end)
-    return ledger.observe(lambda *_: (losses[:, part], partial(loss_func, mask[:, part])), segment)(None, None)
-
-
-def forward(ledger, segment, losses, mask):
-    """Call the loss function for one segment as Megatron's forward_step does; returns the loss of the backward."""
-
-    def masked_sum(mask, output):
-        total, count = (output * mask).sum(), mask.sum().int()
-        return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
-
-    output, function = observed(ledger, segment, losses, mask, masked_sum)
-    loss, num_tokens, report = function(output)
-    ledger.reports_of(segment).append(report)
-    return loss / num_tokens.clamp(min=1)
-
-
-@pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
-@pytest.mark.parametrize("masked", [None, (0, 5), (5, 6), (0, 12)], ids=["none", "first", "middle", "all"])
-def test_gradient_is_that_of_the_mean_over_the_whole_micro_batch(masked, per_token):
-    """Or of the sum, which is divided at the end of the step."""
-    torch.manual_seed(0)
-    losses = torch.rand(2, 12, dtype=torch.float64, requires_grad=True)
-    mask = (torch.rand(2, 12) < 0.7).double()
-    if masked:
-        mask[:, slice(*masked)] = 0
-    ledger = LossLedger(per_token)
-    outputs = [forward(ledger, segment, losses, mask) for segment in segments(0)]
-    for segment, output in reversed(list(zip(segments(0), outputs, strict=True))):
-        ledger.ready_for_backward(output, segment).backward()
-    divisor = 1 if per_token else mask.sum().clamp(min=1)
-    assert torch.allclose(losses.grad, mask / divisor, rtol=1e-14, atol=0)
-    (report,) = ledger.reports()
-    assert report["lm loss"].tolist() == pytest.approx([(losses * mask).sum().item(), mask.sum().item()])
-    assert ledger.total_num_tokens(torch.device("cpu")) == mask.sum()
-
-
 # Reports of the sum `loss` over `count` tokens.
 FORMS = {
     "pair": lambda loss, count: torch.stack([loss.detach(), count.double()]),
@@ -77,31 +38,42 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize("masked", [(0, 0), (5, 6), (0, 12)], ids=["some", "a segment", "all"])
 @pytest.mark.parametrize("per_token", [False, True], ids=["per micro-batch", "per token"])
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_a_report_is_what_megatron_makes_of_it(form, per_token):
-    def loss_func(mask, output):
-        loss, count = (output * mask).sum(), mask.sum().int()
+def test_reports_and_gradients_are_those_of_megatron(form, per_token, masked):
+    """Of the third of a step of three whole micro-batches, some of whose tokens are masked."""
+
+    def loss_func(part, output):
+        loss, count = (output * mask[:, part]).sum(), mask[:, part].sum().int()
         return loss, count, {"lm loss": FORMS[form](loss, count)}
 
-    def reported(function, output):
-        store = []
+    def forward(output, function):
         settings = SimpleNamespace(calculate_per_token_loss=per_token, timers=None, grad_scale_func=None)
-        schedules.forward_step_calc_loss(
-            None, output, function, settings, None, False, 3, store, cp_group_size=1, is_last_stage=True
+        loss, _ = schedules.forward_step_calc_loss(
+            None, output, function, settings, None, False, 3, store := [], cp_group_size=1, is_last_stage=True
         )
-        return store[0]
+        return loss, store[0]
 
     torch.manual_seed(0)
-    losses = torch.rand(2, 12, dtype=torch.float64)
+    losses = torch.rand(2, 12, dtype=torch.float64, requires_grad=True)
     mask = (torch.rand(2, 12) < 0.7).double()
-    ledger = LossLedger(per_token)
+    mask[:, slice(*masked)] = 0
+    whole, expected = forward(losses, partial(loss_func, slice(0, 12)))
+    ledger, outputs = LossLedger(per_token), []
     for segment in segments(0):
-        output, function = observed(ledger, segment, losses, mask, loss_func)
-        ledger.reports_of(segment).append(reported(function, output))
+        part = slice(segment.start, segment.end)
+        given = losses[:, part], partial(loss_func, part)
+        output, report = forward(*ledger.observe(lambda *_, given=given: given, segment)())
+        ledger.reports_of(segment).append(report)
+        outputs.append(output)
+    ready = [ledger.ready_for_backward(output, segment) for output, segment in zip(outputs, segments(0), strict=True)]
+    found, wanted = (torch.autograd.grad(each, losses)[0] for each in (ready, [whole]))
+    assert torch.allclose(found, wanted, rtol=1e-14, atol=0)
     [ours] = ledger.reports()
-    expected = torch.as_tensor(reported(partial(loss_func, mask), losses)["lm loss"], dtype=torch.float64).view(-1)
+    expected = torch.as_tensor(expected["lm loss"], dtype=torch.float64).view(-1)
     assert torch.allclose(ours["lm loss"].double().view(-1), expected, rtol=1e-6 if "precision" in form else 1e-12)
+    assert ledger.total_num_tokens(torch.device("cpu")) == mask.sum()
 
 
 PAIR = "returns .loss, report., an average of unknown weight; .* has to return .loss sum, number of tokens, report."

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,16 +45,12 @@ def waits(monkeypatch):
     return waits
 
 
-def record(recorder: Recorder, *actions: str, seconds: float = 0.0) -> None:
-    for action in actions:
-        with recorder.span(parse_action(action)):
-            time.sleep(seconds)
-
-
 def test_a_gpu_is_timed_by_events_and_nothing_waits_in_a_step(waits):
     with Recorder(torch.device("cuda"), traced=True) as recorder:
         before = len(waits)
-        record(recorder, "0F0.0", "0F0.1", "0B0.1")
+        for action in ("0F0.0", "0F0.1", "0B0.1"):
+            with recorder.span(parse_action(action)):
+                pass
     assert len(waits) == before and Event.recorded == 7
     spans = recorder.spans()
     assert [str(span.action) for span in spans] == ["0F0.0", "0F0.1", "0B0.1"]
@@ -63,18 +58,6 @@ def test_a_gpu_is_timed_by_events_and_nothing_waits_in_a_step(waits):
     assert spans[0].start - recorder.origin == pytest.approx(0.01)
     reading = recorder.reading()
     assert (reading.busy, reading.duration) == (pytest.approx(0.03), pytest.approx(0.06))
-
-
-def test_a_rank_is_busy_while_actions_run(memory_of_the_process):
-    with Recorder(CPU) as recorder:
-        record(recorder, "0F0")
-        time.sleep(0.04)
-        record(recorder, "0B0", seconds=0.02)
-    first, second = recorder.spans()
-    assert recorder.origin <= first.start <= first.end <= second.start <= second.end
-    reading = recorder.reading()
-    assert 0.02 <= reading.busy < reading.duration
-    assert reading.duration - reading.busy >= 0.04
 
 
 def test_the_peak_counts_what_was_freed_and_not_what_was_before(memory_of_the_process):

@@ -100,17 +100,11 @@ def test_what_starts_the_process_that_writes_checkpoints(monkeypatch, redirects,
     """On a CPU a new Python would import Megatron and the training script for the first save of every rank."""
     found = []
 
-    class Manager:
-        def __init__(self, ctx):
-            found.append(ctx.get_start_method())
+    def manager(ctx):
+        found.append(ctx.get_start_method())
+        return SimpleNamespace(start=lambda initializer: None, Queue=lambda: "a queue")
 
-        def start(self, initializer):
-            assert callable(initializer)
-
-        def Queue(self):
-            return "a queue"
-
-    monkeypatch.setattr(training_loop, "SyncManager", Manager)
+    monkeypatch.setattr(training_loop, "SyncManager", manager)
     monkeypatch.setattr(filesystem_async, "_results_queue", None)
     name = "get_write_results_queue"
     upstream = getattr(filesystem_async, name)  # which a program that a test installed may have redirected
