@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule import MOVE_KINDS, Kind, Timeline, sequences_held
-from .style import COLOURS, NAMES, picture, shade
+from .style import COLOURS, NAMES, picture, shade, write_right
 
 # Family, whether there are several segments, and several chunks: its name in the papers.
 _PAPERS = {
@@ -113,10 +113,7 @@ def _add_table(axes: Any, timeline: Timeline) -> None:
         held = sequences_held((span.action for span in spans), timeline.shape)
         idle = 1 - timeline.busy(rank) / timeline.makespan if timeline.makespan else 0.0
         rows.append(f"{held:.2f}      {idle:.1%}")
-    table = axes.secondary_yaxis("right")
-    table.set_yticks(range(len(rows)), rows)
-    table.tick_params(length=0)
-    table.spines["right"].set_visible(False)
+    write_right(axes, rows)
     axes.text(1, 1, "sequences held, idle", transform=axes.transAxes, ha="left", va="bottom")
 
 

@@ -1,6 +1,6 @@
 """What pictures share: the colour of a kind of action, its shade for a segment, its name; and the style of figures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -43,3 +43,11 @@ def picture(path: str | Path, width: float, height: float) -> Iterator[Any]:
         yield figure
         with written_whole(path) as unfinished:
             figure.savefig(unfinished, dpi=200)
+
+
+def write_right(axes: Any, texts: Sequence[str]) -> None:
+    """Write at the right of the rows 0, 1 and so on of a panel."""
+    table = axes.secondary_yaxis("right")
+    table.set_yticks(range(len(texts)), texts)
+    table.tick_params(length=0)
+    table.spines["right"].set_visible(False)
