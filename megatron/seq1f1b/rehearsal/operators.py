@@ -17,15 +17,11 @@ _META = torch.device("meta")
 _MOST_INDICES = 2**12  # of a range that keeps its values: experts, not tokens
 
 
-class NeedsValues(Exception):
-    """A shape of the launch depends on values of tensors."""
-
-
 class WithoutValues:
     """Runs an operator; what it makes has no values, unless all its inputs have some.
 
     A floating-point number that is read from a tensor without values is NaN, a truth value is False: so an optimizer
-    finds no overflow and clips nothing. Reading a whole number raises NeedsValues, since sizes could follow from it.
+    finds no overflow and clips nothing. Reading a whole number raises ValueError, since sizes could follow from it.
 
     With experts, each token chooses `topk` of them, each equally often: Megatron counts tokens by summing a map of
     booleans [tokens, experts]; these sums have values, and so has all that is computed from nothing else.
@@ -48,7 +44,7 @@ class WithoutValues:
             return args[0].new_empty(self._before(*args[1].shape))
         tensors = _tensors_in(args)
         without = any(tensor.is_meta for tensor in tensors)
-        if not without and (tensors or (function.overloadpacket is _aten.arange and _is_short(args))):
+        if not without and (tensors or _is_short_range(function, args)):
             return function(*args, **kwargs)
         if not all(tensor.is_meta for tensor in tensors):
             args = tree_map_only(Tensor, lambda each: each if each.is_meta else _made(*_form_of(each)), args)
@@ -81,6 +77,10 @@ class WithoutValues:
         return num_tokens * self._topk * num_experts // self._num_experts
 
 
+def _is_short_range(function: Any, args: tuple) -> bool:
+    return function.overloadpacket is _aten.arange and all(isinstance(x, int) and abs(x) <= _MOST_INDICES for x in args)
+
+
 def _is_map(tensor: Tensor) -> bool:
     return tensor.is_meta and tensor.dtype is torch.bool and tensor.dim() == 2
 
@@ -90,7 +90,7 @@ def _unknown(dtype: torch.dtype) -> Any:
         return math.nan
     if dtype is torch.bool:
         return False
-    raise NeedsValues(f"a whole number is read from a tensor of {dtype}, but tensors of a rehearsal have no values")
+    raise ValueError(f"a whole number is read from a tensor of {dtype}, but tensors of a rehearsal have no values")
 
 
 def _communicated(function: Any, args: tuple) -> Any:
@@ -108,10 +108,6 @@ def _takes_device(function: Any) -> bool:
 
 def _made(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=_META)
-
-
-def _is_short(bounds: tuple) -> bool:
-    return all(isinstance(bound, int) and abs(bound) <= _MOST_INDICES for bound in bounds)
 
 
 def _form_of(value: Any) -> Any:
