@@ -1,13 +1,15 @@
-"""A checkpoint of any layout goes on in any other: the losses after it are those of the run that saved it."""
+"""A checkpoint of any layout goes on in any other: the losses after it are those of the run that saved it. So every
+layout also trains like one rank, Megatron's own on the CPU among them."""
 
 import itertools
 from functools import cache
 
 import pytest
 
-from support.launch import ROOT, TINY_GPT
+from support.launch import ROOT, TINY_GPT, torchrun
 
 MODEL = (*TINY_GPT, "--mock-data", "--train-iters", "4", "--untie-embeddings-and-output-weights")
+EVALUATE = ("--eval-interval", "4", "--eval-iters", "2")
 HYBRID = ROOT / "pretrain_hybrid.py"
 # What the optimizer keeps is saved by parameter, not by the buckets of one layout.
 SAVES = ("--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
@@ -41,46 +43,57 @@ LAYOUTS = {
     "four stages": (4, pipeline(4, "--sequence-splits", "2")),
     "TP 2, PP 2": (4, pipeline(2, *TENSOR, "--sequence-splits", "2", "--pipeline-schedule", "breadth-first")),
 }
+# Megatron's own schedules; with 1F1B, these have all that is redirected on a CPU.
+OWN = {
+    "stock attention": (1, ("--attention-backend", "local")),
+    "interleaved": (2, pipeline(2, "--num-layers-per-virtual-pipeline-stage", "1")),
+    "TP 2, SP": (2, TENSOR),
+    "TP 2, PP 2, whole": (4, pipeline(2, "--tensor-model-parallel-size", "2")),
+    "DP 2, overlap": (2, ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-average-in-collective")),
+}
+ALL = LAYOUTS | OWN | {"bf16": (2, ("--bf16", "--sequence-splits", "2"))}
 REPRESENTATIVE = [
     *(("Seq1F1B", "partitioned state"), ("partitioned state", "chunks")),
     *(("Seq1F1B", "DP 2"), ("Seq1F1B", "TP 2"), ("chunks", "V"), ("DP 2", "Megatron's own 1F1B")),
-    *(("chunks", "V of uneven chunks"), ("V of uneven chunks", "chunks")),
+    *(("chunks", "V of uneven chunks"), ("V of uneven chunks", "chunks"), ("bf16", "bf16")),
+    *(("one rank", target) for target in ("stock attention", "interleaved", "TP 2, PP 2, whole", "DP 2, overlap")),
 ]
 
 
 @pytest.fixture(scope="module")
 def saved(launch, tmp_path_factory):
-    """By a layout: the folder of its checkpoint after two iterations, and the losses of the next two."""
+    """By a layout: the folder of its checkpoint after two iterations, the next losses and those of evaluations."""
 
     @cache
     def save(name: str):
         folder = tmp_path_factory.mktemp("checkpoint")
-        ranks, layout = LAYOUTS[name]
-        flags = [*MODEL, *SAVES, *layout, "--save", folder, "--save-interval", "2"]
-        losses = launch(ranks, flags).check().losses()
-        assert len(losses) == 4
-        return folder, losses[2:]
+        ranks, layout = ALL[name]
+        flags = [*MODEL, *SAVES, *EVALUATE, *layout, "--save", folder, "--save-interval", "2"]
+        job = launch(ranks, flags).check()
+        assert len(job.losses()) == 4 and job.losses("lm loss value")
+        return folder, job.losses()[2:], job.losses("lm loss value")
 
     return save
 
 
+CASES = [*itertools.product(LAYOUTS, LAYOUTS), *(("one rank", target) for target in OWN), ("bf16", "bf16")]
+
+
 @pytest.mark.parametrize(
     "source, target",
-    [
-        pytest.param(source, target, marks=[] if (source, target) in REPRESENTATIVE else pytest.mark.exhaustive)
-        for source, target in itertools.product(LAYOUTS, LAYOUTS)
-    ],
+    [pytest.param(*case, marks=[] if case in REPRESENTATIVE else pytest.mark.exhaustive) for case in CASES],
 )
 def test_losses_go_on(launch, saved, source, target):
-    folder, expected = saved(source)
-    ranks, layout = LAYOUTS[target]
-    job = launch(ranks, [*MODEL, *SAVES, *layout, "--load", folder, "--ckpt-step", "2"]).check()
+    folder, expected, evaluated = saved(source)
+    ranks, layout = ALL[target]
+    job = launch(ranks, [*MODEL, *SAVES, *EVALUATE, *layout, "--load", folder, "--ckpt-step", "2"]).check()
     assert job.losses() == pytest.approx(expected, abs=1e-5)
+    assert job.losses("lm loss value") == pytest.approx(evaluated, abs=1e-5)
 
 
 def test_a_partitioned_state_is_saved_in_the_background(launch, saved, tmp_path):
     """While the next steps change the weights."""
-    _, expected = saved("partitioned state")
+    _, expected, _ = saved("partitioned state")
     ranks, layout = LAYOUTS["partitioned state"]
     flags = ("--save", tmp_path, "--save-interval", "2", "--async-save")
     assert launch(ranks, [*MODEL, *SAVES, *layout, *flags]).check().losses()[2:] == expected
@@ -92,9 +105,18 @@ def test_a_partitioned_state_is_saved_in_the_background(launch, saved, tmp_path)
 @pytest.mark.parametrize("segments", ["1", pytest.param("4", marks=pytest.mark.exhaustive)])
 def test_a_gpt_goes_on_as_a_hybrid_model(launch, saved, segments):
     """Each layer of a GPT is an attention and an MLP there."""
-    folder, expected = saved("Seq1F1B")
+    folder, expected, _ = saved("Seq1F1B")
     layers = TINY_GPT.index("--num-layers")
     flags = [*MODEL[:layers], *MODEL[layers + 2 :], "--hybrid-layer-pattern", "*-*-|*-*-"]
     flags += [*SAVES, *pipeline(2, "--sequence-splits", segments), "--load", folder, "--ckpt-step", "2"]
     job = launch(2, flags, script=HYBRID).check()
     assert job.losses() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_new_python_saves_them_as_on_a_gpu(tmp_path):
+    """It imports the training script, too."""
+    script = ROOT / "tests" / "functional_tests" / "scripts" / "spawning_script.py"
+    flags = [*MODEL, "--sequence-splits", 2, "--save", tmp_path, "--save-interval", 2, "--train-iters", 2]
+    torchrun(script, 1, flags, env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}).check()
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"

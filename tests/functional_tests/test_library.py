@@ -3,7 +3,6 @@
 import ctypes
 from argparse import Namespace
 from collections import Counter
-from dataclasses import replace
 
 import megatron.core.pipeline_parallel as of_megatron
 import pytest
@@ -201,7 +200,7 @@ def trained(partitions: bool, layers: int = 4, steps: int = 3, calls=1, experts=
     options = {"partition_state": True} if partitions else {}
     megatron.seq1f1b.install(pipeline_schedule="breadth-first", sequence_splits=2, **options)
     plain = Model() if experts == 1 else mixture(moe_token_dispatcher_type="alltoall")
-    plain = replace(plain, dtype=torch.float32, layers=layers).with_config(**sizes)
+    plain = plain.but(dtype=torch.float32, layers=layers, **sizes)
     chunks = model_of(plain, layers // 2, experts, **OVERLAP)
     config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.1)
     optimizer, losses = get_megatron_optimizer(config, chunks), []

@@ -198,19 +198,6 @@ def test_a_trace_has_every_forward_and_backward(launch, tmp_path, flags, segment
     assert len(timeline.meta["peak_memory_bytes"]) == 2
 
 
-def test_attention_dropout_and_recomputation_that_repeats_it(launch, trained):
-    """Megatron's default. Masks differ from Megatron's own, whose random numbers are those of whole sequences."""
-    dropout = [*PIPELINE, *FOUR.split(), "--attention-dropout", "0.1"]
-    without, stored = trained(2, f" {FOUR}"), launch(2, dropout).check()
-    assert stored.losses() == pytest.approx(without.losses(), rel=0.01)
-    assert stored.losses() != without.losses()
-    assert stored.log.count("attention dropout on a CPU has no fused kernel") == 1
-    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    kept = [*full, "--recompute-keeps-attention"]
-    for recompute in (full, kept, ["--recompute-granularity", "selective"]):
-        assert launch(2, [*dropout, *recompute]).check().losses() == stored.losses()
-
-
 def test_a_script_that_does_not_know_our_flags(launch, megatrons_own):
     """`python -m megatron.seq1f1b SCRIPT`; without the spec of pretrain_gpt.py, whose layers have our attention."""
     flags = [FOREIGN, *PIPELINE, *FOUR.split()]

@@ -12,8 +12,9 @@ from support.launch import ITERATIONS, TINY_GPT
 
 PIPELINE = (*TINY_GPT, "--mock-data", "--pipeline-model-parallel-size", "2")
 SEGMENTS = ("--sequence-splits", "4")
-DROPOUT = ("--hidden-dropout", "0.2")
-RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+DROPOUT, OF_ATTENTION = ("--hidden-dropout", "0.2"), ("--attention-dropout", "0.1")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+SELECTIVE = ("--recompute-granularity", "selective")
 
 NAMES = ("forward-backward", "forward-compute", "backward-compute", "batch-generator")
 
@@ -24,11 +25,29 @@ def without(flags: tuple, *names: str) -> list:
     return [flag for index, flag in enumerate(flags) if index not in places and index - 1 not in places]
 
 
-def test_the_seed_decides_what_is_dropped_out(launch):
+@pytest.mark.parametrize(
+    "flags, ways",
+    [
+        ([*PIPELINE, *SEGMENTS, *DROPOUT, *OF_ATTENTION], (FULL, [*FULL, "--recompute-keeps-attention"], SELECTIVE)),
+        # Inside tensor parallelism upstream keeps a random state of its own.
+        ([*TINY_GPT, "--mock-data", "--tensor-model-parallel-size", "2", *DROPOUT, *OF_ATTENTION], (FULL,)),
+    ],
+    ids=["ours", "Megatron's own"],
+)
+def test_the_seed_decides_what_is_dropped_out(launch, flags, ways):
     """Also where it is computed again."""
-    runs = ((), RECOMPUTE, ("--seed", "5"))
-    first, again, other = (launch(2, [*PIPELINE, *SEGMENTS, *DROPOUT, *more]).check().losses() for more in runs)
-    assert first == again != other
+    stored, other = launch(2, flags).check(), launch(2, [*flags, "--seed", "5"]).check()
+    assert len(stored.losses()) == ITERATIONS and stored.losses() != other.losses()
+    assert "CPU RNG state changed" not in stored.log
+    for recompute in ways:
+        assert launch(2, [*flags, *recompute]).check().losses() == stored.losses()
+
+
+def test_attention_dropout_alone(launch):
+    """Masks differ from those of Megatron's own attention, whose random numbers are of whole sequences."""
+    without, job = (launch(2, [*PIPELINE, *SEGMENTS, *more]).check() for more in ((), OF_ATTENTION))
+    assert job.losses() == pytest.approx(without.losses(), rel=0.02) and job.losses() != without.losses()
+    assert job.log.count("attention dropout on a CPU has no fused kernel") == 1
 
 
 def test_an_evaluation_drops_out_nothing(launch):

@@ -1,6 +1,5 @@
 """A headless Chromium, driven over a pipe by its DevTools protocol, and a server for the files that it opens."""
 
-import base64
 import fcntl
 import functools
 import http.server
@@ -75,9 +74,6 @@ class Page:
         while not self.evaluate(expression):
             assert time.monotonic() < until, f"{expression} did not come true; {self.problems}"
             time.sleep(0.1)
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)  # the processes of its tabs, too

@@ -49,9 +49,7 @@ class References:
     def of(self, model: Model, layout: Layout, cases: list[Case]) -> list[tuple]:
         """For each case: reports, gradients, logged auxiliary losses."""
         ranks = Layout(
-            tensor=layout.tensor,
-            sequence_parallel=layout.sequence_parallel,
-            expert_tensor=layout.expert_tensor,
+            tensor=layout.tensor, sequence_parallel=layout.sequence_parallel, expert_tensor=layout.expert_tensor
         )
         cases = [replace(case, packed=case.packed and _form(model, ranks, case.packed)) for case in cases]
         model = plain(model)

@@ -1,20 +1,17 @@
-"""The models that are compared: what they are made of, and how Megatron builds them.
-
-Megatron is imported where it builds: pytest collects the cases without it.
-"""
+"""The models that are compared: what they are made of, and how Megatron builds them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import batched
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.seq1f1b.model import local_hybrid_spec
 
 SEQUENCE, VOCABULARY, HIDDEN, HEADS = 56, 64, 32, 4
 # Letters in place of the symbols of layers, which do not suit ids of tests.
@@ -81,13 +78,13 @@ class Model:
         z_loss = ("z_loss",) if config.get("moe_z_loss_coeff") else ()
         return config.get("moe_router_load_balancing_type", ()) + z_loss
 
-    def with_config(self, **values: Any) -> Model:
-        return replace(self, config=options(**(dict(self.config) | values)))
+    def but(self, **values: Any) -> Model:
+        """The model with other values; those that are none of its fields go to Megatron's TransformerConfig."""
+        own = {name: values.pop(name) for name in list(values) if name in self.__dataclass_fields__}
+        return replace(self, **own, config=options(**(dict(self.config) | values)))
 
     def transformer_config(self, **layout: Any) -> TransformerConfig:
         """Megatron's configuration of the model, cut over ranks by `layout`."""
-        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
         recompute = {"recompute_granularity": self.recompute} if self.recompute else {}
         if self.recompute == "full":
             recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -120,11 +117,6 @@ class Model:
         self, config: TransformerConfig, is_first: bool, is_last: bool, chunk: int | None, groups=None
     ) -> GPTModel | HybridModel:
         """One stage of the model; `groups` is Megatron's pg_collection."""
-        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-        from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-        from megatron.seq1f1b.model import local_hybrid_spec
-
         given = {
             "pre_process": is_first,
             "post_process": is_last,
@@ -181,19 +173,20 @@ def positions() -> list[Model]:
     }
     two = Model(layers=2)
     return [
-        replace(two.with_config(rotary_interleaved=True, qk_layernorm=True), gpt=options(rotary_percent=0.5)),
-        replace(
-            two.with_config(no_rope_freq=(0, 1), attention_output_gate=True),
+        two.but(rotary_interleaved=True, qk_layernorm=True, gpt=options(rotary_percent=0.5)),
+        two.but(
+            no_rope_freq=(0, 1),
+            attention_output_gate=True,
             gpt=options(rope_scaling=True, seq_len_interpolation_factor=2.0),
         ),
-        replace(two, positions="yarn").with_config(qk_l2_norm=True, **yarn),
+        two.but(positions="yarn", qk_l2_norm=True, **yarn),
     ]
 
 
 def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
     """Multi-latent attention; the heads of keys (12) are larger than those of values (8)."""
     yarn = {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
-    return Model(layers=2).with_config(
+    return Model(layers=2).but(
         q_lora_rank=query_rank,
         kv_lora_rank=16,
         qk_head_dim=8,
@@ -207,7 +200,7 @@ def latent(rope: str = "yarn", query_rank: int | None = 12) -> Model:
 
 def mixture(**values: Any) -> Model:
     """A dense layer and one with experts, two of four for each token."""
-    return Model(layers=2).with_config(
+    return Model(layers=2).but(
         **{
             "num_moe_experts": 4,
             "moe_router_topk": 2,
@@ -242,4 +235,4 @@ def hybrid(pattern: str, **values: Any) -> Model:
         "mamba_head_dim": 8,
         "activation_func": torch.nn.functional.silu,
     }
-    return Model(layers=len(decoder), pattern=pattern).with_config(**(experts | recurrent | prediction | values))
+    return Model(layers=len(decoder), pattern=pattern).but(**(experts | recurrent | prediction | values))

@@ -56,7 +56,7 @@ def packed(cases: Iterable[Case], *forms: str) -> list[Case]:
 
 
 def selective(model: Model, *modules: str) -> Model:
-    return replace(model, recompute="selective").with_config(recompute_modules=modules, add_bias_linear=False)
+    return model.but(recompute="selective", recompute_modules=modules, add_bias_linear=False)
 
 
 ONE, PIPELINE, CHUNKS = Layout(), Layout(pipeline=2), Layout(pipeline=2, chunks=2)
@@ -92,23 +92,23 @@ PREDICTED = [replace(case, packed=form) for form in ("cu_seqlens", "tokens") for
 
 EXACT, LEARNED = Model(), {"tied": True, "positions": "learned_absolute"}
 LEARNED_RECOMPUTED = LEARNED | {"recompute": "full"}
-SUMMED = replace(EXACT, per_token_loss=True)
+SUMMED = EXACT.but(per_token_loss=True)
 FP32 = {"dtype": torch.float32, "per_token_loss": True}
 KEPT = {"recompute": "full", "keeps_attention": True}
 WINDOW = {"window_size": (9, 0), "window_attn_skip_freq": 2}
 SINK = {"softmax_type": "learnable"}
-SLIDING = EXACT.with_config(**WINDOW, **SINK)
-EVERY_LAYER = Model(kv_heads=1).with_config(window_size=(20, 0))  # longer than some segments
+SLIDING = EXACT.but(**WINDOW, **SINK)
+EVERY_LAYER = Model(kv_heads=1).but(window_size=(20, 0))  # longer than some segments
 LATENT, LATENT_PLAIN = latent(), latent("rope", query_rank=None)
-LATENTS = replace(LATENT, keeps_latents=True)
+LATENTS = LATENT.but(keeps_latents=True)
 ALL_TO_ALL = {"moe_token_dispatcher_type": "alltoall"}
 SHARED_EXPERTS = mixture(moe_shared_expert_intermediate_size=16, **ALL_TO_ALL)
-SECOND_DENSE = SHARED_EXPERTS.with_config(moe_layer_freq=(0, 1))
+SECOND_DENSE = SHARED_EXPERTS.but(moe_layer_freq=(0, 1))
 # A sigmoid in fp32, as Megatron takes it in models of any precision, rounds by the place in its tensor.
-BIASED = replace(mixture(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"), dtype=torch.float32)
+BIASED = mixture(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid").but(dtype=torch.float32)
 BALANCED = balanced("aux_loss", "seq_aux_loss", moe_z_loss_coeff=0.1)
-PREDICTION = EXACT.with_config(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
-PREDICTION_OF_ONE = PREDICTION.with_config(mtp_num_layers=1)
+PREDICTION = EXACT.but(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
+PREDICTION_OF_ONE = PREDICTION.but(mtp_num_layers=1)
 # Three heads, which two context-parallel ranks cannot share: each has half of the queries, in two runs.
 THREE_HEADS = Model(heads=3, kv_heads=3)
 
@@ -117,27 +117,27 @@ def recurrent(symbol: str):
     """Layers with a state, beside attention; a state passes through a stage or starts on it."""
     exact = hybrid(f"{symbol}-*{symbol}")
     yield exact, PIPELINE, FEW + SPLIT[1:3]
-    yield replace(exact, recompute="full"), PIPELINE, FEW[1:3] + SPLIT[2:3]
-    yield replace(exact, recompute="selective"), PIPELINE, FEW[2:3] + SPLIT[3:4]
-    yield replace(exact, **FP32), PIPELINE, FEW[:2]
+    yield exact.but(recompute="full"), PIPELINE, FEW[1:3] + SPLIT[2:3]
+    yield exact.but(recompute="selective"), PIPELINE, FEW[2:3] + SPLIT[3:4]
+    yield exact.but(**FP32), PIPELINE, FEW[:2]
     yield exact, CHUNKS, FEW[2:4] + SPLIT[2:3]
     # The loss of documents that are run apart is that of a micro-batch if it is summed per token.
     documents = packed((*FEW[:4], SPLIT[2]), "cu_seqlens", "tokens", "mask", "tokens", "mask")
-    yield replace(exact, per_token_loss=True), PIPELINE, documents
+    yield exact.but(per_token_loss=True), PIPELINE, documents
 
 
 def chunks(pipeline: int, number: int):
     model, layout = Model(layers=pipeline * number), Layout(pipeline=pipeline, chunks=number)
     yield model, layout, order_cases("1f1b") + few("gpipe", "breadth-first")
-    yield replace(model, **LEARNED_RECOMPUTED), layout, FEW
+    yield model.but(**LEARNED_RECOMPUTED), layout, FEW
 
 
 def v(pipeline: int, *cases: Case):
     """Every second chunk runs back, so that the first rank has the loss."""
     model, layout = Model(layers=2 * pipeline), replace(V, pipeline=pipeline)
     yield model, layout, cases
-    yield replace(model, per_token_loss=True), layout, few("1f1b", "auto")
-    yield replace(model, **LEARNED_RECOMPUTED), layout, few("1f1b", "auto")
+    yield model.but(per_token_loss=True), layout, few("1f1b", "auto")
+    yield model.but(**LEARNED_RECOMPUTED), layout, few("1f1b", "auto")
 
 
 def uneven_layout(pipeline: int, parts: str):
@@ -157,7 +157,7 @@ def overlap():
     for number, family in ((1, "1f1b"), (1, "zb-h1"), (2, "1f1b"), (2, "zb-h1"), (2, "breadth-first")):
         for variant in ({}, {"distributed_optimizer": True}, {"align": True}):
             layout = Layout(pipeline=2, chunks=number, overlap=True, **variant)
-            yield replace(EXACT, **LEARNED), layout, consecutive(family)
+            yield EXACT.but(**LEARNED), layout, consecutive(family)
 
 
 def transformer_engine():
@@ -166,8 +166,8 @@ def transformer_engine():
     for kind in ("unfused", "fused"):
         model = Model(transformer_engine=kind)
         yield model, PIPELINE, cases
-        yield replace(model, recompute="full"), Layout(**SHARDED), cases[2:4]
-        yield replace(model, **KEPT), PIPELINE, [cases[1], cases[3]]
+        yield model.but(recompute="full"), Layout(**SHARDED), cases[2:4]
+        yield model.but(**KEPT), PIPELINE, [cases[1], cases[3]]
     yield Model(transformer_engine="fused", dtype=torch.float32), TENSOR, cases[:4]
 
 
@@ -175,7 +175,7 @@ def transformer_engine_experts():
     """Experts by its grouped products, with their weight gradients apart, too: each is ready for DDP once."""
     cases = SPLIT[1:4] + FEW[2:3]
     for kind in ("unfused", "fused"):
-        model = replace(SHARED_EXPERTS, transformer_engine=kind)
+        model = SHARED_EXPERTS.but(transformer_engine=kind)
         yield model, PIPELINE, cases
         yield selective(model, "moe_act", "layernorm"), replace(PIPELINE, overlap=True), cases[1:3]
 
@@ -183,62 +183,58 @@ def transformer_engine_experts():
 SUITES = {
     # Full recomputation that leaves attention out; gradients are bitwise those without recomputation, too.
     "kept-attention": [
-        (replace(Model(kv_heads=2), **KEPT), PIPELINE, FEW + SPLIT[1:4]),
-        (replace(EXACT, **KEPT).with_config(recompute_method="block"), PIPELINE, FEW[1:3]),
-        (replace(SLIDING, **KEPT), PIPELINE, FEW[2:4]),
-        (replace(SLIDING, **KEPT, per_token_loss=True), PIPELINE, packed(FEW[1:2], "mask")),
-        (replace(EXACT, **KEPT), PIPELINE, packed(FEW[:3], "tokens", "mask", "cu_seqlens")),
-        (replace(EXACT, **KEPT), V, few("1f1b", "auto")[1:4]),
-        (replace(LATENT, **KEPT), PIPELINE, FEW[1:3]),
-        (replace(LATENTS, **KEPT, layers=4), CHUNKS, FEW[1:4] + packed(FEW[1:2], "mask")),
-        (replace(BALANCED, **KEPT), PIPELINE, FEW[1:3]),
-        (replace(hybrid("GM*-"), **KEPT), PIPELINE, FEW[1:3] + SPLIT[2:3]),
-        (replace(PREDICTION, **KEPT), PIPELINE, FEW[1:3]),
-        (replace(EXACT, **KEPT), TENSOR, SPLIT[1:3]),
-        (replace(SLIDING, kv_heads=1, **KEPT), CONTEXT, SHARED[:3]),
-        (replace(SLIDING, heads=3, kv_heads=3, **KEPT), GATHERED, SHARED[:3]),
+        (Model(kv_heads=2).but(**KEPT), PIPELINE, FEW + SPLIT[1:4]),
+        (EXACT.but(**KEPT, recompute_method="block"), PIPELINE, FEW[1:3]),
+        (SLIDING.but(**KEPT), PIPELINE, FEW[2:4]),
+        (SLIDING.but(**KEPT, per_token_loss=True), PIPELINE, packed(FEW[1:2], "mask")),
+        (EXACT.but(**KEPT), PIPELINE, packed(FEW[:3], "tokens", "mask", "cu_seqlens")),
+        (EXACT.but(**KEPT), V, few("1f1b", "auto")[1:4]),
+        (LATENT.but(**KEPT), PIPELINE, FEW[1:3]),
+        (LATENTS.but(**KEPT, layers=4), CHUNKS, FEW[1:4] + packed(FEW[1:2], "mask")),
+        (BALANCED.but(**KEPT), PIPELINE, FEW[1:3]),
+        (hybrid("GM*-").but(**KEPT), PIPELINE, FEW[1:3] + SPLIT[2:3]),
+        (PREDICTION.but(**KEPT), PIPELINE, FEW[1:3]),
+        (EXACT.but(**KEPT), TENSOR, SPLIT[1:3]),
+        (SLIDING.but(kv_heads=1, **KEPT), CONTEXT, SHARED[:3]),
+        (SLIDING.but(heads=3, kv_heads=3, **KEPT), GATHERED, SHARED[:3]),
     ],
     # What forwards leave waits in the memory of the host; gradients are bitwise those without that.
     "offload": [
-        (replace(EXACT, offloads=1.0), PIPELINE, [Case(each, 4, 3, "uneven", "random") for each in FAMILY_NAMES]),
-        (replace(EXACT, offloads=0.4), PIPELINE, [Case("gpipe", 7, 2, "uneven", "random")]),
-        (replace(EXACT, **KEPT, offloads=1.0), PIPELINE, OFFLOADED),
-        *((replace(model, offloads=1.0), PIPELINE, OFFLOADED) for model in (SECOND_DENSE, LATENTS, PREDICTION)),
-        (replace(selective(EXACT, "layernorm", "mlp"), offloads=1.0), PIPELINE, OFFLOADED),
-        (replace(SLIDING, **KEPT, per_token_loss=True, offloads=1.0), PIPELINE, packed(OFFLOADED[:1], "tokens")),
-        (replace(hybrid("GM*-"), recompute="selective", offloads=1.0), PIPELINE, OFFLOADED),
-        (replace(EXACT, recompute="full", offloads=1.0), CHUNKS, OFFLOADED),
-        (replace(EXACT, offloads=1.0), V, [Case(each, 4, 3, "uneven", "random") for each in ("1f1b", "auto")]),
-        (
-            replace(SHARED_EXPERTS, layers=4, offloads=1.0),
-            V,
-            packed([Case("1f1b", 4, 3, "uneven", "random")], "tokens"),
-        ),
-        (replace(EXACT, offloads=1.0), TENSOR, OFFLOADED),
-        (replace(EXACT, offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
+        (EXACT.but(offloads=1.0), PIPELINE, [Case(each, 4, 3, "uneven", "random") for each in FAMILY_NAMES]),
+        (EXACT.but(offloads=0.4), PIPELINE, [Case("gpipe", 7, 2, "uneven", "random")]),
+        (EXACT.but(**KEPT, offloads=1.0), PIPELINE, OFFLOADED),
+        *((model.but(offloads=1.0), PIPELINE, OFFLOADED) for model in (SECOND_DENSE, LATENTS, PREDICTION)),
+        (selective(EXACT, "layernorm", "mlp").but(offloads=1.0), PIPELINE, OFFLOADED),
+        (SLIDING.but(**KEPT, per_token_loss=True, offloads=1.0), PIPELINE, packed(OFFLOADED[:1], "tokens")),
+        (hybrid("GM*-").but(recompute="selective", offloads=1.0), PIPELINE, OFFLOADED),
+        (EXACT.but(recompute="full", offloads=1.0), CHUNKS, OFFLOADED),
+        (EXACT.but(offloads=1.0), V, [Case(each, 4, 3, "uneven", "random") for each in ("1f1b", "auto")]),
+        (SHARED_EXPERTS.but(layers=4, offloads=1.0), V, packed([Case("1f1b", 4, 3, "uneven", "random")], "tokens")),
+        (EXACT.but(offloads=1.0), TENSOR, OFFLOADED),
+        (EXACT.but(offloads=1.0), CONTEXT, [Case("gpipe", 4, 3, "uneven", "random", multiple=4)]),
     ],
     # Units of equal size, whatever the micro-batches of the data.
     "units": [
         (SUMMED, PIPELINE, UNITS),
         *(
-            (replace(model, per_token_loss=True), PIPELINE, UNITS[:2])
-            for model in (SLIDING, mixture(), replace(EXACT, **LEARNED_RECOMPUTED), LATENT)
+            (model.but(per_token_loss=True), PIPELINE, UNITS[:2])
+            for model in (SLIDING, mixture(), EXACT.but(**LEARNED_RECOMPUTED), LATENT)
         ),
-        *((replace(hybrid(pattern), per_token_loss=True), PIPELINE, UNITS[:2]) for pattern in ("GE*-", "M*M-")),
-        (replace(SUMMED, **KEPT), PIPELINE, UNITS[:2]),
-        (replace(SUMMED, offloads=1.0), PIPELINE, UNITS[:2]),
+        *((hybrid(pattern).but(per_token_loss=True), PIPELINE, UNITS[:2]) for pattern in ("GE*-", "M*M-")),
+        (SUMMED.but(**KEPT), PIPELINE, UNITS[:2]),
+        (SUMMED.but(offloads=1.0), PIPELINE, UNITS[:2]),
         (SUMMED, CHUNKS, UNITS),
         (SUMMED, V, UNITS),
         (SUMMED, TENSOR, UNITS[:2]),
         (SUMMED, CONTEXT, [replace(case, multiple=4) for case in UNITS[:2]]),
         (SUMMED, Layout(**SHARDED), UNITS[:2]),
-        (replace(mixture(**ALL_TO_ALL), per_token_loss=True), Layout(expert=2), UNITS[:2]),
+        (mixture(**ALL_TO_ALL).but(per_token_loss=True), Layout(expert=2), UNITS[:2]),
     ],
     "pp1-units": [(SUMMED, ONE, UNITS[:2])],
-    "pp4-units": [(SUMMED, Layout(pipeline=4), UNITS), (replace(SUMMED, layers=8), replace(V, pipeline=4), UNITS)],
+    "pp4-units": [(SUMMED, Layout(pipeline=4), UNITS), (SUMMED.but(layers=8), replace(V, pipeline=4), UNITS)],
     "pp2-dp2-units": [
         (SUMMED, Layout(pipeline=2, **SHARDED), UNITS),
-        (replace(mixture(**ALL_TO_ALL), per_token_loss=True), Layout(pipeline=2, expert=2), UNITS[:2]),
+        (mixture(**ALL_TO_ALL).but(per_token_loss=True), Layout(pipeline=2, expert=2), UNITS[:2]),
     ],
     # Megatron's --recompute-modules; some discard an output and make it again when its gradient comes.
     "recompute-modules": [
@@ -251,22 +247,22 @@ SUITES = {
     # Two more tokens are predicted, also across segments that are shorter than that.
     "pp2-mtp": [
         (PREDICTION, PIPELINE, FEW + SPLIT[1:3]),
-        (replace(PREDICTION, per_token_loss=True), PIPELINE, FEW[1:3]),
-        (replace(PREDICTION, recompute="full"), CHUNKS, FEW[2:3]),
+        (PREDICTION.but(per_token_loss=True), PIPELINE, FEW[1:3]),
+        (PREDICTION.but(recompute="full"), CHUNKS, FEW[2:3]),
         (PREDICTION, PIPELINE, PREDICTED + packed(SPLIT[2:3], "cu_seqlens")),
-        (replace(PREDICTION, per_token_loss=True), PIPELINE, PREDICTED[1:3]),
+        (PREDICTION.but(per_token_loss=True), PIPELINE, PREDICTED[1:3]),
     ],
     # Layers behind a / of the pattern, on the last stage.
     "pp2-hybrid-mtp": [
         (hybrid("G*-M/*-/*-"), PIPELINE, FEW[:4] + SPLIT[2:3]),
-        (replace(hybrid("G*-M/GM"), recompute="full"), CHUNKS, FEW[1:2]),
-        (replace(hybrid("*-*-/*-"), per_token_loss=True), V, FEW[2:3]),
+        (hybrid("G*-M/GM").but(recompute="full"), CHUNKS, FEW[1:2]),
+        (hybrid("*-*-/*-").but(per_token_loss=True), V, FEW[2:3]),
     ],
     "pp2-v-mtp": [(PREDICTION_OF_ONE, V, few("1f1b", "auto"))],
     # Multi-token prediction before the stage with the loss: beside layers, and alone.
     "pp3-mtp": [
         (PREDICTION, Layout(pipeline=3, parts="Ett|ttmm|L"), FEW[:3]),
-        (replace(PREDICTION, recompute="full"), Layout(pipeline=3, parts="Etttt|mm|L"), FEW[1:4]),
+        (PREDICTION.but(recompute="full"), Layout(pipeline=3, parts="Etttt|mm|L"), FEW[1:4]),
     ],
     "pp2-chunks3-layout": uneven_layout(2, "Et|tt||t|ttt|L"),
     "pp2-chunks5-layout": uneven_layout(2, "E|t|tt||t|t|t||t|tL"),
@@ -276,9 +272,9 @@ SUITES = {
     # Heads shared among context-parallel ranks: with more KV heads than ranks or fewer, sinks, windows, documents.
     "cp2": [
         (EXACT, CONTEXT, SHARED),
-        (replace(Model(kv_heads=1, recompute="selective"), **LEARNED), CONTEXT, SHARED[1:3]),
-        (replace(Model(kv_heads=2), **FP32), CONTEXT, SHARED[2:4]),
-        (replace(SLIDING, recompute="full"), replace(CONTEXT, **SHARDED), SHARED[1:3]),
+        (Model(kv_heads=1, recompute="selective", **LEARNED), CONTEXT, SHARED[1:3]),
+        (Model(kv_heads=2).but(**FP32), CONTEXT, SHARED[2:4]),
+        (SLIDING.but(recompute="full"), replace(CONTEXT, **SHARDED), SHARED[1:3]),
         (LATENT, CONTEXT, SHARED[2:3]),
         (EXACT, CONTEXT, packed(SHARED[:3], "tokens", "cu_seqlens", "mask")),
         (BALANCED, CONTEXT, SHARED[1:3]),
@@ -290,13 +286,13 @@ SUITES = {
     ],
     "cp2-gather": [
         (THREE_HEADS, GATHERED, SHARED),
-        (replace(SLIDING, heads=3, kv_heads=3, recompute="full"), replace(GATHERED, **SHARDED), SHARED[1:3]),
-        (replace(THREE_HEADS, kv_heads=1), GATHERED, packed(SHARED[:3], "tokens", "cu_seqlens", "mask")),
+        (SLIDING.but(heads=3, kv_heads=3, recompute="full"), replace(GATHERED, **SHARDED), SHARED[1:3]),
+        (THREE_HEADS.but(kv_heads=1), GATHERED, packed(SHARED[:3], "tokens", "cu_seqlens", "mask")),
     ],
     # The last tokens of each of the two runs that a context-parallel rank has of a segment predict those of others.
     "cp2-mtp": [
         (PREDICTION, CONTEXT, SHARED),
-        (replace(PREDICTION, per_token_loss=True), CONTEXT, SHARED[1:3]),
+        (PREDICTION.but(per_token_loss=True), CONTEXT, SHARED[1:3]),
         (PREDICTION, CONTEXT, packed(SHARED[2:3], "cu_seqlens")),
     ],
     "cp2-moe": [
@@ -360,72 +356,60 @@ SUITES = {
     "pp2-mla": [
         (LATENT, PIPELINE, few("1f1b", "zb-h1")),
         (LATENT_PLAIN, PIPELINE, FEW),
-        (replace(LATENT, recompute="full"), PIPELINE, FEW),
-        (replace(LATENT, recompute="selective"), PIPELINE, SPLIT),
-        (replace(LATENT, recompute="selective").with_config(recompute_modules=("mla_up_proj",)), PIPELINE, SPLIT),
-        (replace(LATENT, **FP32), PIPELINE, FEW),
+        (LATENT.but(recompute="full"), PIPELINE, FEW),
+        (LATENT.but(recompute="selective"), PIPELINE, SPLIT),
+        (LATENT.but(recompute="selective", recompute_modules=("mla_up_proj",)), PIPELINE, SPLIT),
+        (LATENT.but(**FP32), PIPELINE, FEW),
     ],
     # It keeps latents, not keys and values; not with W, where it keeps the latter.
     "pp2-latents": [
         (LATENTS, PIPELINE, few("1f1b", "zb-h1") + packed(FEW[1:3], "tokens", "mask")),
-        (replace(LATENTS, recompute="full", layers=4), CHUNKS, FEW[1:4]),
-        (replace(LATENTS, **FP32), PIPELINE, FEW[1:3]),
-        (replace(LATENTS, recompute="selective"), PIPELINE, FEW[2:3]),
-        (replace(LATENT_PLAIN, keeps_latents=True), Layout(**SHARDED), FEW[1:4]),
+        (LATENTS.but(recompute="full", layers=4), CHUNKS, FEW[1:4]),
+        (LATENTS.but(**FP32), PIPELINE, FEW[1:3]),
+        (LATENTS.but(recompute="selective"), PIPELINE, FEW[2:3]),
+        (LATENT_PLAIN.but(keeps_latents=True), Layout(**SHARDED), FEW[1:4]),
     ],
     "tp2-mla": [*((LATENT, layout, FEW) for layout in TENSORS), (LATENT_PLAIN, TENSOR, SPLIT)],
     # Mixtures of experts.
     "pp2-moe": [
         (mixture(), PIPELINE, few("1f1b", "zb-h1")),
         (SECOND_DENSE, PIPELINE, SPLIT),
-        (replace(SECOND_DENSE, recompute="full"), PIPELINE, FEW),
-        (
-            replace(SECOND_DENSE, recompute="selective").with_config(recompute_modules=("moe", "core_attn")),
-            PIPELINE,
-            SPLIT,
-        ),
+        (SECOND_DENSE.but(recompute="full"), PIPELINE, FEW),
+        (SECOND_DENSE.but(recompute="selective", recompute_modules=("moe", "core_attn")), PIPELINE, SPLIT),
         (BIASED, PIPELINE, FEW),
     ],
     "pp2-moe-losses": [
         (BALANCED, PIPELINE, SPLIT),
-        (replace(BALANCED, per_token_loss=True), PIPELINE, FEW),
-        (replace(BALANCED, recompute="full"), PIPELINE, FEW),
+        (BALANCED.but(per_token_loss=True), PIPELINE, FEW),
+        (BALANCED.but(recompute="full"), PIPELINE, FEW),
     ],
     # Latents and experts together, in chunks, on packed documents.
     "pp2-mla-moe": [
         (
-            replace(LATENT, layers=4).with_config(**dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config)),
+            LATENT.but(layers=4, **dict(balanced("aux_loss", moe_layer_freq=(0, 1, 1, 1)).config)),
             CHUNKS,
             few("1f1b", "breadth-first") + packed(FEW[:3], "mask", "tokens", "cu_seqlens"),
         )
     ],
     # On one rank: the counts of the reference's replicas, which all see the same tokens, would add up.
     "pp1-moe-global": [
-        (replace(balanced("global_aux_loss"), recompute=recompute), ONE, FEW) for recompute in (None, "full")
+        (balanced("global_aux_loss").but(recompute=recompute), ONE, FEW) for recompute in (None, "full")
     ],
     "dp2-moe": expert_parallel(Layout(expert=2)),
     "pp2-dp2-moe": expert_parallel(Layout(pipeline=2, expert=2, **SHARDED)),
     "tp2-moe": [
         (BALANCED, TENSOR, SPLIT),
-        (
-            replace(BALANCED, per_token_loss=True).with_config(**ALL_TO_ALL),
-            replace(TENSOR, expert=2, expert_tensor=1),
-            FEW,
-        ),
+        (BALANCED.but(per_token_loss=True, **ALL_TO_ALL), replace(TENSOR, expert=2, expert_tensor=1), FEW),
     ],
     # Sliding windows in every second layer, a sink in the softmax, and both as gpt-oss has them.
     "pp2-windows": [
         (SLIDING, PIPELINE, FEW),
-        (replace(Model(kv_heads=2), recompute="selective").with_config(**WINDOW), PIPELINE, SPLIT[1:3]),
-        (EXACT.with_config(softmax_type="off-by-one"), PIPELINE, FEW[1:3]),
-        (EXACT.with_config(**SINK), PIPELINE, packed(FEW[2:3], "tokens")),
-        (replace(EVERY_LAYER, recompute="full"), CHUNKS, FEW[2:4] + SPLIT[3:4]),
+        (Model(kv_heads=2).but(recompute="selective", **WINDOW), PIPELINE, SPLIT[1:3]),
+        (EXACT.but(softmax_type="off-by-one"), PIPELINE, FEW[1:3]),
+        (EXACT.but(**SINK), PIPELINE, packed(FEW[2:3], "tokens")),
+        (EVERY_LAYER.but(recompute="full"), CHUNKS, FEW[2:4] + SPLIT[3:4]),
         (EVERY_LAYER, V, few("auto")[2:4]),
-        (
-            replace(EVERY_LAYER, per_token_loss=True).with_config(**SINK),
-            PIPELINE,
-            packed(FEW[2:4], "tokens", "mask"),
-        ),
+        (EVERY_LAYER.but(per_token_loss=True, **SINK), PIPELINE, packed(FEW[2:4], "tokens", "mask")),
     ],
     # Attention, MLP and experts as layers of their own.
     "pp2-hybrid": [(hybrid("*-*-"), PIPELINE, SPLIT[1:]), (hybrid("*E*-"), CHUNKS, FEW[1:])],
@@ -433,7 +417,7 @@ SUITES = {
     # Four stages of one layer each, and of two chunks.
     "pp4-recurrent": [
         (hybrid("GM*-"), Layout(pipeline=4), FEW + SPLIT),
-        (replace(hybrid("GM*-"), recompute="full"), Layout(pipeline=4), FEW[1:3] + SPLIT[2:3]),
+        (hybrid("GM*-").but(recompute="full"), Layout(pipeline=4), FEW[1:3] + SPLIT[2:3]),
         (hybrid("GE*M-G*-"), replace(CHUNKS, pipeline=4), FEW[1:] + SPLIT[2:4] + few("breadth-first")[2:3]),
     ],
     "pp2-delta-net": recurrent("G"),
