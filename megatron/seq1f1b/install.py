@@ -276,14 +276,12 @@ def _installed() -> Overlay | None:
 
 
 def _megatron_args() -> Namespace:
-    """The arguments of Megatron's training loop, once they are parsed."""
     from megatron.training import get_args
 
     return get_args()
 
 
 def _patches_of_megatron() -> list[Patch]:
-    """What every install binds."""
     from .model import without_te
     from .model.attach import LOCAL_ATTENTION
 

@@ -42,7 +42,6 @@ def check(args: Namespace) -> None:
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Make the folder and a file in it; raises ValueError where that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:

@@ -172,7 +172,6 @@ def _refuse(settings: Mapping[str, Any], uses: set[Use]) -> None:
 
 
 def _check(flags: argparse.Namespace, schedule: ScheduleChoice, run: MegatronRun) -> None:
-    """Raise ValueError for flags that do not go with the run."""
     of_program = "keep_documents_apart" if run.settings.get("keep_documents_apart") else None
     if attends := of_program or ("--recompute-keeps-attention" if flags.recompute_keeps_attention else None):
         for row in unsupported(run.settings, {Use.SEGMENTS}):

@@ -1,6 +1,7 @@
 """What Megatron is to train, and on which device: one value, made from arguments or from a program."""
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -140,8 +141,11 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     num_ranks = settings.get("pipeline_model_parallel_size", 1)
     num_chunks = settings.get("virtual_pipeline_model_parallel_size") or 1
     layout = settings.get("pipeline_model_parallel_layout")
-    if layout is not None:
-        return _of_layout(layout, num_ranks)
+    if isinstance(layout, str):
+        return tuple(stage.count("t") for stage in stages_of_layout(layout))
+    if layout is not None:  # as Megatron has parsed it: by rank, then chunk
+        stages_of_ranks = zip(*layout.layout, strict=True)
+        return tuple(sum(layer.name == "decoder" for layer in stage) for chunk in stages_of_ranks for stage in chunk)
     parts = hybrid_stages(settings)
     if len(parts) > 1:
         return tuple(map(len, parts))
@@ -161,15 +165,10 @@ def layers_per_stage(settings: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def _of_layout(layout: Any, num_ranks: int) -> tuple[int, ...]:
-    """Decoder layers by stage, of --pipeline-model-parallel-layout as text or as Megatron parsed it."""
-    from megatron.core.transformer.enums import LayerType
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    if not isinstance(layout, PipelineParallelLayerLayout):
-        layout = PipelineParallelLayerLayout(layout, num_ranks)
-    chunks = zip(*layout.layout, strict=True)  # by rank, then chunk
-    return tuple(stage.count(LayerType.decoder) for chunk in chunks for stage in chunk)
+def stages_of_layout(layout: str) -> list[str]:
+    """The stages of --pipeline-model-parallel-layout, with what Megatron lets a user repeat written out."""
+    layout = re.sub(r"\(([^)]*)\)\*(\d+)|(\w|\|)\*(\d+)", lambda m: (m[1] or m[3]) * int(m[2] or m[4]), layout)
+    return layout.replace(",", "").split("|")
 
 
 def hybrid_stages(settings: Mapping[str, Any]) -> list[str]:

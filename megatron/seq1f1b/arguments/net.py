@@ -117,7 +117,6 @@ class Net:
         os._exit(1 if first["is_late"] else 2)
 
     def _print(self, failure: Mapping[str, Any]) -> None:
-        """Print the sentence of a failure, once in a process."""
         if failure["is_late"] or not self._printing.acquire(blocking=False):
             return
         where = "" if failure["rank"] == rank() == 0 else f" (rank {failure['rank']} on {failure['host']})"

@@ -1,7 +1,6 @@
 """The flags of a launch of Megatron, read and written without Megatron: what a planner decides, and what it leaves."""
 
 import argparse
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,7 +8,7 @@ from itertools import accumulate
 from math import prod
 
 from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
-from ..arguments.megatron_run import hybrid_stages, layers_per_stage
+from ..arguments.megatron_run import hybrid_stages, layers_per_stage, stages_of_layout
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
 from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, even_layers, has_costs
 from ..planning.model_sizes import recompute_of, recomputed_share
@@ -148,7 +147,7 @@ def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Ques
 
 def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
     if launch.pipeline_model_parallel_layout is not None:
-        return max(1, len(_stages_of(launch.pipeline_model_parallel_layout)) // pipeline)
+        return max(1, len(stages_of_layout(launch.pipeline_model_parallel_layout)) // pipeline)
     if len(stages := hybrid_stages(vars(launch))) > 1:
         return max(1, len(stages) // pipeline)
     if launch.num_layers_per_virtual_pipeline_stage is not None:
@@ -159,9 +158,7 @@ def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
 def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -> tuple[int, ...]:
     """Raises ValueError for stages that do not make the layers of the model."""
     layout, stages = launch.pipeline_model_parallel_layout, placement.num_stages
-    if layout is not None:
-        layers = tuple(stage.count("t") for stage in _stages_of(layout))
-    elif len(hybrid_stages(vars(launch))) > 1 or any(vars(launch)[name] for name in _UNEVEN):
+    if layout is not None or len(hybrid_stages(vars(launch))) > 1 or any(vars(launch)[name] for name in _UNEVEN):
         chunks = {"virtual_pipeline_model_parallel_size": placement.num_chunks}
         layers = layers_per_stage(vars(launch) | chunks | {"num_layers": num_layers})
     else:
@@ -172,12 +169,6 @@ def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -
             "them to have the layers spread"
         )
     return layers
-
-
-def _stages_of(layout: str) -> list[str]:
-    """The stages of --pipeline-model-parallel-layout, with what Megatron lets a user repeat written out."""
-    layout = re.sub(r"\(([^)]*)\)\*(\d+)|(\w|\|)\*(\d+)", lambda m: (m[1] or m[3]) * int(m[2] or m[4]), layout)
-    return layout.replace(",", "").split("|")
 
 
 def _add_positions(parser: argparse.ArgumentParser) -> None:

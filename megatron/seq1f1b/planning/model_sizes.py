@@ -59,7 +59,6 @@ def _chosen(settings: Mapping[str, Any], flags: Any, usual: Callable[[int], bool
 
 
 def _hybrid(pattern: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers of a hybrid model and the sizes of its recurrent ones."""
     found: dict[str, Any] = {"pattern": pattern}
     if "G" in pattern:
         found["delta_net"] = DeltaNet(

@@ -73,7 +73,6 @@ class RunCosts:
 
     @property
     def _room(self) -> float:
-        """Bytes that a step may take."""
         return _USABLE * device_memory(self.flags)
 
     @cached_property
@@ -195,7 +194,6 @@ class RunCosts:
 
     @property
     def _whole(self) -> TrainingSetup:
-        """The set-up of whole sequences."""
         return self._training_setup(ScheduleChoice("1f1b"), (self.run.sequence_length,))
 
     def _training_setup(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> TrainingSetup:

@@ -74,7 +74,6 @@ def _is_predicted(config: PipelineConfig) -> bool:
 
 
 def _predictions(config: PipelineConfig, costs: RunCosts) -> list[tuple[str, str]]:
-    """Predictions of the cost model that also balances segments."""
     schedule = config.schedule
     if schedule is None or not _is_predicted(config):
         return []
