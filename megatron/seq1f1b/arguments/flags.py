@@ -25,13 +25,11 @@ AUTO = "auto"
 # lengths unless a strategy is given.
 EQUAL_SPLITS = ("--pipe-sp-splits", "--chunked-pipeline-model-parallel-splits")
 
-# Flags of the authors' Megatron and of that request that Megatron lacks, and how many values follow them.
-_REMOVED = {
-    "--no-async-tensor-model-parallel-allreduce": 0,
-    "--DDP-impl": 1,
-    "--data-impl": 1,
-    "--moe-load-balancing-loss-mode-for-chunked-sequence": 1,
-}
+# Flags of the authors' Megatron and of that request that Megatron lacks.
+_REMOVED = (
+    *("--no-async-tensor-model-parallel-allreduce", "--DDP-impl", "--data-impl"),
+    "--moe-load-balancing-loss-mode-for-chunked-sequence",
+)
 
 # Flags of Megatron that are other names in a program: fields of a TransformerConfig, keywords of `install`.
 _IN_A_PROGRAM: Mapping[str, str] = MappingProxyType(
@@ -69,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_schedule_and_cut(group.add_argument)
     _add_rest(group.add_argument)
     parser.set_defaults(means_equal_lengths=False)
-    for flag, num_values in _REMOVED.items():
+    hidden: dict[str, Any] = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
+    for flag in _REMOVED:
         if flag not in parser._option_string_actions:
-            hidden: dict[str, Any] = dict.fromkeys(("dest", "default", "help"), argparse.SUPPRESS)
-            group.add_argument(flag, action=_Removed, nargs=num_values, **hidden)
+            group.add_argument(flag, action=_Removed, nargs="*", **hidden)
     for action in parser._actions:  # Megatron 0.19 has a bare percent sign in a help text, on which --help fails
         action.help = action.help and re.sub(r"(?<!%)%(?![%(])", "%%", action.help)
     parser.error = partial(refuse, parser)  # type: ignore[method-assign]

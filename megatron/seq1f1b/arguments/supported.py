@@ -122,10 +122,6 @@ def _predicts_before_the_loss(settings: Settings) -> bool:
     return bool(settings.get("mtp_standalone")) or isinstance(layout, str) and "m" in layout.rpartition("|")[0]
 
 
-def _layers(symbol: str) -> Callable[[Settings], bool]:
-    return lambda settings: symbol in (settings.get("hybrid_layer_pattern") or "")
-
-
 _FACTS: Mapping[str, Callable[[Settings], Any]] = {
     "a run": lambda settings: True,
     "biases": lambda settings: settings.get("add_bias_linear"),
@@ -138,9 +134,9 @@ _FACTS: Mapping[str, Callable[[Settings], Any]] = {
         any(settings.get(name) for name in ("kitchen_config_file", "quant_recipe"))
         or settings.get("kitchen_recipe_number") is not None
     ),
-    "D (sparse attention)": _layers("D"),
-    "G": _layers("G"),
-    "M": _layers("M"),
+    "D (sparse attention)": lambda settings: "D" in settings["hybrid_layer_pattern"],
+    "G": lambda settings: "G" in settings["hybrid_layer_pattern"],
+    "M": lambda settings: "M" in settings["hybrid_layer_pattern"],
     "a GPU": is_on_gpu,
     "this GPU": is_on_gpu_here,
     "this Hopper GPU": is_on_hopper_here,

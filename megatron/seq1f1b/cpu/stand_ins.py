@@ -41,10 +41,6 @@ class Stream:
         event.record()
         return event
 
-    @staticmethod
-    def priority_range():
-        return 0, 0
-
 
 class Event:
     """The moment at which it was recorded."""

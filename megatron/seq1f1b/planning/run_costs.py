@@ -118,7 +118,10 @@ class RunCosts:
         """
         found: dict[int, Forecast] = {}
         fitting: dict[int, Forecast] = {}
-        for count in self._candidates():
+        # Segments are long enough on average; one always is.
+        least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)
+        most = max(1, self.run.sequence_length // least)
+        for count in (count for count in _CANDIDATES if count <= most):
             try:
                 lengths = cut(count)
             except ValueError:
@@ -133,11 +136,6 @@ class RunCosts:
         if fitting:
             return min(fitting, key=lambda number: fitting[number].seconds)
         return min(found, key=lambda number: found[number].total_bytes)
-
-    def _candidates(self) -> list[int]:
-        """Numbers whose segments are long enough on average; one segment always is."""
-        least = max(1 if self.is_measured else _SAFE_LENGTH, self.full_speed_rows)
-        return [count for count in _CANDIDATES if count <= max(1, self.run.sequence_length // least)]
 
     def least_offload(self, schedule: ScheduleChoice, lengths: Sequence[int]) -> float:
         def fits(sixteenths: int) -> bool:

@@ -1,6 +1,7 @@
 """What a launch prints at its start: what runs, what is predicted of it, and what its user may not expect."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 
@@ -17,7 +18,7 @@ _FEW = 8
 
 def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
     """The block, several lines, for a configuration with one of our schedules; `attention` names its kernel."""
-    run, schedule, flags = config.run, config.schedule, config.flags
+    run, schedule = config.run, config.schedule
     assert schedule is not None
     chunks = f", {run.num_chunks} model chunks each ({schedule.placement})" if run.num_chunks > 1 else ""
     rows = [
@@ -26,14 +27,10 @@ def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
         ("segments", _segments(config)),
         ("attention", attention),
     ]
-    if flags.recompute_keeps_attention:
-        rows.append(("recomputation", "all of a layer but its attention"))
     if config.offloads:
         rows.append(("host memory", f"{100 * config.offloads:.0f} % of the activations that a rank would hold"))
     if costs.has_loss_in_pieces:
         rows.append(("logits", "in pieces, again in the backward; a program that reads them gets them whole"))
-    if flags.partition_state:
-        rows.append(("state", "shares of data-parallel ranks"))
     rows += _predictions(config, costs)
     if run.settings.get("fp8"):
         rows.append(("not predicted", "the gains of --fp8-format: predictions are for 16 bits"))
@@ -44,8 +41,9 @@ def copies_summary(config: PipelineConfig, costs: RunCosts, rate: float) -> str:
     """The block of a launch that moves activations at `rate` bytes/s each way, as measured."""
     rows = [("link", f"{rate / 1e9:.3g} GB/s each way, measured on the slowest rank while all copy both ways")]
     if config.schedule is not None and _is_predicted(config):
-        need = costs.host_rate(config.schedule, config.lengths, config.offloads)
-        rows.append(("needed", f"{need / 1e9:.3g} GB/s, for every unit to leave while its forward runs"))
+        with suppress(ValueError):  # of layers without costs
+            need = costs.host_rate(config.schedule, config.lengths, config.offloads)
+            rows.append(("needed", f"{need / 1e9:.3g} GB/s, for every unit to leave while its forward runs"))
     return _block("activations to the memory of the host, and back", rows)
 
 

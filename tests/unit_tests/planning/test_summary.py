@@ -44,12 +44,11 @@ def test_a_measured_link_is_beside_the_rate_that_units_need():
 @pytest.mark.parametrize(
     "flags, settings, row",
     [
-        (["--recompute-keeps-attention"], {"recompute_granularity": "full"}, "all of a layer but its attention"),
         (["--offload-activations", "0.5"], {}, "host memory            50 % of the activations that a rank would hold"),
         ([], {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "the gains of --fp8-format: predictions are for 16 bits"),
     ],
 )
-def test_the_block_names_what_is_recomputed_and_not_predicted(capsys, flags, settings, row):
+def test_the_block_names_what_moves_and_what_is_not_predicted(capsys, flags, settings, row):
     validate(parsed("--sequence-splits", "4", *flags, **settings, **SIZES))
     assert row in capsys.readouterr().out
     validate(parsed("--sequence-splits", "4", bf16=True, **SIZES))
