@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..planning.costs.machine import Machine, read_machine
 from ..planning.planner.gain import Gain
-from ..planning.planner.search import Plan, Search
+from ..planning.planner.search import Search
 from ..planning.planner.space import Question
 from ..report.text import aligned
 from ..schedule import written_whole
@@ -28,7 +28,6 @@ from .plan_text import short_name
 
 _KEY = ("model", "machine", "seq_length", "bandwidth", "gpus", "batch")
 _FOUND = ("seconds", "configuration", "megatron_seconds", "megatron_configuration")
-_LEVELS = (-40, -20, -10, 0, 10, 20, 40)
 
 Cell = dict[str, str]
 
@@ -43,29 +42,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=amount, nargs="+", required=True, help="of a step, such as 4e6; required")
     what = "GB/s of a node to others, as collectives reach them; default: the machine's"
     parser.add_argument("--bandwidths", type=amount, nargs="+", metavar="GB/S", help=what)
-    parser.add_argument(
-        "--output", type=output_path(".csv"), required=True, help="cells as .csv; those there are kept; required"
-    )
-    parser.add_argument("--picture", action="store_true", help="contours beside --output, as .png (needs matplotlib)")
+    kept = "cells as .csv; those there are kept; required"
+    parser.add_argument("--output", type=output_path(".csv"), required=True, help=kept)
+    parser.add_argument("--picture", action="store_true", help="a picture beside --output, as .png (needs matplotlib)")
     args = parser.parse_args(argv)
     machine = read_machine(args.machine)
-    bandwidths = args.bandwidths or [machine.network.bandwidth / 1e9]
     batches = sorted({max(1, round(tokens / args.seq_length)) for tokens in args.tokens})
-    known = {_key(cell): cell for cell in read_cells(args.output)} if args.output.is_file() else {}
-    cells, wanted = [], list(product(bandwidths, args.gpus, batches))
-    for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
-        values = (args.model, args.machine, args.seq_length, f"{bandwidth:g}", devices, batch)
-        cell = dict(zip(_KEY, map(str, values), strict=True))
-        if _key(cell) not in known:
-            host = machine.device.host_memory_gib
-            asked = Question(
-                preset(args.model), _with(machine, bandwidth), devices, args.seq_length, batch, host_gib=host
-            )
-            found = (*_written(fastest(asked)), *_written(fastest(asked.of_megatron())))
-            cell |= dict(zip(_FOUND, found, strict=True))
-            _append(cell, args.output)
-        cells.append(known.get(_key(cell), cell))
-        show(number, len(wanted))
+    wanted = list(product(args.bandwidths or [machine.network.bandwidth / 1e9], args.gpus, batches))
+    read = read_cells(args.output) if args.output.is_file() else []
+    known = {tuple(cell[name] for name in _KEY): cell for cell in read}
+    cells = []
+    with args.output.open("a", encoding="utf-8", newline="") as file:
+        lines = csv.DictWriter(file, [*_KEY, *_FOUND])
+        if not file.tell():
+            lines.writeheader()
+        for number, (bandwidth, devices, batch) in enumerate(wanted, start=1):
+            key = tuple(map(str, (args.model, args.machine, args.seq_length, f"{bandwidth:g}", devices, batch)))
+            if key not in known:
+                host, linked = machine.device.host_memory_gib, _with(machine, bandwidth)
+                asked = Question(preset(args.model), linked, devices, args.seq_length, batch, host_gib=host)
+                found = (*_fastest(asked), *_fastest(asked.of_megatron()))
+                known[key] = dict(zip((*_KEY, *_FOUND), (*key, *found), strict=True))
+                lines.writerow(known[key])
+                file.flush()
+            cells.append(known[key])
+            show(number, len(wanted))
     head = ["GB/s a node", "GPUs", "sequences", "step s", "best", "Megatron s", "Megatron's best", "gain"]
     columns = ("bandwidth", "gpus", "batch", *_FOUND)
     print("\n".join(aligned([head, *([*(cell[name] for name in columns), str(gain_of(cell))] for cell in cells)])))
@@ -74,12 +75,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot_gains(cells, title, args.output.with_suffix(".png"))
 
 
-def fastest(question: Question) -> Plan | None:
-    return next(iter(Search(question).best(1)), None)
-
-
-def _written(plan: Plan | None) -> tuple[str, str]:
-    return ("", "-") if plan is None else (f"{plan.prediction.seconds:.4g}", short_name(plan) or "data parallel")
+def _fastest(question: Question) -> tuple[str, str]:
+    """The seconds and the configuration of the fastest step."""
+    for plan in Search(question).best(1):
+        return f"{plan.prediction.seconds:.4g}", short_name(plan) or "data parallel"
+    return "", "-"
 
 
 def _with(machine: Machine, bandwidth: float) -> Machine:
@@ -95,10 +95,6 @@ def gain_of(cell: Cell) -> Gain:
     return Gain(ours, megatron, read_machine(cell["machine"]).error)
 
 
-def _key(cell: Cell) -> tuple[str, ...]:
-    return tuple(cell[name] for name in _KEY)
-
-
 def read_cells(path: Path) -> list[Cell]:
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.DictReader(file)
@@ -107,48 +103,29 @@ def read_cells(path: Path) -> list[Cell]:
         return list(lines)
 
 
-def _append(cell: Cell, path: Path) -> None:
-    is_new = not path.is_file()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        lines = csv.DictWriter(file, [*_KEY, *_FOUND])
-        if is_new:
-            lines.writeheader()
-        lines.writerow(cell)
-
-
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
-    """One panel for each number of sequences; grey where the gain in percent is within the error."""
+    """One panel for each number of sequences, with the gain in percent; grey where that is within the error."""
     import numpy as np
     from matplotlib.figure import Figure
 
-    found = {}
-    for cell in cells:
-        gain = gain_of(cell)
-        place = float(cell["bandwidth"]), int(cell["gpus"]), int(cell["batch"])
-        found[place] = nan if gain.value is None else 100 * gain.value
+    values = {(float(cell["bandwidth"]), int(cell["gpus"]), int(cell["batch"])): gain_of(cell).value for cell in cells}
     error = 100 * read_machine(cells[0]["machine"]).error
-    bandwidths, devices, batches = (sorted(set(each)) for each in zip(*found, strict=True))
+    bandwidths, devices, batches = (sorted(set(each)) for each in zip(*values, strict=True))
     figure = Figure(figsize=(1 + 3.2 * len(batches), 3.4), layout="constrained")
     panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
     for axes, batch in zip(panels, batches, strict=True):
-        gains = np.array([[found.get((speed, gpus, batch), nan) for gpus in devices] for speed in bandwidths])
-        for row, speed in enumerate(bandwidths):
-            for column, gpus in enumerate(devices):
-                text = "-" if np.isnan(gains[row, column]) else f"{gains[row, column]:+.0f}"
-                axes.annotate(text, (gpus, speed), fontsize=7, ha="center", va="center")
-        if min(gains.shape) > 1 and np.isfinite(gains).sum() > 3:
-            filled = axes.contourf(devices, bandwidths, gains, _LEVELS, cmap="RdYlGn", extend="both", alpha=0.7)
-            axes.contourf(devices, bandwidths, gains, (-error, error), colors="#cccccc")
-            if axes is panels[-1]:
-                figure.colorbar(filled, label="gain, %; grey: within error")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_xlim(devices[0] / 1.3, 1.3 * devices[-1])
-        axes.set_ylim(bandwidths[0] / 1.2, 1.2 * bandwidths[-1])
-        axes.set_xticks(devices, map(str, devices))
-        axes.set_yticks(bandwidths, [f"{each:g}" for each in bandwidths])
+        found = [[values.get((speed, gpus, batch)) for gpus in devices] for speed in bandwidths]
+        gains = np.array([[nan if gain is None else 100 * gain for gain in row] for row in found])
+        shown = np.ma.masked_inside(np.ma.masked_invalid(gains), -error, error)
+        image = axes.imshow(shown, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
+        axes.set_facecolor("#cccccc")
+        for (row, column), gain in np.ndenumerate(gains):
+            axes.annotate("-" if np.isnan(gain) else f"{gain:+.0f}", (column, row), ha="center", va="center")
+        axes.set_xticks(range(len(devices)), devices)
+        axes.set_yticks(range(len(bandwidths)), [f"{each:g}" for each in bandwidths])
         axes.set_xlabel("GPUs")
         axes.set_title(f"{batch} sequences a step", fontsize=9)
+    figure.colorbar(image, label="gain, %; grey: within error")
     panels[0].set_ylabel("GB/s of a node")
     figure.suptitle(title, fontsize=9)
     with written_whole(path) as unfinished:

@@ -29,7 +29,7 @@ def test_a_gain_below_the_error_is_printed_as_such(ours, megatron, words):
 
 def test_megatron_alone_takes_part_with_whole_sequences():
     question = small(num_devices=4, chunks=(1, 2))
-    ours, megatron = (gain_map.fastest(each).prediction for each in (question, question.of_megatron()))
+    ours, megatron = (Search(each).best(1)[0].prediction for each in (question, question.of_megatron()))
     setup = megatron.setup
     assert (setup.segments, setup.family, setup.keeps_logits) == ((8192,), "1f1b", True)
     assert megatron.seconds >= ours.seconds
