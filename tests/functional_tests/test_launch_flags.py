@@ -20,8 +20,9 @@ from megatron.seq1f1b.commands.launch_flags import decided_flags
 from megatron.seq1f1b.commands.model_flags import model_of, read_model, training_flags
 from megatron.seq1f1b.cpu.upstream import FLAGS
 from megatron.seq1f1b.planning.costs.machine import read_machine
-from megatron.seq1f1b.planning.planner.space import Candidate, Question, candidates
+from megatron.seq1f1b.planning.planner.space import Candidate, Question
 from support.launchers import run
+from unit_tests.planning.planner.question import candidates
 
 NAMES = [
     *("num_layers", "hidden_size", "vocab_size", "bf16", "sequence_parallel", "data_parallel_size", "manual_gc", "lr"),

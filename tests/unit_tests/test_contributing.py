@@ -37,16 +37,16 @@ for ranks, chunks, microbatches, segments in itertools.product((1, 2, 4), (1, 2)
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
-from megatron.seq1f1b.planning.planner.space import Question, candidates
+from megatron.seq1f1b.planning.planner.space import Question, families, setups
 from megatron.seq1f1b.planning.simulator.step import predict
 
 model, machine = ModelShape(8, 1024, 4096, 8, 128, 32768), read_machine("a100-80gb")
 setup = TrainingSetup(model, 8192, 4, placement=Placement(4), family="gpipe-zb")
 assert setup.splits_backward
 assert predict(setup, machine).seconds > 0
-found = list(candidates(Question(model, machine, 4, 8192, 4)))
-assert "none" in {each.setup.recompute for each in found if each.setup.family == "gpipe-zb"}
-assert "full" not in {each.setup.recompute for each in found if each.setup.family == "gpipe-zb"}
+question = Question(model, machine, 4, 8192, 4)
+found = {each.recompute for each in setups(question) if "gpipe-zb" in families(question, each)}
+assert "none" in found and "full" not in found
 """
 
 

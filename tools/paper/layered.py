@@ -67,8 +67,8 @@ def cases(progress: Callable[[str], None] = lambda text: None) -> Iterator[Case]
                 return is_its(setup) and setup.tensor_parallel == 8 and setup.pipeline_parallel > 1
 
             for devices in COUNTS:
-                asked = replace(question, num_devices=devices)
-                training = soonest(asked, TOKENS, LAWS["noise-scale"], shares=(1.0,), accept=accept)
+                asked = replace(question, num_devices=devices, accepts=accept)
+                training = soonest(asked, TOKENS, LAWS["noise-scale"], shares=(1.0,))
                 progress(f"{network}, {method}, {devices}: {training and training.days}\n")
                 yield Case(network, method, devices, training)
 

@@ -157,7 +157,7 @@ def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
     print(plan_lengths.title(search))
     print(plan_lengths.table(found, megatron, given, search))
     print(plan_lengths.megatron_alone(found[0], megatron, asked.machine.error))
-    print(memory_by_stage(Plan(found[0].candidate, found[0].fullest), asked))
+    print(memory_by_stage(found[0], asked))
     flags = all_flags(args, words, found[0], by_megatron=False)
     print("Flags of the best:\n  " + " \\\n  ".join(flags))
     if not any(flag.split()[0] in _APART for flag in flags):
@@ -195,11 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules = rules_of(args, words)
     asked = question(args, words, rules)
     given = as_given(read_launch(words), asked)
-    search = Search(asked, show)
+    search = Search(asked)
     found = search.best(args.best)
     if not found:
         raise way_out(asked)
-    best, megatron = found[0], next(iter(Search(asked.of_megatron(), show).best(1)), None)
+    show(1, 2)
+    best, megatron = found[0], next(iter(Search(asked.of_megatron()).best(1)), None)
+    show(2, 2)
     alone = None if megatron is None else megatron.prediction.seconds
     over_megatron = Gain(best.prediction.seconds, alone, asked.machine.error)
     runner_up = None
@@ -237,7 +239,9 @@ def draw(search: Search, path: Path) -> None:
 
     asked = search.question
     for share in _SHARES:
-        search.best(1, share * asked.memory_limit)
+        less = Search(replace(asked, memory_gib=share * asked.memory_limit))
+        less.plans = search.plans
+        less.best(1)
     groups: dict[str, list[Point]] = {name: [] for name in ("whole sequences", "segments", "recomputation")}
     for each in search.plans.values():
         setup = each.candidate.setup

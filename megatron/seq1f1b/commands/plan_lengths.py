@@ -65,7 +65,7 @@ def table(plans: Sequence[UnitPlan], megatron: UnitPlan | None, given: UnitPlan 
 
 
 def _row(plan: UnitPlan, search: UnitSearch) -> list[str]:
-    setup, asked, units = plan.fullest.setup, search.question, plan.candidate.unit_tokens
+    setup, asked, units = plan.prediction.setup, search.question, plan.candidate.unit_tokens
     steps, lengths = len(search.steps), Counter(length for step in search.steps for length in step)
     flops = sum(model_flops(asked.model, length, count) for length, count in lengths.items()) / steps
     seconds = search.tokens / plan.tokens_per_second

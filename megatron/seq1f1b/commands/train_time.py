@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, machine, law = model_of(read_model(words)), read_machine(args.machine), LAWS[args.critical_batch_law]
     parameters = parameters_of_model(model)
     largest = args.critical_batch_size or law.largest(parameters, args.tokens)
-    law = replace(law, largest=lambda parameters, tokens: largest)
+    law = law._replace(largest=lambda parameters, tokens: largest)
     title = f"{parameters / 1e9:.3g} B parameters, {args.tokens:.3g} tokens, {machine.device.name}"
     source = f"as given; tokens by {law.source}" if args.critical_batch_size else law.source
     print(f"{title}, sequences of {args.seq_length}\nLargest batch: {largest / 1e6:.3g} million tokens ({source})\n")
@@ -62,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(aligned([head, *(_row(each, args.gpu_hour) for each in found)])))
     best = min(found, key=lambda each: each.days)
     flags = with_values(words) + training_flags(args.seq_length) + decided_flags(best.candidate)
-    print(f"\nSoonest: {best.days:.3g} days on {best.devices} GPUs, with\n  ", " \\\n  ".join(flags), sep="")
+    print(
+        f"\nSoonest: {best.days:.3g} days on {best.candidate.setup.num_devices} GPUs, with\n  ",
+        " \\\n  ".join(flags),
+        sep="",
+    )
     return 0
 
 
@@ -72,7 +76,7 @@ _HEAD = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", *PARALLEL, "k"
 def _row(training: Training, price: float | None) -> list[str]:
     """The cells of `_HEAD`, and the cost where an hour of a GPU has a price."""
     setup, days = training.candidate.setup, training.days
-    row = [str(training.devices), f"{days:.3g}" if days < 1000 else f"{days:.0f}", f"{training.device_hours:.4g}"]
+    row = [str(setup.num_devices), f"{days:.3g}" if days < 1000 else f"{days:.0f}", f"{training.device_hours:.4g}"]
     row += [str(setup.global_batch_size), f"{training.steps:.0f}", f"{training.step_seconds:.3f}"]
     row += [*parallel_sizes(setup), str(len(setup.segments)), str(setup.expert_parallel), setup.family]
     row += [setup.recompute, f"{training.memory_gib:.0f}"]

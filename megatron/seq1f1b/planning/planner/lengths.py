@@ -5,10 +5,10 @@ units, which is fast, gives configurations in the order of their throughput; the
 sequence are predicted for the drawn steps, every unit with its own tokens and attention.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from heapq import merge
 from itertools import accumulate, chain, pairwise
 from math import ceil, lcm
@@ -25,7 +25,7 @@ from ..costs.stage_times import Row, stage_rows
 from ..costs.step_memory import rank_memory
 from ..costs.training_setup import TrainingSetup
 from ..simulator.step import Prediction, predict
-from .search import Search, fullest_ranks
+from .search import Plan, Search, fullest_ranks
 from .space import Candidate, Question, powers_of_two
 
 _SHORTEST = 1024  # tokens of a unit; shorter ones leave a GPU waiting for its host
@@ -53,16 +53,14 @@ class Average(Question):
 
 
 @dataclass(frozen=True)
-class UnitPlan:
-    """A configuration and the steps that are predicted of it; `fullest` is the one with the longest sequence.
+class UnitPlan(Plan):
+    """A configuration and the steps that are predicted of it; `prediction` is that of one with the longest sequence.
 
     The setup of `candidate` is that of its flags. `tokens` are those of a step on average, without padding, which is
     the `padding` share of all. A candidate of Megatron's own schedules has packs in place of units.
     """
 
-    candidate: Candidate
     steps: tuple[Prediction, ...]
-    fullest: Prediction
     tokens: float
     padding: float
 
@@ -82,7 +80,7 @@ class UnitPlan:
     @property
     def memory_gib(self) -> float:
         """The memory of the fullest rank in any of the steps."""
-        return max(rank.total for step in (*self.steps, self.fullest) for rank in step.memory) / GIB
+        return max(Plan(self.candidate, step).memory_gib for step in (*self.steps, self.prediction))
 
 
 def draw(histogram: Mapping[int, int], batch: int) -> tuple[tuple[int, ...], ...]:
@@ -169,24 +167,19 @@ class UnitSearch:
             for best in search.best(1):
                 tokens, setup = self.tokens * batch / packs, best.candidate.setup
                 padding = 1 - tokens / (setup.global_batch_size * length)
-                found.append(UnitPlan(best.candidate, (best.prediction,), best.prediction, tokens, padding))
+                found.append(UnitPlan(best.candidate, best.prediction, (best.prediction,), tokens, padding))
         return max(found, key=lambda plan: plan.tokens_per_second, default=None)
 
     def _by_average(self, unit_tokens: int) -> Iterator[tuple[float, Candidate]]:
         """Configurations that hold the longest sequence, with the seconds of a step of average units, ascending."""
-
-        def fits(candidate: Candidate) -> bool:
-            packed = self._packed(replace(candidate, unit_tokens=unit_tokens))
+        for plan in Search(self.average(unit_tokens)).fastest_first():
+            candidate = replace(plan.candidate, unit_tokens=unit_tokens)
+            packed = self._packed(candidate)
             setup = packed.setup_of(candidate.setup)
-            holds_all = setup.family == "breadth-first"
-            step = packed.fullest if holds_all else packed.around_longest(setup.pipeline_parallel)
-            orders = packed.schedule(setup, step).ranks
+            orders = packed.schedule(setup, packed.fullest).ranks
             memory = (rank_memory(setup, orders[rank], rank) for rank in fullest_ranks(setup))
-            return all(rank.total <= self.question.room.device for rank in memory)
-
-        search = Search(self.average(unit_tokens))
-        for plan in search.fastest_first(search.question.room, fits):
-            yield plan.prediction.seconds, replace(plan.candidate, unit_tokens=unit_tokens)
+            if all(rank.total <= self.question.room.device for rank in memory):
+                yield plan.prediction.seconds, candidate
 
     def predict(self, candidate: Candidate, replicas: int | None = None) -> UnitPlan:
         """The plan of a candidate for average units, whether it fits or not.
@@ -210,16 +203,15 @@ class UnitSearch:
             seen=(),
             num_microbatches=size // setup.data_parallel,
         )
-        return UnitPlan(replace(candidate, setup=whole), steps, predicted(packed.fullest), self.tokens, packed.padding)
+        return UnitPlan(replace(candidate, setup=whole), predicted(packed.fullest), steps, self.tokens, packed.padding)
 
     def _packed(self, candidate: Candidate) -> "_Packed":
         setup = candidate.setup
         multiple = segment_multiple(setup.token_shares, setup.context_parallel)
         assert candidate.unit_tokens is not None
-        flops = authors_flops(setup.model)
-        steps = (*self.steps, self.fullest)
         alike = setup.expert_parallel > 1 or setup.partitions_state
-        return _packed(steps, candidate.unit_tokens, multiple, setup.data_parallel, flops, alike)
+        arguments = candidate.unit_tokens, multiple, setup.data_parallel, authors_flops(setup.model), alike
+        return _packed((*self.steps, self.fullest), *arguments)
 
 
 @lru_cache(maxsize=1024)
@@ -235,45 +227,66 @@ def _share_of_busiest(steps: tuple[tuple[int, ...], ...], most: int, replicas: i
     return fmean(map(share, steps))
 
 
-@dataclass(frozen=True)
 class _Packed:
-    """Steps in units. A micro-batch is known by its kind: the tokens of its units, rounded up. Micro-batches of a kind
-    count with their mean attention, as which time is linear.
+    """Steps in units; the last of them is the fullest one. A micro-batch is known by its kind: the tokens of its units,
+    rounded up. Micro-batches of a kind count with their mean attention, as which time is linear.
 
     `kinds` has the tokens and the pairs that are seen of every unit of a kind; `steps` has, for each replica, the kinds
-    of its micro-batches; `fullest` those of a replica with the longest sequence.
+    of its micro-batches; `fullest` those of a replica with the longest sequence. `firsts` is the first column of each
+    kind in the tables of costs, then the number of columns.
     """
 
-    kinds: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...]
-    steps: tuple[tuple[tuple[int, ...], ...], ...]
-    fullest: tuple[int, ...]
-    longest: int
-    padding: float
+    def __init__(
+        self,
+        steps: tuple[tuple[int, ...], ...],
+        most: int,
+        multiple: int,
+        replicas: int,
+        flops: tuple[int, int],
+        alike: bool,
+    ) -> None:
+        part = lcm(multiple, max(1, most // _PARTS))
 
-    @cached_property
-    def firsts(self) -> list[int]:
-        """The first column of each kind in the tables of costs, then the number of columns."""
-        return [*accumulate((len(lengths) for lengths, _ in self.kinds), initial=0)]
+        def kind_of(pack: Pack) -> tuple[int, ...]:
+            return tuple(min(most, ceil(tokens / part) * part) for tokens in pack.lengths)
 
-    def around_longest(self, count: int) -> tuple[int, ...]:
-        """The fullest step without what comes more than `count` micro-batches before or after the longest one."""
-        longest = max(range(len(self.fullest)), key=lambda place: sum(self.kinds[self.fullest[place]][0]))
-        return self.fullest[max(0, longest - count) : longest + count + 1]
+        seen: defaultdict[tuple[int, ...], list[list[float]]] = defaultdict(list)
+        by_kind, tokens = [], 0
+        for lengths in steps:
+            shares = packs_of_step(lengths, most, multiple, replicas, work_by_flops(*flops), alike)
+            tokens += sum(sum(pack.lengths) for share in shares for pack in share)
+            by_kind.append([[kind_of(pack) for pack in share] for share in shares])
+            for pack in chain(*shares):
+                seen[kind_of(pack)].append(seen_by_units(pack, lengths))
+        numbers = {kind: number for number, kind in enumerate(seen)}
+        self.kinds = [(kind, tuple(map(fmean, zip(*each, strict=True)))) for kind, each in seen.items()]
+        *self.steps, last = [[tuple(numbers[kind] for kind in order) for order in of_step] for of_step in by_kind]
+        self.fullest = max(last, key=lambda order: max(sum(self.kinds[kind][0]) for kind in order))
+        self.longest = max(max(map(max, steps)), most)
+        self.padding = 1 - sum(map(sum, steps)) / tokens
+        self.firsts = [*accumulate((len(lengths) for lengths, _ in self.kinds), initial=0)]
+        self.setup_of = lru_cache(maxsize=1024)(self._setup_of)
 
-    def setup_of(self, setup: TrainingSetup) -> TrainingSetup:
+    def _setup_of(self, setup: TrainingSetup) -> TrainingSetup:
         """The set-up with these kinds of micro-batches."""
-        return _setup_of(self.kinds, self.longest, setup)
+        heads = setup.tensor_parallel * setup.context_parallel
+        way = None if setup.context_parallel == 1 else "a2a" if setup.model.num_heads % heads == 0 else "all_gather"
+        alone = replace(setup, longest=self.longest, num_microbatches=1, cp_comm_type=way, seen=())
+        parts = tuple(
+            replace(alone, sequence_length=sum(lengths), segments=lengths, seen=seen) for lengths, seen in self.kinds
+        )
+        columns = tuple(chain(*(lengths for lengths, _ in self.kinds)))
+        return replace(alone, sequence_length=sum(columns), segments=columns, parts=parts)
 
     def schedule(self, setup: TrainingSetup, order: Sequence[int]) -> Schedule:
         """The step of a replica, segments numbered by their columns."""
-        firsts = self.firsts
         built = FAMILIES[setup.family](Shape.of(setup.placement, [len(self.kinds[kind][0]) for kind in order]))
-        starts = [firsts[kind] for kind in order]
+        starts = [self.firsts[kind] for kind in order]
         ranks = (
             tuple(Action(kind, stage, number, starts[number] + segment) for kind, stage, number, segment in actions)
             for actions in map(built.order, range(setup.pipeline_parallel))
         )
-        return Schedule(Shape(setup.placement, len(order), firsts[-1]), tuple(ranks))
+        return Schedule(Shape(setup.placement, len(order), self.firsts[-1]), tuple(ranks))
 
     def seconds(self, setup: TrainingSetup, rows: Sequence[tuple[Row, Row, Row]]) -> Callable[[Sequence[int]], float]:
         """Gives about what a replica takes for a step of micro-batches of some kinds, up to a factor: its compute, and
@@ -289,56 +302,7 @@ class _Packed:
         return of_replica
 
 
-@lru_cache(maxsize=1024)
-def _setup_of(kinds: Sequence[Any], longest: int, setup: TrainingSetup) -> TrainingSetup:
-    heads = setup.tensor_parallel * setup.context_parallel
-    way = None if setup.context_parallel == 1 else "a2a" if setup.model.num_heads % heads == 0 else "all_gather"
-    parts = tuple(
-        replace(
-            setup,
-            sequence_length=sum(lengths),
-            segments=lengths,
-            seen=seen,
-            longest=longest,
-            num_microbatches=1,
-            cp_comm_type=way,
-        )
-        for lengths, seen in kinds
-    )
-    columns = tuple(chain(*(lengths for lengths, _ in kinds)))
-    return replace(parts[0], sequence_length=sum(columns), segments=columns, seen=(), parts=parts)
-
-
-@lru_cache(maxsize=256)
-def _packed(
-    steps: tuple[tuple[int, ...], ...], most: int, multiple: int, replicas: int, flops: tuple[int, int], alike: bool
-) -> _Packed:
-    """The steps in units; the last of them is the fullest one."""
-    work, part = work_by_flops(*flops), lcm(multiple, max(1, most // _PARTS))
-    sums: dict[tuple[int, ...], list[float]] = {}
-    counts: Counter[tuple[int, ...]] = Counter()
-    by_kind, tokens, used = [], 0, 0
-    for lengths in steps:
-        shares = packs_of_step(lengths, most, multiple, replicas, work, alike)
-        of_step = []
-        for share in shares:
-            order = []
-            for pack in share:
-                kind = tuple(min(most, ceil(each / part) * part) for each in pack.lengths)
-                found = sums.setdefault(kind, [0.0] * len(kind))
-                sums[kind] = [a + b for a, b in zip(found, seen_by_units(pack, lengths), strict=True)]
-                counts[kind] += 1
-                order.append(kind)
-            of_step.append(order)
-            tokens += sum(sum(pack.lengths) for pack in share)
-        used += sum(lengths)
-        by_kind.append(of_step)
-    numbers = {kind: number for number, kind in enumerate(sums)}
-    kinds = tuple((kind, tuple(each / counts[kind] for each in seen)) for kind, seen in sums.items())
-    numbered = [tuple(tuple(numbers[kind] for kind in order) for order in of_step) for of_step in by_kind]
-    *drawn, last = numbered
-    fullest = max(last, key=lambda order: max(sum(kinds[kind][0]) for kind in order))
-    return _Packed(kinds, tuple(drawn), fullest, max(max(map(max, steps)), most), 1 - used / tokens)
+_packed = lru_cache(maxsize=256)(_Packed)
 
 
 def seen_by_units(pack: Pack, lengths: Sequence[int]) -> list[float]:

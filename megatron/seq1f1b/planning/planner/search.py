@@ -1,16 +1,15 @@
 """The best configurations: ranked by throughput among those that fit."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import islice
+from itertools import count, islice, takewhile
 from math import ceil, inf
 from typing import Any, NamedTuple
 
 from ...schedule import FAMILIES, Action, Shape, build, units_to_move, with_moves
-from ..costs.layer_bytes import keeps_logits
 from ..costs.machine import GIB, Machine
 from ..costs.stage_costs import action_costs, setup_costs
 from ..costs.stage_times import stage_rows, step_end
@@ -30,14 +29,10 @@ from .space import (
     spread,
 )
 
-# This many micro-batches at once fill all tiles and waves.
-_MANY = 256
 # Tiles may make as much of a difference between cuts.
 _ROUNDING = 0.96
 # `auto` plans at the granularity of units, which takes too long beyond this many actions.
 MOST_ACTIONS_OF_AUTO = 30_000
-
-Progress = Callable[[int, int], None]  # takes the number of set-ups done, and of all
 
 
 @dataclass(frozen=True)
@@ -58,25 +53,12 @@ class Plan:
         return max(self.prediction.host_bytes) / GIB
 
 
-class _Sizes(NamedTuple):
-    """Parallel sizes before layers are spread over stages, and a number of segments unless it is still open."""
-
-    sizes: TrainingSetup
-    segments: int | None = None
-
-
-class _Scheduled(NamedTuple):
-    """A set-up with a family and a number of segments, before its sequences are cut."""
+class _Open(NamedTuple):
+    """What is not cut yet; without a family, its layers are not spread over stages, either."""
 
     setup: TrainingSetup
-    family: str
     segments: int
-
-
-class _TooLarge(NamedTuple):
-    """Cuts of a set-up, the fastest first, that may fit once something of them moves to the host."""
-
-    cuts: tuple[Candidate, ...]
+    family: str | None = None
 
 
 def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
@@ -98,23 +80,13 @@ def least_seconds(setup: TrainingSetup, machine: Machine) -> float:
     return longest + max(end.update for end in ends) + max(end.gather for end in ends) + machine.host.step
 
 
-def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int | None = None) -> float:
+def least_seconds_of(sizes: TrainingSetup, machine: Machine, segments: int) -> float:
     """A lower bound for all schedules, spreads of layers and cuts: ranks share the compute of an even cut and never
-    idle; inf where there is no such cut.
-
-    If the number of segments is open, kernels lose nothing to launches, tiles and waves, as in very large
-    micro-batches.
-    """
-    one_stage: TrainingSetup | None
-    if segments is None:
-        alone, share = sizes.alone, 1 / _MANY
-        many = _MANY * alone.micro_batch_size
-        one_stage = replace(alone, micro_batch_size=many, keeps_logits=keeps_logits(alone), cp_comm_type=None)
-    else:
-        one_stage, share = _evenly_cut(sizes.alone, segments), _share(segments)
-    if one_stage is None:
+    idle; inf where there is no such cut."""
+    evenly = _evenly_cut(sizes.alone, segments)
+    if evenly is None:
         return inf
-    work = share * sum(map(sum, stage_rows(one_stage, machine)[0]))
+    work = _share(segments) * sum(map(sum, stage_rows(evenly, machine)[0]))
     return sizes.num_microbatches * work / sizes.pipeline_parallel + machine.host.step
 
 
@@ -134,42 +106,14 @@ def _share(segments: int) -> float:
     return _ROUNDING if segments > 1 else 1.0
 
 
-def least_bytes(setup: TrainingSetup, segments: int | None = None) -> float:
-    """A lower bound on the fullest rank, on its device and host together: weights, gradients, optimizer state, and on
-    the first rank the activations of as many micro-batches as every schedule holds at once, or of one if the number of
-    segments is open."""
-    first, most, held = _least_parts(setup)
-    return max(first + held * _at_once(setup, segments), most)
-
-
 @lru_cache(maxsize=1 << 16)
-def _least_parts(setup: TrainingSetup) -> tuple[float, float, float]:
-    """What stays on the first rank, what stays on the fullest, and what a micro-batch leaves on the first."""
+def least_bytes(setup: TrainingSetup) -> tuple[float, float]:
+    """Lower bounds on the fullest rank: on its device, which has weights, gradients and optimizer state, and on its
+    device and host together, where on the first rank the activations of a micro-batch come on top."""
     static = [sum(static_memory(setup, rank)) for rank in range(setup.pipeline_parallel)]
     whole = replace(setup, segments=(setup.sequence_length,), offloads=0.0)
-    stages = (whole.stages[stage] for stage in setup.placement.stages_of(0))
-    return static[0], max(static), sum(float(kept(whole, stage).sum()) for stage in stages)
-
-
-def _at_once(setup: TrainingSetup, segments: int | None) -> float:
-    """How many micro-batches the first rank holds at least."""
-    if segments is None:
-        return 1.0
-    return min(setup.num_microbatches, 1 + (setup.pipeline_parallel - 1) / (segments * setup.placement.num_chunks))
-
-
-def least_seconds_away(setup: TrainingSetup, room: Room, segments: int | None = None) -> float:
-    """What the copies of the first rank take at least; inf where its memory and the host's are too small.
-
-    After the last forward of each micro-batch, what exceeds the memory is on the host. One byte can be there at as many
-    such moments as micro-batches are held at once, and what is there has been copied once and will be once more.
-    """
-    over = least_bytes(setup, segments) - room.device
-    if over <= 0:
-        return 0.0
-    if _least_parts(setup)[1] > room.device or over > room.host:
-        return inf
-    return max(2, setup.num_microbatches / ceil(_at_once(setup, segments))) * over / room.bandwidth
+    held = sum(float(kept(whole, stage).sum()) for stage in (whole.stages[n] for n in setup.placement.stages_of(0)))
+    return max(static), max(*static, static[0] + held)
 
 
 def fullest_ranks(setup: TrainingSetup) -> Iterable[int]:
@@ -230,153 +174,111 @@ def _order(family: str, shape: Shape, rank: int, offloads: float) -> list[Action
 
 
 class Search:
-    """The candidates of a question by their lower bounds, the predictions that have been made, and the winners with too
+    """The configurations that answer a question, fastest first, with all that were predicted and the winners with too
     many actions for `auto`.
 
-    What is to be tried waits in the order of a lower bound of its step: first sizes, from these numbers of segments,
-    from these chunks and schedules, from these the best cut that fits, from this its prediction, each with a closer
-    bound than what it came from. What comes up first with its exact time is the fastest that is left.
+    What is to be tried waits in the order of a lower bound of its step: first sizes and numbers of segments, from
+    these chunks and schedules, from these the best cut that fits, from this its prediction, each with a closer bound
+    than what it came from. What comes up first with its exact time is the fastest that is left.
     """
 
-    def __init__(self, question: Question, progress: Progress = lambda done, total: None) -> None:
-        self.question, self.progress = question, progress
+    def __init__(self, question: Question) -> None:
+        self.question = question
         self.plans: dict[Candidate, Plan] = {}
         self.too_long_for_auto: set[Candidate] = set()
-        self._sizes = [
-            (least_seconds_of(sizes, question.machine), number, _Sizes(sizes))
-            for number, sizes in enumerate(all_sizes(question))
-        ]
-        self._closer: dict[object, list[tuple[float, Any]]] = {}
 
-    def best(
-        self,
-        count: int = 5,
-        memory_gib: float | None = None,
-        accept: Callable[[Candidate], bool] = lambda _: True,
-        below: float = inf,
-    ) -> list[Plan]:
-        """The `count` fastest configurations that fit, fastest first; empty if none fits in less than `below` seconds.
+    def best(self, number: int = 5, below: float = inf) -> list[Plan]:
+        """The `number` fastest configurations that fit, fastest first; empty if none fits in less than `below` seconds.
 
-        `auto` is tried on the winners, and left out where it is no faster than they are. `memory_gib` is less than that
-        of the question; plans that `accept` rejects are left out.
+        `auto` is tried on the winners, and left out where it is no faster than they are.
         """
-        room = self.question.room if memory_gib is None else replace(self.question, memory_gib=memory_gib).room
-        found = [*islice(self.fastest_first(room, accept, below), count)]
+        found = [*islice(self.fastest_first(below), number)]
         if "auto" in self.question.families:
             for winner in found[:]:
-                automatic = self._automatic(winner.candidate, room)
-                if automatic is None or not accept(automatic.candidate) or automatic in found:
+                automatic = self._automatic(winner.candidate)
+                if automatic is None or automatic in found:
                     continue
                 if automatic.prediction.seconds < winner.prediction.seconds:
                     found.append(automatic)
-            found = sorted(found, key=lambda each: each.prediction.seconds)[:count]
-        self.progress(len(self._sizes), len(self._sizes))
+            found = sorted(found, key=lambda each: each.prediction.seconds)[:number]
         return found
 
-    def fastest_first(
-        self, room: Room, accept: Callable[[Candidate], bool] = lambda _: True, below: float = inf
-    ) -> Iterator[Plan]:
-        """All configurations of the named families that `best` chooses from, one after the other."""
-        waiting: list[tuple[float, int, Any]] = [*self._sizes]
+    def fastest_first(self, below: float = inf) -> Iterator[Plan]:
+        """All configurations of the named families that fit in less than `below` seconds."""
+        question = self.question
+        first_ones = [_Open(each, k) for each in all_sizes(question) for k in numbers_of_segments(question, each)]
+        bounds = (least_seconds_of(each.setup, question.machine, each.segments) for each in first_ones)
+        waiting: list[tuple[float, int, Any]] = [*zip(bounds, count(), first_ones)]
         heapify(waiting)
-        number, done = len(self._sizes), 0  # numbers decide between equal bounds
-        while waiting:
+        numbers = count(len(waiting))  # decide between equal bounds
+        while waiting and waiting[0][0] < below:
             bound, _, first = heappop(waiting)
-            if bound >= below:
-                return
             if isinstance(first, Plan):
                 yield first
                 continue
-            if isinstance(first, _Sizes) and first.segments is None:
-                self.progress(done, len(self._sizes))
-                done += 1
-            if first not in self._closer:
-                self._closer[first] = list(self._closer_bounds(first))
-            closer: Iterable[tuple[float, Any]] = self._closer[first]
-            if isinstance(first, _Scheduled):
-                allowed = [each for each in closer if accept(each[1])]
-                closer = [found for group in _by_exchange(allowed) for found in self._fitting(first, group, room)]
-            elif isinstance(first, _TooLarge):
-                closer = ((bound, each) for each in _moved(first, room))
-            for least, each in closer:
-                if not isinstance(each, Plan) or _has_room(each, room):
-                    heappush(waiting, (max(bound, least), number, each))
-                    number += 1
+            for least, each in self._closer(first):
+                heappush(waiting, (max(bound, least), next(numbers), each))
 
-    def _fitting(
-        self, item: _Scheduled, by_cut: Sequence[tuple[float, Any]], room: Room
-    ) -> Iterator[tuple[float, Any]]:
-        """The best cut that fits, and the best of all if something of it can move to the host."""
-        presses = self._seconds_away(item, room) > 0
-        for number, (least, candidate) in enumerate(by_cut):
-            if not presses and fits(candidate.setup, room.device):
-                yield least, candidate
-                return
-            if room.host and item.family == "1f1b" and number == 0:
-                yield least, _TooLarge(tuple(each for _, each in by_cut))
-
-    def _closer_bounds(self, item: object) -> Iterator[tuple[float, Any]]:
+    def _closer(self, item: Any) -> Iterator[tuple[float, Any]]:
         """What an item is refined to, with lower bounds."""
-        machine, room = self.question.machine, self.question.room
+        question, machine, room = self.question, self.question.machine, self.question.room
         match item:
-            case _Sizes(sizes, None):
-                for segments in numbers_of_segments(self.question, sizes):
-                    yield least_seconds_of(sizes, machine, segments), _Sizes(sizes, segments)
-            case _Sizes(sizes, int(segments)):
-                for setup in spread(self.question, sizes):
-                    for family in families(self.question, setup):
-                        scheduled = _Scheduled(setup, family, segments)
-                        away = self._seconds_away(scheduled, room)
-                        if away < inf:
-                            least = least_seconds_cut(replace(setup, family=family), machine, segments)
-                            yield max(away, least), scheduled
-            case _Scheduled():
-                by_cut = cuts(*item)
-                even = next(by_cut, None)
-                if even is None:
-                    return
-                lean = partitioned(self.question, even.setup)
-                if room.host or fits(even.setup, room.device) or (lean is not even.setup and fits(lean, room.device)):
-                    whole = [*by_cut, even]
-                    shares = [replace(each, setup=partitioned(self.question, each.setup)) for each in whole]
-                    for each in filter(self.question.accepts, dict.fromkeys(whole + shares)):
-                        yield least_seconds(each.setup, machine), each
-            case Candidate() if self.question.accepts(item):  # also what has moved to the host
-                found = self.plans[item] = predict_candidate(item, self.question)
+            case _Open(sizes, segments, None):
+                for setup in spread(question, sizes):
+                    for family in families(question, setup):
+                        ordered = replace(setup, family=family)
+                        lean = partitioned(question, ordered)
+                        device, both = least_bytes(lean if lean.partitions_state else setup)
+                        if device <= room.device and both <= room.device + room.host:
+                            yield least_seconds_cut(ordered, machine, segments), _Open(setup, segments, family)
+            case _Open(setup, segments, str(family)):
+                yield from self._fitting(cuts(setup, family, segments))
+            case (Candidate(), *_):
+                for each in item:
+                    if (moved := fitted(each.setup, room)) is not None:
+                        yield least_seconds(moved, machine), replace(each, setup=moved)
+                        break
+            case Candidate() if question.accepts(item) and _has_room(found := self._plan(item), room):
                 yield found.prediction.seconds, found
 
-    def _seconds_away(self, item: _Scheduled, room: Room) -> float:
-        """`least_seconds_away` of an item, with a partitioned state where that may be."""
-        lean = partitioned(self.question, replace(item.setup, family=item.family))
-        return least_seconds_away(lean if lean.partitions_state else item.setup, room, item.segments)
+    def _fitting(self, by_cut: Iterator[Candidate]) -> Iterator[tuple[float, Any]]:
+        """The best cut that fits and, where the best of all does not, all of them: something may move to the host.
 
-    def _automatic(self, candidate: Candidate, room: Room) -> Plan | None:
-        """The plan of a candidate with `auto`; None if it does not fit, or takes too long to make."""
+        There is one of each with tensor-parallel collectives beside products and without: a bound does not tell which
+        is faster.
+        """
+        question, room = self.question, self.question.room
+        even = next(by_cut, None)  # needs least memory
+        if even is None or not (room.host or fits(partitioned(question, even.setup), room.device)):
+            return
+        whole = [*by_cut, even]
+        shares = [replace(each, setup=partitioned(question, each.setup)) for each in whole]
+        allowed = [*filter(question.accepts, dict.fromkeys(whole + shares))]
+        for hides in (True, False):
+            alike = [each for each in allowed if each.setup.hides_tensor_exchange == hides]
+            too_large = [*takewhile(lambda each: not fits(each.setup, room.device), alike)]
+            if too_large and room.host and even.setup.family == "1f1b":
+                yield least_seconds(too_large[0].setup, question.machine), tuple(too_large)
+            for each in alike[len(too_large) :][:1]:
+                yield least_seconds(each.setup, question.machine), each
+
+    def _automatic(self, winner: Candidate) -> Plan | None:
+        """The plan of a winner with `auto`; None if it does not fit, or takes too long to make."""
         # Its weight gradients wait.
-        setup = replace(candidate.setup, family="auto", hides_tensor_exchange=False)
-        candidate = replace(candidate, setup=setup)
+        setup = replace(winner.setup, family="auto", hides_tensor_exchange=False)
+        candidate = replace(winner, setup=setup)
+        if setup.pipeline_parallel == 1 or setup.recompute != "none" or not self.question.accepts(candidate):
+            return None
+        if 3 * setup.shape.num_units * setup.placement.num_stages > MOST_ACTIONS_OF_AUTO:
+            self.too_long_for_auto.add(candidate)
+            return None
+        found = self._plan(candidate)
+        return found if _has_room(found, self.question.room) else None
+
+    def _plan(self, candidate: Candidate) -> Plan:
         if candidate not in self.plans:
-            if setup.pipeline_parallel == 1 or setup.recompute != "none":
-                return None
-            if 3 * setup.shape.num_units * setup.placement.num_stages > MOST_ACTIONS_OF_AUTO:
-                self.too_long_for_auto.add(candidate)
-                return None
-            if not self.question.accepts(candidate):
-                return None
             self.plans[candidate] = predict_candidate(candidate, self.question)
-        found = self.plans[candidate]
-        return found if _has_room(found, room) else None
-
-
-def _by_exchange(by_cut: Sequence[tuple[float, Any]]) -> list[list[tuple[float, Any]]]:
-    """Cuts with and without tensor-parallel collectives beside products; a bound does not tell which is faster."""
-    return [[each for each in by_cut if each[1].setup.hides_tensor_exchange == hides] for hides in (True, False)]
-
-
-def _moved(item: _TooLarge, room: Room) -> Iterator[Candidate]:
-    """The first of the cuts that fits, with what has to move to the host."""
-    setups = ((each, fitted(each.setup, room)) for each in item.cuts)
-    return islice((replace(each, setup=setup) for each, setup in setups if setup is not None), 1)
+        return self.plans[candidate]
 
 
 def _has_room(plan: Plan, room: Room) -> bool:

@@ -28,12 +28,10 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 
 
 class Room(NamedTuple):
-    """Bytes of a device, bytes of its host for activations, and bytes/s in each direction between them. Either
-    Megatron's modules choose what moves, or whole units move."""
+    """Bytes of a device, and of its host for activations: Megatron's modules choose what moves, or whole units move."""
 
     device: float
     host: float
-    bandwidth: float
     by_modules: bool
 
 
@@ -89,8 +87,8 @@ class Question:
 
     @property
     def room(self) -> Room:
-        bandwidth = self.machine.device.host_bandwidth
-        return Room(GIB * self.memory_limit, GIB * self.host_gib if bandwidth else 0.0, bandwidth, self.by_megatron)
+        host = GIB * self.host_gib if self.machine.device.host_bandwidth else 0.0
+        return Room(GIB * self.memory_limit, host, self.by_megatron)
 
     def setup(
         self, sizes: tuple[int, int, int, int], chunks: int = 1, micro_batch_size: int = 1, **choices: Any
@@ -118,13 +116,6 @@ class Candidate:
     setup: TrainingSetup
     strategy: str = "even"
     unit_tokens: int | None = None
-
-
-def candidates(question: Question) -> Iterator[Candidate]:
-    """All candidates, whether they fit or not."""
-    for setup in setups(question):
-        for family, segments in schedules(question, setup):
-            yield from cuts(setup, family, segments)
 
 
 def setups(question: Question) -> Iterator[TrainingSetup]:
@@ -221,11 +212,6 @@ def layouts(question: Question) -> Iterator[tuple[int, int, int, int]]:
                 data, left = divmod(ranks, pipeline)
                 if not (rest or left or question.global_batch_size % data):
                     yield tensor, context, pipeline, data
-
-
-def schedules(question: Question, setup: TrainingSetup) -> Iterator[tuple[str, int]]:
-    """Families, and numbers of segments, for a set-up."""
-    return product(families(question, setup), numbers_of_segments(question, setup))
 
 
 def families(question: Question, setup: TrainingSetup) -> list[str]:

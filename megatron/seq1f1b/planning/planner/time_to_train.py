@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, log2
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ..costs.blocks import parameters_of_model
 from .search import Search
 from .space import Candidate, Question
 
 
-@dataclass(frozen=True)
-class BatchLaw:
+class BatchLaw(NamedTuple):
     """`largest(parameters, tokens)` is the largest batch worth its tokens, in tokens; `overhead(x)` is how many more
     tokens, relative to `tokens`, a batch of x times that size needs to reach the same loss."""
 
@@ -57,29 +57,21 @@ class Training:
     steps: float
 
     @property
-    def devices(self) -> int:
-        return self.candidate.setup.num_devices
-
-    @property
     def days(self) -> float:
         return self.steps * self.step_seconds / 86400
 
     @property
     def device_hours(self) -> float:
-        return 24 * self.days * self.devices
+        return 24 * self.days * self.candidate.setup.num_devices
 
 
 def soonest(
-    question: Question,
-    tokens: float,
-    law: BatchLaw,
-    shares: Sequence[float] = (1.0, 0.5, 0.25),
-    accept: Callable[[Candidate], bool] = lambda _: True,
+    question: Question, tokens: float, law: BatchLaw, shares: Sequence[float] = (1.0, 0.5, 0.25)
 ) -> Training | None:
     """The configuration that trains soonest; None where nothing fits.
 
-    `question.global_batch_size` does not matter: the batch is one of `shares` of the largest by the law (a smaller one
-    needs fewer tokens), in sequences of `question.sequence_length`: a power of two times an odd number up to 7.
+    The batch of the question does not matter: it is one of `shares` of the largest by the law (a smaller one needs
+    fewer tokens), in sequences of `question.sequence_length`: a power of two times an odd number up to 7.
     """
     largest = law.largest(parameters_of_model(question.model), tokens)
     best: Training | None = None
@@ -90,6 +82,6 @@ def soonest(
         in_batch = batch * question.sequence_length
         steps = tokens * law.overhead(in_batch / largest) / in_batch
         below = inf if best is None else best.steps * best.step_seconds / steps
-        for found in Search(replace(question, global_batch_size=batch)).best(1, accept=accept, below=below):
+        for found in Search(replace(question, global_batch_size=batch)).best(1, below):
             best = Training(found.candidate, found.prediction.seconds, found.memory_gib, steps)
     return best

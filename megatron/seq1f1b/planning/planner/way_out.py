@@ -1,6 +1,5 @@
 """Why a question has no plan, and the nearest question that has one."""
 
-from bisect import bisect_right
 from dataclasses import replace
 from itertools import takewhile
 
@@ -8,7 +7,7 @@ from ..costs.machine import GIB
 from ..costs.step_memory import Memory
 from ..costs.training_setup import TrainingSetup
 from .search import host_in_flight, least_bytes, memory_in_flight
-from .space import Question, Room, cuts, schedules, setups
+from .space import Question, Room, cuts, numbers_of_segments, setups
 
 _DOUBLINGS = 12
 # How many of the set-ups that need least memory are predicted in full.
@@ -45,9 +44,9 @@ def _leanest(question: Question) -> Memory | None:
     None without a layout."""
     lean = replace(question, families=("1f1b",), micro_batches=(1,), segments=_NUMBERS)
     evenly = (
-        next(cuts(setup, *schedule), None)
-        for setup in sorted(setups(lean), key=least_bytes)[:_LEANEST]
-        for schedule in schedules(lean, setup)
+        next(cuts(setup, "1f1b", segments), None)
+        for setup in sorted(setups(lean), key=lambda setup: least_bytes(setup)[1])[:_LEANEST]
+        for segments in numbers_of_segments(lean, setup)
     )
     away = (_mostly_away(each.setup, question.room) for each in evenly if each is not None)
     fullest = (max(memory_in_flight(setup), key=lambda rank: rank.total) for setup in away)
@@ -56,15 +55,8 @@ def _leanest(question: Question) -> Memory | None:
 
 def _mostly_away(setup: TrainingSetup, room: Room) -> TrainingSetup:
     """The set-up with as many sixteenths of its activations on the host as that has room for."""
-
-    def away(sixteenths: int) -> TrainingSetup:
-        return replace(setup, offloads=sixteenths / 16)
-
-    if not room.host:
-        return setup
-    if host_in_flight(away(16)) <= room.host:  # as usual
-        return away(16)
-    return away(bisect_right(range(1, 16), room.host, key=lambda sixteenths: host_in_flight(away(sixteenths))))
+    shares = (replace(setup, offloads=sixteenths / 16) for sixteenths in range(16, 0, -1))
+    return next((each for each in shares if host_in_flight(each) <= room.host), setup) if room.host else setup
 
 
 def _nearest(question: Question) -> str:

@@ -1,17 +1,26 @@
 """A question that every configuration of can be simulated."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import ModelShape
-from megatron.seq1f1b.planning.planner.space import Question
+from megatron.seq1f1b.planning.planner.space import Candidate, Question, cuts, families, numbers_of_segments, setups
 
 MODEL = ModelShape(6, 1024, 4096, 8, 128, 32768)
 WORDS = (
     "--num-layers 6 --hidden-size 1024 --num-attention-heads 8 --vocab-size 32768 --ffn-hidden-size 4096 "
     "--kv-channels 128"
 )
+
+
+def candidates(question: Question) -> Iterator[Candidate]:
+    """All candidates, whether they fit or not."""
+    for setup in setups(question):
+        for family, segments in product(families(question, setup), numbers_of_segments(question, setup)):
+            yield from cuts(setup, family, segments)
 
 
 @cache

@@ -18,12 +18,12 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
 from megatron.seq1f1b.planning.planner.search import Search
-from megatron.seq1f1b.planning.planner.space import Candidate, candidates, recomputes
+from megatron.seq1f1b.planning.planner.space import Candidate, recomputes
 from megatron.seq1f1b.planning.run_costs import RunCosts
 from megatron.seq1f1b.planning.simulator.step import predict
 from megatron.seq1f1b.schedule import Placement
 from unit_tests.arguments.parsed import parsed
-from unit_tests.planning.planner.question import WORDS, linked, small
+from unit_tests.planning.planner.question import WORDS, candidates, linked, small
 
 
 def words_of(candidate: Candidate, model: str = WORDS, by_megatron: bool = False) -> list[str]:

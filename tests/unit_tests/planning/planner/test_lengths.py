@@ -43,7 +43,7 @@ def test_equal_sequences_take_what_segments_of_them_take(sizes, family):
     expected = predict(setup, small().machine)
     assert plan.seconds == pytest.approx(expected.seconds, rel=1e-12)
     assert plan.bubble == pytest.approx(expected.bubble, rel=1e-9)
-    for unit, segment in zip(plan.fullest.memory, expected.memory, strict=True):
+    for unit, segment in zip(plan.prediction.memory, expected.memory, strict=True):
         assert vars(unit) == pytest.approx(vars(segment), rel=1e-12)
 
 
@@ -78,7 +78,7 @@ def test_memory_is_that_of_a_step_with_the_longest_sequence():
         search({100: 10**6, 5000: 10**6} | extra, global_batch_size=8) for extra in ({8192: 1}, {8192: 10**6}, {})
     )
     assert max(map(max, rare.steps)) < 8192
-    plans = [each.predict(candidate(each, 1024)).fullest for each in (rare, often, never)]
+    plans = [each.predict(candidate(each, 1024)).prediction for each in (rare, often, never)]
     # The allocator holds more back where more lengths are in flight.
     memory = [max(rank.total - rank.reserved for rank in plan.memory) for plan in plans]
     assert memory[0] == pytest.approx(memory[1], rel=0.02) and memory[2] < 0.95 * memory[0]
@@ -104,7 +104,7 @@ def test_packs_of_megatron_hold_the_tokens_of_a_step():
     """Sequences of 100 tokens fill packs of 8,192 but for 92; a batch may be larger than a step, and is then faster."""
     found = search({100: 1}, global_batch_size=162)
     plan = found.of_megatron()
-    setup = plan.fullest.setup
+    setup = plan.prediction.setup
     assert setup.seen == (pytest.approx(81 * pairs(0, 100, None)),)
     assert plan.tokens_per_second == pytest.approx(8100 * setup.global_batch_size / plan.seconds, rel=0.01)
     assert plan.padding == pytest.approx(92 / 8192)

@@ -50,7 +50,7 @@ def test_more_devices_train_sooner_and_take_more_hours():
         micro_batches=(1,),
         families=("1f1b",),
     )
-    law = replace(LAWS["tokens"], largest=lambda parameters, tokens: 16 * 2048)
+    law = LAWS["tokens"]._replace(largest=lambda parameters, tokens: 16 * 2048)
     few, many = (soonest(replace(question, num_devices=count), 1e9, law, shares=(1.0,)) for count in (4, 16))
     assert many.days < few.days and many.device_hours >= 0.99 * few.device_hours
     assert few.steps * 16 * 2048 == pytest.approx(1.2e9)

@@ -55,9 +55,13 @@ def test_no_memory_is_not_all_memory():
     assert "no configuration fits 0 GiB" in str(way_out(question))
 
 
+def has_pipeline(candidate) -> bool:
+    return candidate.setup.pipeline_parallel > 1
+
+
 def test_auto_is_shown_where_it_is_faster_and_only_there():
-    question = small(families=("1f1b", "auto"), memory_gib=3, chunks=(1,))
-    found = Search(question).best(12, accept=lambda candidate: candidate.setup.pipeline_parallel > 1)
+    question = small(families=("1f1b", "auto"), memory_gib=3, chunks=(1,), accepts=has_pipeline)
+    found = Search(question).best(12)
 
     def by_auto(plan):
         return replace(plan.candidate, setup=replace(plan.candidate.setup, family="auto"))
