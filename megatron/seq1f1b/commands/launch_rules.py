@@ -25,8 +25,7 @@ class LaunchRules:
         self._settings = _settings_of(flags) | (_OF_UNITS if Use.UNITS in always else {})
         self._always = {Use.ANY_SCHEDULE, *always}
         self._refusal = cache(self._refusal)
-        sentence = first_unsupported(self._settings, self._always)
-        if sentence is not None:
+        if sentence := self._refusal(frozenset(), 1, 1):
             raise ValueError(sentence)
 
     def accept(self, candidate: Candidate) -> bool:
@@ -64,4 +63,5 @@ def _settings_of(flags: Sequence[str]) -> Mapping[str, Any]:
         words += name, *values
         numbers = [int(value) if value.isdigit() else value for value in values]
         settings[setting_of(name)] = numbers if len(numbers) > 1 else numbers[0] if numbers else True
-    return settings | vars(read_model(words)) | {"dry_run": True}  # the packages are those of the cluster
+    usual = {"fp8_recipe": "delayed"}  # unless a flag names another
+    return usual | settings | vars(read_model(words)) | {"dry_run": True}  # the packages are those of the cluster
