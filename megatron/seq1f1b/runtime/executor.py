@@ -1,5 +1,6 @@
 """What `get_forward_backward_func` returns: runs any schedule, for training and evaluation."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
@@ -32,7 +33,7 @@ from .interpreter import Interpreter
 from .loss import LossLedger
 from .partitioned_state import PartitionedSync, is_partitioned
 from .prediction import prediction_patches
-from .program import Program, Programs, streams_share_queues
+from .program import Program, Programs
 from .segmentation import Segmentation
 from .step import Step
 from .tracer import Recorder, Tracer
@@ -60,7 +61,9 @@ class PipelineExecutor:
         reports_on_last_rank: bool = False,
         piece: int | None = PIECE,
     ) -> None:
-        self._programs = Programs(schedule, costs, streams_share_queues())
+        # A GPU has 8 hardware queues by default, and at most 32, enough for all streams of a process.
+        shares_queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "32"
+        self._programs = Programs(schedule, costs, shares_queues)
         self.segmentation = segmentation
         self._around_forward = around_forward
         self._timeout = timeout

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 from collections.abc import Sequence
 from functools import lru_cache, partial
 
@@ -26,14 +25,8 @@ _log = logging.getLogger(__name__)
 # The actions that remain in an evaluation; the order on every channel stays the same.
 _FORWARD_KINDS = (Kind.RECV_F, Kind.F, Kind.SEND_F)
 
-_ALL_QUEUES = "32"  # the most that a GPU has, enough for all streams of a process
 _MANY_FORWARDS = 5_000  # of all stages, from which on planning takes seconds
 _KEPT = 16  # programs: of training and evaluation, of first and later steps, of a few batch sizes
-
-
-def streams_share_queues() -> bool:
-    """Whether streams of this process may share a hardware queue of its GPU; it has 8 by default."""
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != _ALL_QUEUES
 
 
 class Program:

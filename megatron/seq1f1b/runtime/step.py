@@ -94,13 +94,12 @@ def refuse_waits(config: Any, pipeline: dist.ProcessGroup) -> None:
     """
     if pipeline.size() == 1 or dist.get_backend(pipeline) != "nccl":
         return
-    if getattr(config.timers, "_log_level", 0) > 1:
+    waits = {
+        "--timing-log-level 2": getattr(config.timers, "_log_level", 0) > 1,
+        "CUDA_LAUNCH_BLOCKING": os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
+    }
+    for name in (name for name, is_given in waits.items() if is_given):
         raise ValueError(
-            "--timing-log-level 2 makes the host wait for the GPU around every action, and the GPU waits for messages, "
-            "so the first step would not end; use --timing-log-level 1, and --pipeline-trace for the times of actions"
-        )
-    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        raise ValueError(
-            "CUDA_LAUNCH_BLOCKING makes the host wait for every kernel, including those that wait for messages, so the "
-            "first step would not end; unset it, or run on one pipeline rank"
+            f"{name} makes the host wait for a GPU that waits for messages, so the first step would not end; drop it, "
+            "and take --pipeline-trace for the times of actions"
         )

@@ -149,10 +149,7 @@ class Measured(NamedTuple):
 
 
 class Tracer:
-    """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank.
-
-    A file that cannot be written is a warning, since training matters more than its trace.
-    """
+    """One file per chosen iteration and pipeline: `iteration-4-pipeline-0.json`, named by the pipeline's first rank."""
 
     def __init__(self, directory: Path, iterations: Collection[int], iteration_now: Callable[[], int]) -> None:
         self._directory = directory
@@ -199,12 +196,8 @@ class Tracer:
             return
         of_lengths = {} if lengths is None else {"segment_lengths": list(lengths)}
         timeline = from_barrier(shape, gathered, {"schedule": schedule, "iteration": iteration, **of_lengths})
-        path = self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json"
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_timeline(timeline, path)
-        except OSError as error:
-            _log.warning("the trace %s is not written: %s", path, error)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        write_timeline(timeline, self._directory / f"iteration-{iteration}-pipeline-{first_rank}.json")
 
 
 def run_traced(function: Callable, tracer: Tracer, *, model: Any, num_microbatches: int, **options: Any) -> Any:

@@ -17,8 +17,8 @@ from megatron.seq1f1b.runtime.step import Step, refuse_waits
         ("nccl", 2, 1, "0", None),
         ("nccl", 1, 2, "1", None),
         ("gloo", 2, 2, "1", None),
-        ("nccl", 2, 2, "0", "--timing-log-level 2 .* use --timing-log-level 1, and --pipeline-trace"),
-        ("nccl", 2, 1, "1", "CUDA_LAUNCH_BLOCKING .* unset it"),
+        ("nccl", 2, 2, "0", "--timing-log-level 2 .* drop it, and take --pipeline-trace"),
+        ("nccl", 2, 1, "1", "CUDA_LAUNCH_BLOCKING .* drop it"),
     ],
 )
 def test_what_waits_for_a_waiting_gpu_is_refused(monkeypatch, backend, ranks, level, blocking, words):

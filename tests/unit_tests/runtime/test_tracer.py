@@ -2,7 +2,6 @@
 
 import json
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -118,14 +117,6 @@ def test_chosen_iterations_are_written(alone, tmp_path):
     spans = written["ranks"][0]
     assert [f"{span['kind']}{span['microbatch']}.{span['segment']}" for span in spans[:3]] == ["F0.0", "F0.1", "B0.1"]
     assert all(0 <= span["start"] <= span["end"] for span in spans)
-
-
-def test_a_trace_that_cannot_be_written_is_a_warning(alone, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", Path("/proc/none")):
-        with caplog.at_level(logging.WARNING):
-            run(executor(tracer=Tracer(folder, {1}, lambda: 1)), Stage())
-        assert f"{folder}/iteration-1-pipeline-0.json is not written" in caplog.text
 
 
 def test_a_start_beyond_all_chosen_iterations_warns_once(alone, tmp_path, caplog):
