@@ -53,7 +53,8 @@ class Programs:
 
     Schedules are planned for `costs(lengths)` of segments of these lengths, for equal costs if `costs` is None.
     `one_queue`: streams may share a hardware queue, so messages are issued in an order that cannot hang then.
-    `offloaded`: the share of what a rank holds that waits in the memory of the host, see `units_to_move`.
+    `offloaded`: the share of what a rank holds that waits in the memory of the host, see `units_to_move`. `program` is
+    `_program`, which keeps what it has made.
     """
 
     def __init__(self, choice: ScheduleChoice, costs: CostsOfLengths | None = None, one_queue: bool = True) -> None:
