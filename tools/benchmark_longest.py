@@ -253,19 +253,16 @@ def table(found: Mapping[str, Step]) -> str:
 
 
 def plot(found: Mapping[str, Step], args: argparse.Namespace) -> None:
-    from matplotlib.figure import Figure
+    from megatron.seq1f1b.report.style import picture
 
-    figure = Figure(figsize=(8, 0.4 * len(found) + 0.9), layout="constrained")
-    axes = figure.subplots()
-    lengths = [step.length for step in found.values()]
-    bars = axes.barh(list(found), lengths, color=["#b0b7c0" if "Megatron" in name else "#7da7d9" for name in found])
-    axes.bar_label(bars, [f"{length:,}" for length in lengths], padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max(lengths))
-    axes.set_xlabel(f"longest sequence in {args.memory:g} GiB on each of two ranks, tokens", fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(args.output, dpi=160)
+    with picture(args.output, 8, 0.4 * len(found) + 0.9) as figure:
+        axes = figure.subplots()
+        lengths = [step.length for step in found.values()]
+        colours = ["#b0b7c0" if "Megatron" in name else "#7da7d9" for name in found]
+        axes.bar_label(axes.barh(list(found), lengths, color=colours), [f"{length:,}" for length in lengths], padding=3)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.12 * max(lengths))
+        axes.set_xlabel(f"longest sequence in {args.memory:g} GiB on each of two ranks, tokens")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 from megatron.seq1f1b.commands.compare import read_training_log
+from megatron.seq1f1b.report.style import picture
 from paper import (
     allocator,
     held_out,
@@ -232,24 +233,20 @@ def _value(value: float | None) -> str:
     return "out of memory" if value is None else f"{value:.5g}"
 
 
-def picture(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path) -> None:
     """Predicted over published, every row a point, one colour a table."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    axes = figure.subplots()
-    names = list(dict.fromkeys(row.table for row in rows if row.unit != "bubble"))
-    for number, name in enumerate(names):
-        errors = sorted(100 * row.error for row in rows if row.table == name and row.error is not None)
-        spread = [number + 0.6 * (i / max(1, len(errors) - 1) - 0.5) for i in range(len(errors))]
-        axes.plot(errors, spread, "o", markersize=3.5, alpha=0.8)
-    axes.axvline(0, color="black", linewidth=0.6)
-    axes.axvspan(-8, 8, color="#e8eef5", zorder=0)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("predicted over published, % (shaded: within 8 %)")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=160)
+    with picture(path, 9, 4.6) as figure:
+        axes = figure.subplots()
+        names = list(dict.fromkeys(row.table for row in rows if row.unit != "bubble"))
+        for number, name in enumerate(names):
+            errors = sorted(100 * row.error for row in rows if row.table == name and row.error is not None)
+            spread = [number + 0.6 * (i / max(1, len(errors) - 1) - 0.5) for i in range(len(errors))]
+            axes.plot(errors, spread, "o", markersize=3.5, alpha=0.8)
+        axes.axvline(0, color="black", linewidth=0.6)
+        axes.axvspan(-8, 8, color="#e8eef5", zorder=0)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel("predicted over published, % (shaded: within 8 %)")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -286,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
         args.output.write_text(text, encoding="utf-8")
         args.output.with_suffix(".csv").write_text(as_csv(rows), encoding="utf-8")
     if args.picture is not None:
-        picture(rows, args.picture)
+        plot(rows, args.picture)
     return 0
 
 

@@ -100,8 +100,13 @@ def _rehearse(pretrain: Callable, *args: Any, **kwargs: Any) -> None:
     stages = run_stages(lambda: Stage(launch).run(partial(pretrain, *args, **kwargs)), launch, ranks)
     report = RehearsalReport(in_words(launch), int(launch.device_memory * GIB), stages, stood_for(launch))
     print(report.as_text(), flush=True)
-    if launch.dry_run_output is not None:
-        _write(report.as_json(), launch.dry_run_output)
+    if (folder := launch.dry_run_output) is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "rehearsal.json").write_text(json.dumps(report.as_json()) + "\n")
+        if find_spec("matplotlib") is None:
+            print(f"No picture in {folder}: matplotlib is not installed.")
+        else:
+            plot_memory(report.as_json(), folder / "memory.png")
     for problem in report.problems:
         print(f"error: {problem}.", file=sys.stderr)
     raise SystemExit(1 if report.problems else 0)
@@ -158,13 +163,3 @@ def _run(
     except Exception:
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
-
-
-def _write(report: Mapping[str, Any], directory: Path) -> None:
-    """Write `rehearsal.json`, and `memory.png` if there is matplotlib."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "rehearsal.json").write_text(json.dumps(report) + "\n")
-    if find_spec("matplotlib") is None:
-        print(f"No picture in {directory}: matplotlib is not installed.")
-    else:
-        plot_memory(report, directory / "memory.png")

@@ -64,11 +64,7 @@ def _schedule(args: Namespace) -> str:
 
 
 def stood_for(args: Namespace) -> list[str]:
-    """Sentences, without their full stops, on what a GPU would run and a rehearsal does not.
-
-    By the public code of Transformer Engine (transformer_engine/pytorch, 2.20), its layers and Megatron's local ones
-    keep the same for the backward, but for the rotary embedding and fused weight gradients.
-    """
+    """Sentences, without their full stops, on what a GPU would run and a rehearsal does not."""
     is_on_gpu, replaced, has_te = args.device != "cpu", args.replaced_on_cpu, has_transformer_engine(args)
     recurrent = {*(getattr(args, "hybrid_layer_pattern", None) or "")} & {"M", "G"}
     *lengths, last = map(str, document_lengths(args.seq_length))
