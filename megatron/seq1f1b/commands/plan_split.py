@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from ..arguments.megatron_run import run_of_settings
 from ..arguments.sequence_partition import SequencePartition
@@ -119,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     check_sizes(args)
     costs = run_costs(args)
     if costs.is_measured:
-        error = costs.measured[1]
-        off = f"{100 * error.mean:.1f} % on average, {100 * error.highest:.1f} % at most"
+        errors = costs.measured[1]
+        off = f"{100 * fmean(errors):.1f} % on average, {100 * max(errors):.1f} % at most"
         print(f"Measured in a run; the fit is off by {off}.\n")
     cuts = []
     for name, partition in partitions(args, costs):

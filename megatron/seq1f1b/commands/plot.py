@@ -21,6 +21,7 @@ from ..planning.simulator.lowered import execute_lowered
 from ..report import plot_timelines, write_trace
 from ..schedule import (
     FAMILY_NAMES,
+    MOVE_KINDS,
     PLACEMENTS,
     Costs,
     Placement,
@@ -122,7 +123,7 @@ def simulated(schedule: Schedule, costs: Costs, move: float) -> Timeline:
     if not schedule.has_moves:
         return simulate(schedule, costs)
     copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
-    return execute_lowered(lower(schedule), costs, copies=copies)
+    return execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
 
 
 def main(argv: list[str] | None = None) -> None:

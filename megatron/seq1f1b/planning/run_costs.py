@@ -18,7 +18,7 @@ from .costs.model_shape import ModelShape
 from .costs.stage_costs import A100, CPU_CORE, StageCost, action_costs, bottleneck_time, setup_costs
 from .costs.stage_times import step_costs
 from .costs.step_memory import moved_bytes, rank_memory
-from .costs.traced_costs import FitError, read_traced_costs
+from .costs.traced_costs import read_traced_costs
 from .costs.training_setup import TrainingSetup, has_costs
 from .model_sizes import model_shape, ranks_of_experts, recompute_of, recomputed_share
 from .simulator.estimate import extended
@@ -95,8 +95,8 @@ class RunCosts:
         return self.measured[0] if self.is_measured else setup_costs(self._whole, self._device)
 
     @cached_property
-    def measured(self) -> tuple[tuple[StageCost, ...], FitError]:
-        """The measured cost of a segment on every stage, and how well it fits."""
+    def measured(self) -> tuple[tuple[StageCost, ...], list[float]]:
+        """The measured cost of a segment on every stage, and its relative errors."""
         return read_traced_costs(self.flags.sequence_split_profile, len(self.run.layers_per_stage))
 
     def time(self, of_any_length: bool = False) -> SegmentTime:

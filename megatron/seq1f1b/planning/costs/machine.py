@@ -6,6 +6,7 @@ Every constant of such a file has its source beside it.
 
 import tomllib
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -86,40 +87,32 @@ def read_machine(machine: str | Path) -> Machine:
     if not path.is_file():
         path = Path(machine)
     try:
-        with path.open("rb") as file:
-            data = tomllib.load(file)
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        node, error = dict(data["node"]), data.get("error", Machine.error)
+        devices = node.pop("devices")
+        if type(devices) is not int:
+            raise TypeError(f"devices = {devices!r} is no whole number")
+        _check("devices", devices)
+        _check("error", error, may_be_0=True)
+        device, host = _part(Device, data["device"]), _part(Host, data["host"])
+        return Machine(path.stem, device, host, devices, _part(Link, node), _part(Link, data["network"]), error)
     except OSError as error:
         names = ", ".join(machine_names())
         raise ValueError(f"--machine {machine}: there is no such file, and this package has {names}") from error
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise ValueError(f"--machine {machine}: {path} is not TOML: {error}") from error
-    try:
-        node = dict(data["node"])
-        devices, mean_error = node.pop("devices"), data.get("error", Machine.error)
-        if type(devices) is not int or devices < 1:
-            raise ValueError(f"devices = {devices!r} is no whole number above 0")
-        _check("error", mean_error, may_be_0=True)
-        return Machine(
-            name=path.stem,
-            device=_part(Device, data["device"]),
-            host=_part(Host, data["host"]),
-            devices_per_node=devices,
-            node=_part(Link, node),
-            network=_part(Link, data["network"]),
-            error=mean_error,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"--machine {machine}: {path} lacks a constant or has a wrong one: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:  # also what is not UTF-8, or not TOML
+        raise ValueError(
+            f"--machine {machine}: {path} is not TOML, lacks a constant or has a wrong one: {error}"
+        ) from error
 
 
 def _part[Part: (Device, Host, Link)](kind: type[Part], values: dict[str, Any]) -> Part:
     """Raises TypeError for a constant that is missing or unknown, ValueError for one that is no positive number."""
-    slow = tuple(map(tuple, values.get("slow_attention", ())))
+    tables = {name: tuple(map(tuple, value)) for name, value in values.items() if isinstance(value, list)}
     for name, value in values.items():
-        if name != "name":
-            for number in sum(slow, ()) if name == "slow_attention" else (value,):
+        for number in chain(*tables[name]) if name in tables else [value]:
+            if name != "name":
                 _check(name, number, may_be_0=kind is Host)
-    return kind(**values | ({"slow_attention": slow} if slow else {}))
+    return kind(**values | tables)
 
 
 def _check(name: str, value: object, may_be_0: bool = False) -> None:
@@ -140,23 +133,17 @@ def in_words(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-# The CUDA context with PyTorch's kernels loaded: what nvidia-smi shows after `torch.zeros(1, device="cuda")`; 0.4 to
-# 0.6 GiB on A100 and H100, by driver and version.
-CONTEXT = 512 * MIB
-
-# cuBLAS allocates this from PyTorch once for each handle and stream (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper).
-CUBLAS_WORKSPACE = 32 * MIB
-
-# NCCL keeps a buffer of NCCL_BUFFSIZE (4 MiB unless set) for each direction of each channel of a communicator, and up
-# to 32 channels; 16 are usual between the GPUs of a node, fewer between nodes
+# The CUDA context with PyTorch's kernels loaded: what nvidia-smi shows after `torch.zeros(1, device="cuda")`, 0.4 to
+# 0.6 GiB on A100 and H100 by driver and version; what cuBLAS allocates from PyTorch once for each handle and stream
+# (CUBLAS_WORKSPACE_CONFIG, 8 MiB before Hopper); and a buffer of NCCL (NCCL_BUFFSIZE), for each direction of each
+# channel of a communicator. There are up to 32 channels; 16 are usual between the GPUs of a node, fewer between nodes
 # (docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
-NCCL_BUFFER = 4 * MIB
-NCCL_CHANNELS = 16
+_CONTEXT, _CUBLAS_WORKSPACE, _NCCL_BUFFER, _NCCL_CHANNELS = 512 * MIB, 32 * MIB, 4 * MIB, 16
 
 
 def bytes_outside(num_communicators: int) -> int:
     """Bytes on a GPU outside of what is counted, with `num_communicators` of NCCL."""
-    return CONTEXT + CUBLAS_WORKSPACE + num_communicators * 2 * NCCL_CHANNELS * NCCL_BUFFER
+    return _CONTEXT + _CUBLAS_WORKSPACE + num_communicators * 2 * _NCCL_CHANNELS * _NCCL_BUFFER
 
 
 # A process in half a dozen groups: tensor, context, pipeline, data and expert parallelism, and all ranks.

@@ -67,38 +67,30 @@ class Mamba:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the whole model, before it is cut over ranks.
-
-    `head_dim` is the size of one attention head; `vocab_size` is the padded vocabulary. `num_kv_heads` is None without
-    grouped-query attention. `is_gated`: the feed-forward block has three matrices (SwiGLU) instead of two (GELU).
-    `expert_layers` numbers, from 0, the layers that hold `experts`. In `window_layers` a query sees at most `window`
-    keys before its own. `prediction_depth` more layers, each with a projection to the vocabulary, predict tokens after
-    the next. A hybrid model has a `pattern` of one symbol a layer, as Megatron names them: * attention,
-    + latent attention, - feed-forward, E experts, G gated delta net, M Mamba-2. `has_biases`: so do products; costs
-    leave biases out. `learned_positions` have an embedding each; 0: positions are rotary. `has_qk_norms`: each head of
-    queries and of keys has a norm.
-    """
+    """Sizes of the whole model, before it is cut over ranks; layers are numbered from 0."""
 
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
     num_heads: int
     head_dim: int
-    vocab_size: int
-    num_kv_heads: int | None = None
-    is_gated: bool = False
+    vocab_size: int  # padded
+    num_kv_heads: int | None = None  # None without grouped-query attention
+    is_gated: bool = False  # the feed-forward block has three matrices (SwiGLU) instead of two (GELU)
     latent: LatentAttention | None = None
     experts: Experts | None = None
-    expert_layers: tuple[int, ...] = ()
-    window: int | None = None
+    expert_layers: tuple[int, ...] = ()  # those with `experts`
+    window: int | None = None  # so many keys before its own a query sees at most, in `window_layers`
     window_layers: tuple[int, ...] = ()
+    # A symbol a layer of a hybrid model, as Megatron names them: * attention, + latent attention, - feed-forward,
+    # E experts, G gated delta net, M Mamba-2.
     pattern: str | None = None
     delta_net: DeltaNet | None = None
     mamba: Mamba | None = None
-    prediction_depth: int = 0
-    has_biases: bool = False
-    learned_positions: int = 0
-    has_qk_norms: bool = False
+    prediction_depth: int = 0  # more layers, each with a projection to the vocabulary, that predict later tokens
+    has_biases: bool = False  # so do products; costs leave biases out
+    learned_positions: int = 0  # these have an embedding each; 0: positions are rotary
+    has_qk_norms: bool = False  # each head of queries and of keys has a norm
 
     def __hash__(self) -> int:
         return self._hash

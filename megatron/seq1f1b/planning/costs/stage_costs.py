@@ -7,7 +7,9 @@ of a given machine, kernel by kernel, for segments that are cut. FLOPs and block
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from operator import add, ge, sub
+from typing import NamedTuple
 
 from ...partition import SegmentTime, segment_times
 from ...schedule import Costs
@@ -16,7 +18,7 @@ from .flops import head_flops, layer_flops, pairs
 from .layer_bytes import keeps_logits
 from .machine import Device, read_machine
 from .model_shape import ModelShape
-from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup
+from .training_setup import ALL_BUT_ATTENTION, FULL, TrainingSetup, stages_of
 
 # Kernels of a layer in each direction, about: what they take to start does not shrink with a segment.
 _KERNELS = 20
@@ -49,38 +51,29 @@ class AnalyticTime:
             attention *= next((factor for rows, factor in self.slow_attention if length < rows), 1.0)
         return self.fixed + self.per_token * length + attention
 
+    @property
+    def _parts(self) -> tuple[float, ...]:
+        return self.fixed, self.per_token, self.per_pair, self.per_pair_in_window
+
     def __add__(self, other: "AnalyticTime") -> "AnalyticTime":
-        return replace(
-            self,
-            fixed=self.fixed + other.fixed,
-            per_token=self.per_token + other.per_token,
-            per_pair=self.per_pair + other.per_pair,
-            per_pair_in_window=self.per_pair_in_window + other.per_pair_in_window,
-            window=self.window or other.window,
-            slow_attention=self.slow_attention or other.slow_attention,
-        )
+        fixed, token, pair, in_window = map(add, self._parts, other._parts)
+        window, slow = self.window or other.window, self.slow_attention or other.slow_attention
+        return AnalyticTime(fixed, token, pair, in_window, window, slow)
 
     def covers(self, other: "AnalyticTime") -> bool:
         """Whether no segment takes longer by `other`."""
-        return (
-            self.fixed >= other.fixed
-            and self.per_token >= other.per_token
-            and self.per_pair >= other.per_pair
-            and self.per_pair_in_window >= other.per_pair_in_window
-            and self.slow_attention == other.slow_attention
-        )
+        return all(map(ge, self._parts, other._parts)) and self.slow_attention == other.slow_attention
 
 
-@dataclass(frozen=True)
-class StageCost:
+class StageCost(NamedTuple):
     """Times of a segment on one stage; `weight` is the part of `backward` that gives the weight gradients of linear
     layers, `total` is both directions together."""
 
-    forward: AnalyticTime
-    backward: AnalyticTime
-    weight: AnalyticTime
+    forward: AnalyticTime = AnalyticTime()
+    backward: AnalyticTime = AnalyticTime()
+    weight: AnalyticTime = AnalyticTime()
 
-    @cached_property
+    @property
     def total(self) -> AnalyticTime:
         return self.forward + self.backward
 
@@ -98,43 +91,23 @@ def analytic_costs(
     The first stage also holds the embedding, the last the layers of multi-token prediction and the projections to the
     vocabulary. Layers that `recompute` (as in TrainingSetup) repeats count in their backward. With `loss_in_pieces` the
     backward also has the logits that it computes again and the weight gradient of the projection, which no W can take.
-    Raises ValueError if the stages do not hold all layers of the model.
     """
-    if sum(layers_per_stage) != model.num_layers:
-        raise ValueError(
-            f"--num-layers {model.num_layers} are not the {sum(layers_per_stage)} layers of the pipeline stages "
-            f"{list(layers_per_stage)}; make the stages add up to --num-layers"
-        )
-    matmul = num_devices * device.peak_flops * device.matmul_efficiency
     lookup = BYTES * model.hidden_size / (num_devices * device.memory_bandwidth * device.memory_efficiency)
-    last = len(layers_per_stage) - 1
-    costs, first = [], 0
-    for stage, num_layers in enumerate(layers_per_stage):
-        forward, backward, weight = AnalyticTime(), AnalyticTime(), AnalyticTime()
-        layers = [*range(first, first + num_layers)]
-        if stage == last:
-            layers += [model.num_layers - 1] * model.prediction_depth  # as the last layer of the model
-        for layer in layers:
-            layer_forward, layer_backward, layer_weight = _layer(model, layer, device, num_devices)
-            forward += layer_forward
-            weight += layer_weight
-            backward += layer_backward
-            if recompute == FULL:
-                backward += layer_forward
-            elif recompute == ALL_BUT_ATTENTION:
-                backward += replace(layer_forward, per_pair=0.0, per_pair_in_window=0.0)
-        if stage == 0:
-            # Forward reads a row and writes it; backward adds the gradient to a row.
-            forward += AnalyticTime(per_token=2 * lookup)
-            backward += AnalyticTime(per_token=3 * lookup)
-        if stage == last:
-            products = head_flops(model) / matmul
-            forward += AnalyticTime(per_token=products)
-            backward += AnalyticTime(per_token=(_MATMUL_BACKWARD + loss_in_pieces) * products)
-            if not loss_in_pieces:
-                weight += AnalyticTime(per_token=products)
-        costs.append(StageCost(forward, backward, weight))
-        first += num_layers
+    products = head_flops(model) / (num_devices * device.peak_flops * device.matmul_efficiency)
+    # Forward reads a row and writes it; backward adds the gradient to a row.
+    embedding = StageCost(AnalyticTime(per_token=2 * lookup), AnalyticTime(per_token=3 * lookup))
+    head = StageCost(
+        AnalyticTime(per_token=products),
+        AnalyticTime(per_token=(_MATMUL_BACKWARD + loss_in_pieces) * products),
+        AnalyticTime(per_token=0.0 if loss_in_pieces else products),
+    )
+    costs = []
+    for stage in stages_of(model, tuple(layers_per_stage)):
+        parts = [StageCost()]
+        for layer, count in stage.layers:
+            parts += [_layer(model, layer, device, recompute, num_devices)] * count
+        parts += [embedding] * stage.is_first + [head] * stage.is_last
+        costs.append(StageCost(*(sum(times, AnalyticTime()) for times in zip(*parts, strict=True))))
     return tuple(costs)
 
 
@@ -151,21 +124,19 @@ def setup_costs(setup: TrainingSetup, device: Device = A100) -> tuple[StageCost,
 def bottleneck_time(costs: Sequence[StageCost]) -> SegmentTime:
     """The total of the stage that takes longest for a segment: the pace of the whole pipeline."""
     times: list[AnalyticTime] = []
-    for cost in costs:  # this is called very often, so stages that never take longer than another are left out
-        if not any(time.covers(cost.total) for time in times):
-            times = [time for time in times if not cost.total.covers(time)] + [cost.total]
+    for total in dict.fromkeys(cost.total for cost in costs):
+        if not any(time.covers(total) for time in times):  # this is called very often, so only by times that matter
+            times = [time for time in times if not total.covers(time)] + [total]
     if len(times) == 1:
         return times[0]
     return lambda start, end: max([time(start, end) for time in times])
 
 
-def _layer(
-    model: ModelShape, layer: int, device: Device, num_devices: float
-) -> tuple[AnalyticTime, AnalyticTime, AnalyticTime]:
-    """Forward, backward, and of the latter the weight gradients."""
+def _layer(model: ModelShape, layer: int, device: Device, recompute: str, num_devices: float) -> StageCost:
     (of_token, of_pair), window = layer_flops(model, layer), model.window_of(layer)
     rate = num_devices * device.peak_flops
-    per_token = of_token / (rate * device.matmul_efficiency)
+    matmul = rate * device.matmul_efficiency
+    per_token = of_token / matmul
 
     def time(per_token: float, per_pair: float) -> AnalyticTime:
         common = AnalyticTime(_KERNELS * device.kernel_latency, per_token, slow_attention=device.slow_attention)
@@ -175,9 +146,11 @@ def _layer(
 
     forward = time(per_token, of_pair / (rate * device.flash_forward))
     backward = time(_MATMUL_BACKWARD * per_token, _ATTENTION_BACKWARD * of_pair / (rate * device.flash_backward))
+    if recompute in (FULL, ALL_BUT_ATTENTION):
+        backward += forward if recompute == FULL else replace(forward, per_pair=0.0, per_pair_in_window=0.0)
     # The gradient of a matrix product by its weight takes as much as that by its input; a recurrence has no weight.
-    scans = sum(block.scan for block in blocks_of(model, layer)) / (rate * device.matmul_efficiency)
-    return forward, backward, AnalyticTime(per_token=per_token - scans)
+    scans = sum(block.scan for block in blocks_of(model, layer)) / matmul
+    return StageCost(forward, backward, AnalyticTime(per_token=per_token - scans))
 
 
 def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], lengths: Sequence[int]) -> Costs:
@@ -187,12 +160,9 @@ def action_costs(stages: Sequence[StageCost], layers_per_stage: Sequence[int], l
     and their output gradients are together about as large as all that the forward of a layer saves.
     """
     forward, backward, weight = (
-        tuple(tuple(segment_times(lengths, getattr(stage, part))) for stage in stages)
-        for part in ("forward", "backward", "weight")
+        tuple(tuple(segment_times(lengths, time)) for time in times) for times in zip(*stages, strict=True)
     )
-    inputs = tuple(
-        tuple(whole - part for whole, part in zip(*rows, strict=True)) for rows in zip(backward, weight, strict=True)
-    )
+    inputs = tuple(tuple(map(sub, *rows)) for rows in zip(backward, weight, strict=True))
     held = tuple(tuple(float(layers * length) for length in lengths) for layers in layers_per_stage)
     nothing = ((0.0,) * len(lengths),) * len(stages)
     return Costs(forward, inputs, weight, nothing, nothing, held, held)

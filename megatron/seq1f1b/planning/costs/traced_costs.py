@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, combinations
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -25,15 +25,8 @@ class TimedSegment(NamedTuple):
     seconds: float
 
 
-class FitError(NamedTuple):
-    """Relative errors of the fitted times over all measurements."""
-
-    mean: float
-    highest: float
-
-
-def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], FitError]:
-    """The cost of a segment on every stage, in seconds for a micro-batch, and how well they fit what was measured.
+def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCost, ...], list[float]]:
+    """The cost of a segment on every stage, in seconds for a micro-batch, and its relative errors by measurement.
 
     Raises ValueError if the file is no trace, is of another number of stages, or has too few segments.
     """
@@ -49,12 +42,9 @@ def read_traced_costs(path: str | Path, num_stages: int) -> tuple[tuple[StageCos
         ) from error
 
 
-def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
-    """As `read_traced_costs`, by the medians over the micro-batches.
-
-    Where backwards are whole, the weight gradients are taken for half of what grows with the tokens alone: half of the
-    matrix products give input gradients. Raises ValueError.
-    """
+def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], list[float]]:
+    """As `read_traced_costs`, by the medians over the micro-batches. Where backwards are whole, weight gradients are
+    taken for half of what grows with the tokens alone: half of the matrix products give input gradients."""
     lengths = timeline.meta.get("segment_lengths")
     if not lengths or len(lengths) < 2:
         raise ValueError("it does not have the lengths of at least two segments, the same in all micro-batches")
@@ -68,7 +58,7 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         times = [sum(median(seconds[kind, stage, i]) for kind in kinds) for i in range(len(lengths))]
         return [TimedSegment(*point) for point in zip(lengths, starts, times, strict=True)]
 
-    costs, errors = [], []
+    costs, errors = [], list[float]()
     for stage in range(timeline.shape.num_stages):
         is_split = (Kind.W, stage, 0) in seconds
         measured = points(stage, Kind.F), points(stage, *((Kind.I, Kind.W) if is_split else (Kind.B,)))
@@ -76,32 +66,26 @@ def traced_costs(timeline: Timeline) -> tuple[tuple[StageCost, ...], FitError]:
         weight = fit_time(points(stage, Kind.W)) if is_split else AnalyticTime(per_token=backward.per_token / 2)
         costs.append(StageCost(forward, backward, weight))
         for time, found in zip((forward, backward), measured, strict=True):
-            errors += _relative_errors(time, found)
-    return tuple(costs), FitError(mean(errors), max(errors))
+            errors += (abs(time(prefix, prefix + length) / taken - 1) for length, prefix, taken in found)
+    return tuple(costs), errors
 
 
 def fit_time(points: Sequence[TimedSegment]) -> AnalyticTime:
     """The time with the least squares of the relative errors and no negative part."""
-    rows = np.array(
-        [[x / time for x in (1, length, length * (2 * prefix + length + 1) / 2)] for length, prefix, time in points]
-    )
+    lengths, prefixes, seconds = np.array(points, dtype=float).T
+    parts = np.stack([np.ones_like(lengths), lengths, lengths * (2 * prefixes + lengths + 1) / 2], axis=1)
+    rows = parts / seconds[:, None]
     scales = np.linalg.norm(rows, axis=0)  # columns of equal length make the rank independent of their units
-    best, least = AnalyticTime(), float("inf")
+    best, least = np.zeros(3), float("inf")
     # In segments of one length a part per token looks like a constant, which comes last because it is less likely.
-    for parts in (parts for size in (3, 2, 1) for parts in combinations((1, 2, 0), size)):
-        chosen = list(parts)
-        scaled = rows[:, chosen] / scales[chosen]
-        found, _, rank, _ = np.linalg.lstsq(scaled, np.ones(len(points)), rcond=1e-8)
-        if rank < len(parts) or found.min() < 0:  # too few segments for so many parts, or all of one length
+    for chosen in (list(each) for size in (3, 2, 1) for each in combinations((1, 2, 0), size)):
+        found, _, rank, _ = np.linalg.lstsq(rows[:, chosen] / scales[chosen], np.ones(len(points)), rcond=1e-8)
+        if rank < len(chosen) or found.min() < 0:  # too few segments for so many parts, or all of one length
             continue
-        coefficients = dict(zip(parts, (found / scales[chosen]).tolist(), strict=True))
-        time = AnalyticTime(*(coefficients.get(part, 0.0) for part in range(3)))
-        error = sum(relative**2 for relative in _relative_errors(time, points))
+        coefficients = np.zeros(3)
+        coefficients[chosen] = found / scales[chosen]
+        error = ((rows @ coefficients - 1) ** 2).sum()
         if error < least - 1e-9:
-            best, least = time, error
-    return best
-
-
-def _relative_errors(time: AnalyticTime, points: Sequence[TimedSegment]) -> list[float]:
-    """|fitted − measured| / measured of every point."""
-    return [abs(time(prefix, prefix + length) - seconds) / seconds for length, prefix, seconds in points]
+            best, least = coefficients, error
+    fixed, per_token, per_pair = best.tolist()
+    return AnalyticTime(fixed, per_token, per_pair)

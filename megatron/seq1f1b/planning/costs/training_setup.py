@@ -31,8 +31,8 @@ class Stage(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _stages(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Stage, ...]:
-    """The layers of prediction heads are on the last stage, and as the last one of the model."""
+def stages_of(model: ModelShape, layers_per_stage: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The stages of a model. The layers of prediction heads are on the last one, and as the last one of the model."""
     found, last = [], len(layers_per_stage) - 1
     for stage, (start, end) in enumerate(pairwise(accumulate(layers_per_stage, initial=0))):
         more = [model.num_layers - 1] * model.prediction_depth if stage == last else []
@@ -46,29 +46,6 @@ class TrainingSetup:
     per stage in the order of depth. Ranks are numbered as Megatron does: tensor parallel fastest, then context, data,
     pipeline. Raises ValueError for sizes that do not fit.
 
-    - `expert_parallel`: how many ranks of a pipeline rank share the experts, which are not cut
-      (--expert-tensor-parallel-size 1).
-    - `overlaps_data_parallel`: gradients of a model chunk are summed, and its parameters gathered, beside the compute
-      of others (--overlap-grad-reduce, --overlap-param-gather).
-    - `partitions_state`: replicas keep shares of weights and gradients (--partition-state); needs
-      `distributed_optimizer` and `overlaps_data_parallel`.
-    - `recompute`: "none", FULL, ALL_BUT_ATTENTION or words of MODULES; of whole layers, `recomputed_share` of each
-      stage (--recompute-method block).
-    - `keeps_logits`: many logits are not taken in pieces.
-    - `cp_comm_type`: how context-parallel ranks exchange whole sequences, as in context_exchange; None: fastest.
-    - `hides_experts`: tokens travel to experts beside the compute of another micro-batch
-      (--overlap-moe-expert-parallel-comm, in Megatron's own schedules).
-    - `hides_tensor_exchange`: tensor-parallel collectives run beside the matrix products of their layer
-      (--tp-comm-overlap, for segments of one length; needs `sequence_parallel`).
-    - `seen`: how many pairs of a query and a key each segment computes at most, where documents are kept apart; empty:
-      every token sees all before it.
-    - `longest`: tokens of the longest micro-batch of a step, where micro-batches differ in length.
-    - `parts`: a set-up for each kind of micro-batch, where they differ (--unit-tokens). Costs then have a column for
-      every segment of every kind, one kind after the other, and `segments` are the lengths of these columns.
-    - `offloads`: the share of a rank's activations that waits in the memory of its host (--offload-activations); with
-      `offloads_modules` the share of what Megatron's modules can move of every unit, beside the compute of its own
-      layers (--fine-grained-activation-offloading).
-
     A subclass stands for another program: functions of a set-up that are marked `singledispatch` can have another form
     for it, as for the programs of the papers in tools/paper.
     """
@@ -79,27 +56,40 @@ class TrainingSetup:
     micro_batch_size: int = 1
     tensor_parallel: int = 1
     context_parallel: int = 1
-    expert_parallel: int = 1
+    expert_parallel: int = 1  # ranks of a pipeline rank that share the experts (--expert-tensor-parallel-size 1)
     data_parallel: int = 1
     placement: Placement = field(default_factory=lambda: Placement(1))
     family: str = "1f1b"
     segments: tuple[int, ...] = ()
     layers_per_stage: tuple[int, ...] = ()
     sequence_parallel: bool = False
-    recompute: str = "none"
+    recompute: str = "none"  # or FULL, ALL_BUT_ATTENTION, words of MODULES
     distributed_optimizer: bool = False
     tied_embeddings: bool = False
+    # Gradients of a model chunk are summed, and its parameters gathered, beside the compute of others
+    # (--overlap-grad-reduce, --overlap-param-gather).
     overlaps_data_parallel: bool = False
+    # Replicas keep shares of weights and gradients (--partition-state); needs `distributed_optimizer`, too.
     partitions_state: bool = False
-    keeps_logits: bool = False
-    cp_comm_type: str | None = None
+    keeps_logits: bool = False  # many logits are not taken in pieces
+    cp_comm_type: str | None = None  # how context-parallel ranks exchange whole sequences; None: the fastest way
+    # Tokens travel to experts beside the compute of another micro-batch (--overlap-moe-expert-parallel-comm, in
+    # Megatron's own schedules).
     hides_experts: bool = False
+    # Tensor-parallel collectives run beside the matrix products of their layer (--tp-comm-overlap, for segments of one
+    # length; needs `sequence_parallel`).
     hides_tensor_exchange: bool = False
-    recomputed_share: float = 1.0
+    recomputed_share: float = 1.0  # of whole layers, the part of each stage (--recompute-method block)
+    # The share of a rank's activations that waits in the memory of its host (--offload-activations); with
+    # `offloads_modules` the share of what Megatron's modules can move of every unit, beside the compute of its own
+    # layers (--fine-grained-activation-offloading).
     offloads: float = 0.0
     offloads_modules: bool = False
+    # How many pairs of a query and a key each segment computes at most, where documents are kept apart.
     seen: tuple[float, ...] = ()
-    longest: int = 0
+    longest: int = 0  # tokens of the longest micro-batch of a step, where micro-batches differ in length
+    # A set-up for each kind of micro-batch, where they differ (--unit-tokens). Costs then have a column for every
+    # segment of every kind, one kind after the other, and `segments` are the lengths of these columns.
     parts: tuple["TrainingSetup", ...] = ()
     gradient_bytes: ClassVar[int] = 4  # of a gradient that is summed
 
@@ -110,13 +100,10 @@ class TrainingSetup:
             object.__setattr__(self, "layers_per_stage", even_layers(self.model.num_layers, self.placement.num_stages))
         if sum(self.segments) != self.sequence_length:
             raise ValueError(f"segments of {sum(self.segments)} tokens do not make {self.sequence_length}")
-        if (
-            len(self.layers_per_stage) != self.placement.num_stages
-            or sum(self.layers_per_stage) != self.model.num_layers
-        ):
+        layers, stages = self.layers_per_stage, self.placement.num_stages
+        if len(layers) != stages or sum(layers) != self.model.num_layers:
             raise ValueError(
-                f"{self.placement.num_stages} stages of {list(self.layers_per_stage)} layers are not the "
-                f"{self.model.num_layers} layers of the model"
+                f"{stages} stages of {list(layers)} layers are not the {self.model.num_layers} layers of the model"
             )
         if not has_costs(self.recompute):
             raise ValueError(
@@ -137,6 +124,11 @@ class TrainingSetup:
     @property
     def pipeline_parallel(self) -> int:
         return self.placement.num_ranks
+
+    @property
+    def pipeline_stride(self) -> int:
+        """How far apart the numbers of neighbours in the pipeline are."""
+        return self.tensor_parallel * self.context_parallel * self.data_parallel
 
     @property
     def num_devices(self) -> int:
@@ -173,11 +165,6 @@ class TrainingSetup:
         return Group(self.context_parallel, self.tensor_parallel)
 
     @property
-    def pipeline_stride(self) -> int:
-        """How far apart the numbers of neighbours in the pipeline are."""
-        return self.tensor_parallel * self.context_parallel * self.data_parallel
-
-    @property
     def data_group(self) -> Group:
         """The ranks that hold the same parameters and sum their gradients."""
         return Group(self.context_parallel * self.data_parallel, self.tensor_parallel)
@@ -185,7 +172,7 @@ class TrainingSetup:
     @property
     def expert_data_group(self) -> Group:
         """The ranks that hold the same experts."""
-        ranks = self.tensor_parallel * self.context_parallel * self.data_parallel
+        ranks = self.num_devices // self.pipeline_parallel
         return Group(max(1, ranks // self.expert_parallel), self.expert_parallel)
 
     @cached_property
@@ -225,7 +212,7 @@ class TrainingSetup:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return _stages(self.model, self.layers_per_stage)
+        return stages_of(self.model, self.layers_per_stage)
 
     def layer_parameters(self, layer: int = 0) -> tuple[float, float]:
         """Parameters of a layer on one rank: all but those of routed experts, and those of routed experts."""

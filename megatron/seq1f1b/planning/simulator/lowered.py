@@ -8,35 +8,16 @@ run on two more, one after the other: a backward waits for its own, and a unit t
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ...schedule import COMPUTE_KINDS, MOVE_KINDS, Channel, Costs, Kind, Schedule, Span, Timeline, channels_of
+from ...schedule import COMPUTE_KINDS, Channel, Costs, Kind, Schedule, Span, Timeline, channels_of
 from ...schedule.cost_tables import Table
 
 _COMPUTE = frozenset(COMPUTE_KINDS)
-_BACKWARD = (Kind.B, Kind.I)
 _INPUT = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
-
-
-@dataclass(frozen=True)
-class ChunkCollectives:
-    """Seconds that the parameters of each stage take to gather and its gradients to reduce, beside compute."""
-
-    gather: tuple[float, ...]
-    reduce: tuple[float, ...]
-
-
-def execute_lowered(
-    lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None = None, copies: Table = ()
-) -> Timeline:
-    """The timeline of the compute actions, of GATHER and REDUCE where there are `collectives`, and of moves, which take
-    the seconds in `copies`, by stage and segment.
-
-    Raises ValueError if the costs do not fit, or if the schedule cannot run to its end.
-    """
-    costs.check(lowered.shape)
-    return _Machine(lowered, costs, collectives, copies).run()
+# What runs one after the other beside compute.
+_LANES = {Kind.GATHER: "collectives", Kind.REDUCE: "collectives", Kind.OFFLOAD: "to the host", Kind.RELOAD: "back"}
 
 
 @dataclass
@@ -59,47 +40,30 @@ class _Messages:
         return len(self.arrived) > number
 
 
-class _Machine:
-    def __init__(
-        self, lowered: Schedule, costs: Costs, collectives: ChunkCollectives | None, copies: Table = ()
-    ) -> None:
-        self.schedule, self.costs, self.collectives, self.copies = lowered, costs, collectives, copies
-        queues: defaultdict[Channel, _Messages] = defaultdict(_Messages)
-        placement = lowered.shape.placement
-        # By kind of message and stage.
-        self.channels = {
-            key: queues[channel]
-            for rank in range(placement.num_ranks)
-            for key, channel in channels_of(placement, rank).items()
-        }
-        self.spans: list[list[Span]] = [[] for _ in lowered.ranks]
-        self.runnable = list(range(len(lowered.ranks)))
+def execute_lowered(lowered: Schedule, costs: Costs, aside: Mapping[Kind, Table] | None = None) -> Timeline:
+    """The timeline of the compute actions, and of what runs beside them, GATHER, REDUCE, OFFLOAD and RELOAD, as far as
+    `aside` has the seconds of a kind, by stage and segment.
 
-    def run(self) -> Timeline:
-        ranks = [self._advance(rank) for rank in self.runnable]
-        ended = 0
-        while self.runnable:
-            rank = self.runnable.pop()
-            queue = next(ranks[rank], None)
-            if queue is None:
-                ended += 1
-            else:
-                queue.waiting = rank
-        if ended < len(ranks):
-            raise ValueError("the schedule cannot run to its end; validate it to see why")
-        # GATHER and REDUCE may start after compute that they were put before.
-        in_order = (tuple(sorted(spans, key=lambda span: span.start)) for spans in self.spans)
-        return Timeline(self.schedule.shape, tuple(in_order), "s")
+    Raises ValueError if the costs do not fit, or if the schedule cannot run to its end.
+    """
+    costs.check(lowered.shape)
+    aside, placement = aside or {}, lowered.shape.placement
+    queues: defaultdict[Channel, _Messages] = defaultdict(_Messages)
+    channels = {  # by kind of message and stage
+        key: queues[channel]
+        for rank in range(placement.num_ranks)
+        for key, channel in channels_of(placement, rank).items()
+    }
+    runnable = list(range(len(lowered.ranks)))
 
-    def _advance(self, rank: int) -> Iterator[_Messages]:
+    def run(rank: int, spans: list[Span]) -> Iterator[_Messages]:
         """Runs a rank; yields the queue whenever it has to wait for the next message of one."""
-        spans, channels, costs = self.spans[rank], self.channels, self.costs
         f, i, w = costs.f, costs.i, costs.w
-        now = aside = 0.0  # the ends of compute, and of gathering and reducing
+        now = 0.0
+        lanes = dict.fromkeys(_LANES.values(), 0.0)  # the end of the last of each
         parameters: dict[int, float] = {}  # when those of a stage are there
-        out = back = 0.0  # the ends of copies to the host, and back
         there: dict[tuple[int, ...], float] = {}  # when the last copy of a unit has ended
-        for action in self.schedule.ranks[rank]:
+        for action in lowered.ranks[rank]:
             kind, stage, _, segment = action
             if kind in _COMPUTE:
                 queue = channels.get((_INPUT[kind], stage)) if kind is not Kind.W else None
@@ -108,7 +72,7 @@ class _Machine:
                         yield queue
                     now = max(now, queue.arrived[queue.received])
                     queue.received += 1
-                if kind in _BACKWARD:
+                if kind in (Kind.B, Kind.I):
                     now = max(now, there.pop(action[1:], 0.0))
                 if kind is not Kind.W:
                     now = max(now, parameters.get(stage, 0.0))
@@ -119,25 +83,17 @@ class _Machine:
                     end += w[stage][segment] if kind is Kind.B else 0.0
                 spans.append(Span(action, now, end))
                 now = end
-            elif kind in MOVE_KINDS:
-                seconds = self.copies[stage][segment]
-                if kind is Kind.OFFLOAD:
-                    start = now = max(now, out)
-                    out = end = start + seconds
-                else:
-                    start = max(now, back, there[action[1:]])
-                    back = end = start + seconds
-                there[action[1:]] = end
+            elif kind in aside:
+                start = max(now, lanes[_LANES[kind]], there.get(action[1:], 0.0))
+                end = lanes[_LANES[kind]] = start + aside[kind][stage][segment]
                 spans.append(Span(action, start, end))
-            elif kind in (Kind.GATHER, Kind.REDUCE):
-                if self.collectives is not None:
-                    is_gather = kind is Kind.GATHER
-                    start = max(now, aside)
-                    aside = start + (self.collectives.gather if is_gather else self.collectives.reduce)[stage]
-                    if is_gather:
-                        parameters[stage] = aside
-                    spans.append(Span(action, start, aside))
-            elif kind is not Kind.RELEASE:
+                if kind is Kind.GATHER:
+                    parameters[stage] = end
+                elif kind is not Kind.REDUCE:
+                    there[action[1:]] = end
+                if kind is Kind.OFFLOAD:  # waits for the one before it
+                    now = start
+            elif (kind, stage) in channels:
                 queue = channels[kind, stage]
                 if kind is Kind.SEND_F:
                     queue.sent.append((now, costs.message_f[stage][segment]))
@@ -146,11 +102,21 @@ class _Machine:
                 else:
                     queue.posted.append(now)
                 if queue.deliver() and queue.waiting is not None:
-                    self.runnable.append(queue.waiting)
+                    runnable.append(queue.waiting)
                     queue.waiting = None
 
-
-def compute_only(timeline: Timeline) -> Timeline:
-    """The timeline without GATHER, REDUCE and moves."""
-    ranks = (tuple(span for span in spans if span.action.kind in _COMPUTE) for spans in timeline.ranks)
-    return Timeline(timeline.shape, tuple(ranks), timeline.time_unit, timeline.meta)
+    spans: list[list[Span]] = [[] for _ in lowered.ranks]
+    ranks = [run(rank, spans[rank]) for rank in runnable]
+    left = set(runnable)
+    while runnable:
+        rank = runnable.pop()
+        queue = next(ranks[rank], None)
+        if queue is None:
+            left.remove(rank)
+        else:
+            queue.waiting = rank
+    if left:
+        raise ValueError("the schedule cannot run to its end; validate it to see why")
+    # GATHER and REDUCE may start after compute that they were put before.
+    in_order = (tuple(sorted(each, key=lambda span: span.start)) for each in spans)
+    return Timeline(lowered.shape, tuple(in_order), "s")

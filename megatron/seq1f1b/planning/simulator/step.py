@@ -3,13 +3,14 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, singledispatch
 
-from ...schedule import Costs, Schedule, Shape, Timeline, build, lower, moved, partition_state
+from ...schedule import COMPUTE_KINDS, Costs, Kind, Schedule, Shape, Timeline, build, lower, moved, partition_state
+from ...schedule.cost_tables import Table
 from ..costs.machine import Machine
 from ..costs.stage_times import StepEnd, replica_times, step_costs, step_end
 from ..costs.step_memory import Memory, host_bytes, moved_bytes, rank_memory
 from ..costs.training_setup import TrainingSetup
 from .estimate import extended
-from .lowered import ChunkCollectives, compute_only, execute_lowered
+from .lowered import execute_lowered
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ def predict(setup: TrainingSetup, machine: Machine, schedule: Schedule | None = 
         timeline = timeline_of(short, machine, actions, costs)
         memory = [rank_memory(short, order, rank) for rank, order in enumerate(actions.ranks)]
         on_host = [host_bytes(short, order) for order in actions.ranks]
-        compute = compute_only(timeline)
-        busy = [compute.busy(rank) for rank in range(short.pipeline_parallel)]
+        computing = [span for spans in timeline.ranks for span in spans if span.action.kind in COMPUTE_KINDS]
+        pipeline = max(span.end for span in computing) - min(span.start for span in computing)
+        busy = [timeline.busy(rank) for rank in range(short.pipeline_parallel)]
         sizes = [size for of_rank in memory for size in vars(of_rank).values()]
-        return [_seconds(timeline, ends, machine), compute.makespan, *busy, *on_host, *sizes]
+        return [_seconds(timeline, ends, machine), pipeline, *busy, *on_host, *sizes]
 
     seconds, pipeline, *rest = predicted(setup.num_microbatches) if schedule else extended(setup.shape, predicted)
     ranks = setup.pipeline_parallel
@@ -71,26 +73,23 @@ def timeline_of(setup: TrainingSetup, machine: Machine, schedule: Schedule, cost
     lowered = lower(schedule)
     if setup.partitions_state:
         lowered = replace(lowered, ranks=tuple(tuple(partition_state(actions)) for actions in lowered.ranks))
-    if not schedule.has_moves:
-        return execute_lowered(lowered, costs, chunk_collectives(setup, machine))
-    if not machine.device.host_bandwidth:
-        raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
-    copies = tuple(tuple(size / machine.device.host_bandwidth for size in row) for row in moved_bytes(setup))
-    return execute_lowered(lowered, costs, chunk_collectives(setup, machine), copies)
+    aside: dict[Kind, Table] = {}
+    if setup.overlaps_data_parallel and setup.data_group.size > 1:
+        reduce, gather = zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True)
+        aside = {Kind.REDUCE: tuple((each,) for each in reduce), Kind.GATHER: tuple((each,) for each in gather)}
+    if schedule.has_moves:
+        bandwidth = machine.device.host_bandwidth
+        if not bandwidth:
+            raise ValueError(f"{machine.name} has no host_bandwidth in [device], which copies to the host take; add it")
+        copies = tuple(tuple(size / bandwidth for size in row) for row in moved_bytes(setup))
+        aside |= {Kind.OFFLOAD: copies, Kind.RELOAD: copies}
+    return execute_lowered(lowered, costs, aside)
 
 
 @lru_cache(maxsize=32)
 def _built(family: str, shape: Shape, offloads: float = 0.0) -> Schedule:
     """Many set-ups differ in other things than their schedule."""
     return moved(build(family, shape), offloads)
-
-
-def chunk_collectives(setup: TrainingSetup, machine: Machine) -> ChunkCollectives | None:
-    """None where replicas exchange gradients and parameters outside the schedule."""
-    if not setup.overlaps_data_parallel or setup.data_group.size == 1:
-        return None
-    reduce, gather = zip(*(replica_times(setup, machine, *sizes) for sizes in setup.parameters), strict=True)
-    return ChunkCollectives(gather, reduce)
 
 
 def _seconds(timeline: Timeline, ends: tuple[StepEnd, ...], machine: Machine) -> float:

@@ -94,11 +94,6 @@ def test_slowest_is_the_highest_of_all_stages_for_every_segment():
     assert {max((c.total(*segment), i) for i, c in enumerate(costs))[1] for segment in segments} == {0, 1}
 
 
-def test_stages_have_to_hold_all_layers():
-    with pytest.raises(ValueError, match="--num-layers 32 are not the 30 layers"):
-        analytic_costs(GPT_7B, [15, 15], A100)
-
-
 LENGTH = 65536
 MODEL = ModelShape(8, 1024, 4096, 16, 64, 32000)
 DELTA_NET, MAMBA = DeltaNet(8, 16, 128, 128), Mamba(32, 64, 8, 128)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron.seq1f1b.planning.simulator.lowered import ChunkCollectives, execute_lowered
+from megatron.seq1f1b.planning.simulator.lowered import execute_lowered
 from megatron.seq1f1b.schedule import (
     MOVE_KINDS,
     Costs,
@@ -60,8 +60,7 @@ def test_gradients_are_reduced_beside_compute():
     costs = Costs.uniform(shape)
     schedule = lower(build("breadth-first", shape))
     without = execute_lowered(schedule, costs)
-    collectives = ChunkCollectives((1.5,) * 4, (2.0,) * 4)
-    timeline = execute_lowered(schedule, costs, collectives)
+    timeline = execute_lowered(schedule, costs, {Kind.GATHER: ((1.5,),) * 4, Kind.REDUCE: ((2.0,),) * 4})
     assert spans_of(timeline, Kind.F)[0].start == 1.5
     assert len(spans_of(timeline, Kind.REDUCE)) == len(spans_of(timeline, Kind.GATHER)) == 4
     # Only the last reduction of a rank is not hidden.
@@ -76,7 +75,8 @@ def test_copies_run_beside_compute_one_after_the_other(family, chunks, seconds):
     shape = Shape(Placement(2, chunks), 4, 4)
     costs, plain = Costs.uniform(shape), build(family, shape)
     schedule = moved(plain, 1.0)
-    timeline = execute_lowered(lower(schedule), costs, copies=((seconds,) * 4,) * shape.num_stages)
+    copies = ((seconds,) * 4,) * shape.num_stages
+    timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
     least = simulate(plain, costs).makespan
     assert timeline.end == pytest.approx(least) if seconds < 1 else timeline.end > least
     for order, spans in zip(schedule.ranks, timeline.ranks, strict=True):
