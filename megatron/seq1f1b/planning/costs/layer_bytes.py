@@ -41,19 +41,6 @@ def _kept_of_block(setup: TrainingSetup, block: Block, length: int) -> float:
     return (1 if "layernorm" in again else 2) * setup.residual(length) + setup.rows(length) * inside
 
 
-def layer_movable(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """What Megatron's modules can move to the host (--offload-modules), without keys and values: all that attention and
-    experts keep, the input of other feed-forward blocks and of experts that are computed again; nothing of layers that
-    are."""
-    movable = 0.0
-    for block in setup.blocks(layer) if not setup.recomputes_layers else ():
-        if block.symbol == "-" or setup.repeats(block.symbol):
-            movable += setup.residual(end - start)
-        elif block.symbol in "*+E":
-            movable += _kept_of_block(setup, block, end - start)
-    return movable
-
-
 def layer_kept_for_weights(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
     """What the input gradients of a segment leave for its weight gradients: inputs of products and gradients of their
     outputs (arXiv 2401.10241, table 1: 32 bytes per token and hidden unit).
@@ -95,6 +82,21 @@ def layer_keys_values_gradients(setup: TrainingSetup, layer: int) -> float:
     """Gradients that later segments leave for the keys and values of earlier ones, in a buffer from the first backward
     of a micro-batch to its last."""
     return 4 * keys_values_of(setup, layer, _seen_later(setup, layer, setup.sequence_length - setup.segments[-1]))
+
+
+def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> tuple[float, float]:
+    """What Megatron's modules move of one layer to the host (--offload-modules), activations, and keys and values: all
+    that attention and experts keep, the input of other feed-forward blocks and of experts that are computed again; no
+    activations of layers that are."""
+    if not setup.offloads_modules:
+        return 0.0, 0.0
+    activations = 0.0
+    for block in setup.blocks(layer) if not setup.recomputes_layers else ():
+        if block.symbol == "-" or setup.repeats(block.symbol):
+            activations += setup.residual(end - start)
+        elif block.symbol in "*+E":
+            activations += _kept_of_block(setup, block, end - start)
+    return setup.offloads * activations, setup.offloads * layer_keys_values(setup, layer, start, end)
 
 
 def layer_state(setup: TrainingSetup, layer: int) -> float:

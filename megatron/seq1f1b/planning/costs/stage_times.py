@@ -7,10 +7,11 @@ from operator import add
 
 from ...schedule import Costs
 from .blocks import BYTES
+from .layer_bytes import layer_moved
 from .layer_times import LayerTime, embedding_time, head_time, layer_time, repeated_time
 from .machine import Machine
 from .operations import all_gather_time, all_reduce_time, message_time, moving_time
-from .step_memory import activation_tables, layer_moved
+from .step_memory import activation_tables
 from .training_setup import Stage, TrainingSetup
 
 Row = tuple[float, ...]
@@ -43,7 +44,7 @@ def _rows(setup: TrainingSetup, machine: Machine, stage: Stage) -> tuple[Row, Ro
             if there:
                 end = end_time(setup, machine, *span)
                 forward, back, weight = forward + end.forward, back + end.input, weight + end.weight
-        copied = sum(count * layer_moved(setup, layer, *span) for layer, count in stage.layers)
+        copied = sum(count * sum(layer_moved(setup, layer, *span)) for layer, count in stage.layers)
         total = max(back + weight, launch_b, copied and copied / machine.device.host_bandwidth) + host.action
         weight *= (total - host.action) / (back + weight) if setup.splits_backward and weight else 1.0
         rows.append((max(forward, launch_f) + host.action, total - weight, weight))

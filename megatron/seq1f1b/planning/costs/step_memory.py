@@ -4,10 +4,11 @@ layer_bytes has what layers keep; gradients and states follow Megatron's mixed p
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import log2
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from .layer_bytes import (
     layer_kept_for_weights,
     layer_keys_values,
     layer_keys_values_gradients,
-    layer_movable,
+    layer_moved,
     layer_state,
     loss_bytes,
     loss_kept,
@@ -100,12 +101,9 @@ def _layer_kept(setup: TrainingSetup, layer: int, start: int, end: int, after: K
     """Activations, keys and values, and states of one layer."""
     if after is Kind.I:
         return (layer_kept_for_weights(setup, layer, start, end),)
-    activation = layer_activation(setup, layer, start, end)
-    keys_values = layer_keys_values(setup, layer, start, end)
-    if setup.offloads_modules:
-        activation -= setup.offloads * layer_movable(setup, layer, start, end)
-        keys_values *= 1 - setup.offloads
-    return activation, keys_values, layer_state(setup, layer) if end < setup.sequence_length else 0.0
+    sizes = layer_activation(setup, layer, start, end), layer_keys_values(setup, layer, start, end)
+    state = layer_state(setup, layer) if end < setup.sequence_length else 0.0
+    return *map(sub, sizes, layer_moved(setup, layer, start, end)), state
 
 
 @lru_cache(maxsize=1024)
@@ -115,19 +113,14 @@ def moved_bytes(setup: TrainingSetup) -> Table:
 
     def of_stage(stage: Stage) -> tuple[float, ...]:
         if setup.offloads_modules:
-            moved = partial(layer_moved, setup)
-            return tuple(sum(count * moved(layer, *span) for layer, count in stage.layers) for span in setup.spans)
+            return tuple(
+                sum(count * sum(layer_moved(setup, layer, *span)) for layer, count in stage.layers)
+                for span in setup.spans
+            )
         return tuple((kept(setup, stage) - kept(setup, stage, Kind.OFFLOAD)).sum(axis=1).tolist())
 
     rows = {stage: of_stage(stage) for stage in set(setup.stages)}
     return tuple(rows[stage] for stage in setup.stages)
-
-
-def layer_moved(setup: TrainingSetup, layer: int, start: int, end: int) -> float:
-    """What Megatron's modules move of one layer to the host."""
-    if not setup.offloads_modules:
-        return 0.0
-    return setup.offloads * (layer_movable(setup, layer, start, end) + layer_keys_values(setup, layer, start, end))
 
 
 def host_bytes(setup: TrainingSetup, actions: Iterable[Action]) -> float:
@@ -197,35 +190,26 @@ def rank_memory(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> M
     of_actions = np.array([changes[kind, stage][segment] for kind, stage, _, segment in order])
     first, during, last = of_actions.transpose(1, 0, 2)
     first[1:] += last[:-1]
-    held = first.cumsum(axis=0) + during
-    waiting, whole = _messages_waiting(setup, order, rank), _whole_chunks(setup, order)
-    totals = held.sum(axis=1) + waiting + whole.sum(axis=1)
+    held = np.zeros((len(order), len(fields(Memory))))  # in the order of these fields
+    held[:, :2] = _whole_chunks(setup, order)
+    held[:, 3:8] = first.cumsum(axis=0) + during
+    held[:, 8] = _messages_waiting(setup, order, rank)
+    totals = held.sum(axis=1)
     computing = (number for number, action in enumerate(order) if action.kind in COMPUTE_KINDS)
     peak = max(computing, key=totals.__getitem__)
-    activations, keys_values, states, logits, working = held[peak].tolist()
-    messages, (of_weights, of_gradients) = float(waiting[peak]), whole[peak].tolist()
+    most = held[peak]
+    most[:3] += static_memory(setup, rank)
     ended = {action[1:] for action in order[:peak] if action.kind in (Kind.B, Kind.W)}
     segments = {action.segment for action in order[: peak + 1] if action.kind is Kind.F and action[1:] not in ended}
-    activations += positions_bytes(setup, sum(setup.segments[segment] for segment in segments))
+    most[3] += positions_bytes(setup, sum(setup.segments[segment] for segment in segments))
     # What goes back between the segments of one micro-batch: the gradient of one state a layer.
     if any(len(part.segments) > 1 for part in setup.parts or (setup,)):
-        states += max(sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
+        most[5] += max(sum(count * layer_state(setup, layer) for layer, count in stage.layers) for stage in stages)
     lengths = {setup.segments[segment] for segment in segments} if setup.parts else set(setup.segments)
-    largest_loss = loss_bytes(setup, max(setup.segments)) if stages[-1].is_last else 0.0
-    weights, gradients, optimizer = static_memory(setup, rank)
-    dynamic = activations + keys_values + states + logits + working + messages
-    return Memory(
-        weights=weights + of_weights,
-        gradients=gradients + of_gradients,
-        optimizer=optimizer,
-        activations=activations,
-        keys_values=keys_values,
-        states=states,
-        logits=logits,
-        working=working,
-        messages=messages,
-        reserved=(_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * dynamic + _OF_LOGITS * largest_loss,
-    )
+    most[9] = (_HELD_BACK + _FOR_EACH_DOUBLING * log2(max(1, len(lengths)))) * most[3:9].sum()
+    if stages[-1].is_last:
+        most[9] += _OF_LOGITS * loss_bytes(setup, max(setup.segments))
+    return Memory(*most.tolist())
 
 
 @lru_cache(maxsize=4096)
@@ -261,7 +245,7 @@ def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: in
     if has_loss and keeps_logits(setup):  # these are counted with the unit
         loss -= loss_kept(setup, length)
     # Two layers are on their way, or at work.
-    moving = 2 * max((layer_moved(setup, layer, start, end) for layer, _ in stage.layers), default=0)
+    moving = 2 * max((sum(layer_moved(setup, layer, start, end)) for layer, _ in stage.layers), default=0.0)
     if kind not in (Kind.B, Kind.I):
         return loss, moving + setup.whole_input(length) + routed
     working = moving + backward_working(setup, stage, start, end)
@@ -273,12 +257,9 @@ def _running(setup: TrainingSetup, stage: Stage, kind: Kind, start: int, end: in
 
 
 def _messages_waiting(setup: TrainingSetup, actions: Sequence[Action], rank: int) -> Sizes:
-    """By action, the bytes of messages that wait: for the next action, and for the rank at the other end.
-
-    A receive is posted one action ahead. All units of a group pass through a chunk before the next one, so the last
-    rank keeps outputs, and the first one gradients, until that is at work there. It comes to this rank one hop after
-    another.
-    """
+    """By action, the bytes of messages that wait: for the next action, since a receive is posted one action ahead, and
+    for the rank at the other end. All units of a group pass through a chunk before the next one, so the last rank keeps
+    outputs, and the first one gradients, until that is at work there. It comes to this rank one hop after another."""
     hops, chunk_of = setup.placement.num_ranks, setup.placement.chunk_of
     sizes = [setup.residual(length) for length in setup.segments]
     messages = channels_of(setup.placement, rank)

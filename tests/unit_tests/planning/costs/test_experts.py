@@ -6,7 +6,7 @@ import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
 from megatron.seq1f1b.planning.costs.blocks import parameters_of_model
-from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_movable
+from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_kept_for_weights, layer_moved
 from megatron.seq1f1b.planning.costs.layer_times import layer_time, repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import Experts
@@ -79,7 +79,8 @@ def test_experts_computed_again_cost_a_forward_of_theirs():
     alone = replace(none.model, num_layers=1, pattern="E")
     of_experts, again = (replace(each, model=alone, layers_per_stage=()) for each in (none, setup))
     assert layer_activation(again, 0, 0, 8192) == 2 * residual < 0.15 * layer_activation(of_experts, 0, 0, 8192)
-    assert layer_movable(again, 0, 0, 8192) == residual
+    moving = replace(again, offloads=1.0, offloads_modules=True)
+    assert layer_moved(moving, 0, 0, 8192) == (residual, 0)
     forward = layer_time(of_experts, MACHINE, 0, 8192).forward.total
     assert repeated_time(again, MACHINE, 0, 8192, 0) == pytest.approx(forward, rel=0.05)
     assert repeated_time(setup, MACHINE, 0, 8192, 9) == repeated_time(again, MACHINE, 0, 8192, 0)
