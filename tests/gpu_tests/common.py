@@ -23,7 +23,6 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from run import MARK, VERDICTS  # noqa: E402
 
 
 def parse(**extra: Any) -> argparse.Namespace:
@@ -48,12 +47,10 @@ class Report:
     def check(self, name: str, passed: bool | None, found: str) -> None:
         """`passed` is None for goals of speed and memory where sizes are tiny."""
         self.checks.append({"name": name, "passed": passed if passed is None else bool(passed), "found": found})
-        print(f"{MARK}{VERDICTS[self.checks[-1]['passed']]:12}{name}: {found}", flush=True)
         self._write()
 
     def figure(self, **values: Any) -> None:
         self.figures.append(values)
-        print(MARK + ", ".join(f"{name} {_text(value)}" for name, value in values.items()), flush=True)
         self._write()
 
     @contextmanager
@@ -70,10 +67,6 @@ class Report:
         unfinished = self.path.with_suffix(".unfinished")  # the time may be up in the middle of it
         unfinished.write_text(json.dumps(content, indent=1))
         unfinished.replace(self.path)
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def seconds(device: str, work: Callable[[], Any]) -> tuple[float, Any]:

@@ -1,8 +1,8 @@
 """The checks that need a GPU, in ten minutes at most where no kernel is compiled: run by scripts/gpu_test.sh.
 
 Every section has processes of its own and a time limit. What it found until then counts, and the rest is not run, which
-is no failure; ranks that hang fail before. Writes one JSON with all checks and figures, and prints a table of the
-checks. Without a GPU it names the sections, skips them, and succeeds.
+is no failure; ranks that hang fail before. Prints checks and figures of each section as a table, and writes all of them
+to one JSON and one page. Without a GPU it names the sections, skips them, and succeeds.
 With `--device cpu --tiny` all of its code runs on a CPU at sizes that measure nothing.
 """
 
@@ -27,8 +27,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 VERDICTS = {None: "not judged", True: "ok", False: "FAILED"}
 NOT_RUN = "not run: "
 OUT_OF_TIME = f"{NOT_RUN}time"
-# Starts the lines of a section, which are shown while it runs, among all that Megatron prints.
-MARK = "  · "
 # Compiles its kernels when they are first called, for which every section has so many seconds more.
 COMPILES, COMPILING = "flash_attn.cute", 300
 # Relative; bf16 rounds to 3 digits, and fp32 sums differ in their order.
@@ -86,7 +84,7 @@ class Suite:
         return found
 
     def process(self, command: list[str], queues: int = 1) -> tuple[str | None, str]:
-        """Why it did not end well, or None; and what it printed, of which its own lines are shown."""
+        """Why it did not end well, or None; and what it printed."""
         environment = {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         }
@@ -108,8 +106,6 @@ class Suite:
         text = log.read_text(errors="replace")
         if problem is None and code:
             problem = f"exit code {code}: " + " ".join(text.strip().splitlines()[-3:])[-400:]
-        lines = [line for line in text.splitlines() if line.startswith(MARK)] + [f"  {problem}"] * bool(problem)
-        print("\n".join(lines), flush=True)
         return problem, text
 
 
@@ -310,23 +306,14 @@ SECTIONS = (
 )
 
 
-def table(results: list[dict]) -> str:
-    lines = []
-    for result in results:
-        lines.append(f"{result['title']} ({result['seconds']:.0f} s)")
-        lines += [f"  {verdict(check):12}{check['name']}: {check['found']}" for check in result["checks"]]
-    return "\n".join(lines)
-
-
-def page(device: str, torch_version: str, results: list[dict]) -> str:
-    """Checks and figures in Markdown, to be pasted into an issue."""
-    lines = [f"# {device}, PyTorch {torch_version}", ""]
-    for result in results:
-        lines += [f"## {result['title']} ({result['seconds']:.0f} s)", "", "| | check | found |", "|---|---|---|"]
-        lines += [f"| {verdict(check)} | {check['name']} | {check['found']} |" for check in result["checks"]]
-        figures = [json.dumps(figure) for figure in result["figures"]]
-        lines += ["", "<details><summary>figures</summary>", "", "```", *figures, "```", "", "</details>", ""]
-    return "\n".join(lines)
+def page_of(result: dict) -> str:
+    """Checks and figures of a section in Markdown."""
+    lines = [f"## {result['title']} ({result['seconds']:.0f} s)", "", "| | check | found |", "|---|---|---|"]
+    lines += [f"| {verdict(check)} | {check['name']} | {check['found']} |" for check in result["checks"]]
+    figures = [json.dumps(figure) for figure in result["figures"]]
+    return "\n".join(
+        [*lines, "", "<details><summary>figures</summary>", "", "```", *figures, "```", "", "</details>", ""]
+    )
 
 
 def main() -> None:
@@ -346,12 +333,11 @@ def main() -> None:
         return
     name = f"{gpus} x {torch.cuda.get_device_name()}" if args.device == "cuda" else "CPU"
     print(f"{name}, PyTorch {torch.__version__}", flush=True)
-    suite, results = Suite(args.device, args.tiny), []
+    suite, results, pages = Suite(args.device, args.tiny), [], [f"# {name}, PyTorch {torch.__version__}\n"]
     for section in sections:
         missing = section.missing(2 if args.tiny else gpus)  # on a CPU two ranks are as good as two GPUs
         start = time.monotonic()
         if missing:
-            print(f"skipped, since it {missing}: {section.title}", flush=True)
             found = {"checks": [{"name": section.title, "passed": None, "found": NOT_RUN + missing}], "figures": []}
         else:
             limit = section.seconds * (12 if args.tiny else 1)  # a CPU that tests share
@@ -363,9 +349,11 @@ def main() -> None:
             found["checks"].append({"name": section.title, "passed": False, "found": "it found nothing"})
         results.append({"title": section.title, "seconds": time.monotonic() - start, **found})
         args.output.write_text(json.dumps({"device": name, "torch": torch.__version__, "sections": results}, indent=1))
-        args.output.with_suffix(".md").write_text(page(name, torch.__version__, results))
+        pages.append(page_of(results[-1]))
+        print(pages[-1], flush=True)
+        args.output.with_suffix(".md").write_text("\n".join(pages))
     verdicts = Counter(verdict(check) for result in results for check in result["checks"])
-    print(f"\n{table(results)}\n\n{', '.join(f'{number} {each}' for each, number in verdicts.items())}.")
+    print(", ".join(f"{number} {each}" for each, number in verdicts.items()))
     print(f"Written to {args.output}, and for an issue to {args.output.with_suffix('.md')}.")
     raise SystemExit(verdicts["FAILED"] > 0)
 
