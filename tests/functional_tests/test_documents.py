@@ -1,13 +1,15 @@
 """pretrain_gpt.py on packed documents: our schedules, which make no mask, train like Megatron's own with its mask."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from support.files import write_corpus
-from support.launch import TINY_GPT
+from support.launch import TINY_GPT, Job
 
 END_OF_DOCUMENT = 126  # of a NullTokenizer with --vocab-size 127
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -81,6 +83,19 @@ def test_units_of_equal_size(launch, training):
         assert cut.losses("lm loss value") == pytest.approx(whole.losses("lm loss value"), abs=1e-5)
 
 
+def train_on_conversations(flags: list[str]) -> None:
+    """pretrain_gpt.py where the package `datasets`, by which Megatron's SFTDataset reads files, need not be there."""
+
+    def load_dataset(_: str, data_files: str, split: str) -> list[dict]:
+        return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
+
+    sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
+    sys.argv[1:] = flags
+    import pretrain_gpt
+
+    pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
+
+
 def test_conversations(launch, tmp_path):
     """--sft packs several into a sequence; segments that follow them give the losses of whole sequences."""
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
@@ -102,13 +117,16 @@ def test_conversations(launch, tmp_path):
     flags[flags.index("NullTokenizer")] = "SFTTokenizer"
     flags += ["--sft", "--sft-tokenizer-prompt-format", "identity", "--tokenizer-model", tmp_path / "tokenizer"]
     flags += ["--data-path", tmp_path / "chats.jsonl"]
-    script = Path(__file__).parent / "scripts" / "sft_script.py"
-    whole = launch(2, [*flags, "--pipeline-schedule", "1f1b"], script=script).check()
-    cut = launch(2, [*flags, "--sequence-splits", "3", "--sequence-split-strategy", "balanced"], script=script).check()
+
+    def trained(*more: str) -> Job:
+        launch.call(2, train_on_conversations, flags=[*map(str, flags), *more])
+        return launch.last
+
+    whole = trained("--pipeline-schedule", "1f1b")
+    cut = trained("--sequence-splits", "3", "--sequence-split-strategy", "balanced")
     assert cut.losses() == pytest.approx(whole.losses(), abs=1e-5)
     assert cut.losses("lm loss value") == pytest.approx(whole.losses("lm loss value"), abs=1e-5)
     flags += ["--calculate-per-token-loss", "--micro-batch-size", "1"]
-    whole = launch(2, [*flags, "--pipeline-schedule", "1f1b"], script=script).check()
-    units = launch(2, [*flags, "--unit-tokens", "16"], script=script).check()
+    whole, units = trained("--pipeline-schedule", "1f1b"), trained("--unit-tokens", "16")
     # Not those of evaluation: with --sft and whole sequences Megatron logs the mean of the means of micro-batches.
     assert units.losses() == pytest.approx(whole.losses(), abs=1e-5)

@@ -6,9 +6,15 @@ import math
 import os
 import signal
 import subprocess
+import sys
+import time
+from functools import wraps
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch.distributed as dist
+from megatron.training import get_args
 
 from support.launch import ROOT, TINY_GPT, torchrun
 from support.on_ranks import few_of
@@ -108,8 +114,33 @@ def test_an_interrupt_is_one_line_and_ends_all_ranks(launch):
     assert job.log.count("error: ") == 1 and "\nerror: interrupted.\n" in job.log, job.log[-4000:]
 
 
-SOAK = Path(__file__).parent / "scripts" / "soak_script.py"
 MEGABYTE = 2**20
+
+
+def soak(flags: list[str], file: str) -> None:
+    """pretrain_gpt.py on ranks that stop for a moment at random, and write what they hold as each iteration starts."""
+    sys.argv[1:] = flags
+    import pretrain_gpt
+
+    rank, own, seen = dist.get_rank(), pretrain_gpt.forward_step, set()
+    random = Random(rank)
+
+    @wraps(own)
+    def forward_step(*args, **kwargs):
+        iteration = get_args().curr_iteration
+        if iteration not in seen:
+            seen.add(iteration)
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            held = {"iteration": iteration, "bytes": pages * os.sysconf("SC_PAGE_SIZE")}
+            held |= {"threads": len(os.listdir("/proc/self/task")), "files": len(os.listdir("/proc/self/fd"))}
+            with open(f"{file}.{rank}", "a") as lines:
+                print(json.dumps(held), file=lines)
+        if random.random() < 0.03:
+            time.sleep(0.1 * random.random())
+        return own(*args, **kwargs)
+
+    pretrain_gpt.forward_step = forward_step
+    pretrain_gpt.main(pretrain_gpt.gpt_config_from_args, {})
 
 
 @pytest.mark.exhaustive
@@ -122,7 +153,8 @@ def test_nothing_grows(launch, tmp_path, iterations):
     flags += ["--eval-interval", every, "--eval-iters", "1", "--save", tmp_path / "saved", "--save-interval", every]
     flags += ["--pipeline-trace", tmp_path / "trace", "--pipeline-trace-iterations"]
     flags += [str(number) for number in range(every, iterations + 1, every)]
-    job = launch(2, flags, script=SOAK, timeout=5 * iterations, env={"SOAK": str(tmp_path / "held")}).check()
+    launch.call(2, soak, timeout=5 * iterations, flags=[*map(str, flags)], file=str(tmp_path / "held"))
+    job = launch.last
 
     losses = job.losses()
     assert len(losses) == iterations and all(map(math.isfinite, losses)) and losses[-1] < losses[0]
