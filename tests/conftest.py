@@ -17,7 +17,7 @@ from support.patience import slowness
 
 TIERS = ("unit", "functional", "exhaustive")
 # These take long, so that a worker that started one last would be the only one at work in the end.
-LONG = {"equality", "quickstart", "rehearsal", "seq1f1b_training", "slurm", "training_features", "transformer_engine"}
+LONG = {"equality", "gpu_suite", "quickstart", "rehearsal", "seq1f1b_training", "slurm", "training_features"}
 # Megatron compiles an extension when a part of a layer is recomputed; other checkouts would compile it anew each time.
 os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / "torch_extensions")
 

@@ -21,38 +21,31 @@ from megatron.seq1f1b.model.attach import LOCAL_ATTENTION
 from megatron.seq1f1b.process.patches import patched
 from megatron.seq1f1b.runtime.v_chunks import at_stage, building
 
+SIZES: dict[str, int | None] = {}  # of the groups that there are
+
 
 def use_ranks(layout: Layout) -> None:
     """Assign ranks their parts; keeps the process groups if they fit, and destroys them otherwise.
 
     Megatron only forgets its groups, but each of gloo's costs threads that wake up a hundred times a second.
     """
-    sizes = layout.tensor, layout.pipeline, layout.chunks if layout.chunks > 1 else None, layout.expert
-    sizes += layout.expert_tensor or layout.tensor, layout.context
-    if parallel_state.model_parallel_is_initialized():
-        now = (
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_virtual_pipeline_model_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-            parallel_state.get_context_parallel_world_size(),
-        )
-        if now == sizes:
-            return
+    sizes = {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
+    }
+    if sizes == SIZES:
+        return
+    if SIZES:
         for group in filter(None, parallel_state._global_process_group_list):
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
-    tensor, pipeline, chunks, expert, expert_tensor, context = sizes
-    parallel_state.initialize_model_parallel(
-        tensor,
-        pipeline,
-        virtual_pipeline_model_parallel_size=chunks,
-        context_parallel_size=context,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=expert_tensor,
-    )
+    parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
+    SIZES.update(sizes)
 
 
 def build(model: Model, layout: Layout) -> list[torch.nn.Module]:
