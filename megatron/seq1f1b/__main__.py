@@ -13,10 +13,7 @@ from megatron.seq1f1b.install import install
 def main() -> None:
     """`python -m megatron.seq1f1b SCRIPT [ARGUMENTS]`."""
     if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-        raise SystemExit(
-            "usage: python -m megatron.seq1f1b SCRIPT [ARGUMENTS], with SCRIPT a Megatron training script such as "
-            "pretrain_gpt.py"
-        )
+        raise SystemExit("usage: python -m megatron.seq1f1b SCRIPT [ARGUMENTS], with a Megatron training script")
     # As if the script had been called: its own name first, its folder where its imports start.
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import cpu, rehearsal
-from .arguments import PipelineConfig, add_arguments, has_our_flags, parse_options, run_of_arguments
+from .arguments import PipelineConfig, add_arguments, parse_options, run_of_arguments
 from .arguments import pipeline_config as make_config
 from .arguments.checks import check
 from .arguments.net import Net
@@ -61,7 +61,8 @@ def install(add_flags: bool = False, keep_documents_apart: bool = False, **flags
     is_rehearsal = options is None and "--dry-run" in sys.argv[1:]
     net, patches = Net(), ExitStack()
     if options is None:
-        patches.enter_context(patched((net.patch(),)))
+        hook = Patch("sys.excepthook", net.caught, "prints a traceback on every rank that fails")
+        patches.enter_context(patched([hook]))
         if is_rehearsal:
             rehearsal.prepare(os.environ)
         else:
@@ -193,7 +194,7 @@ class Overlay:
         def parse(upstream: Callable, own_flags: Callable | None = None, *args: Any, **more: Any) -> Namespace:
             def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
                 parser = own_flags(parser) if own_flags else parser
-                return parser if has_our_flags(parser) else add_arguments(parser)
+                return parser if "--sequence-splits" in parser._option_string_actions else add_arguments(parser)
 
             return net.parsed(upstream(with_our_flags if add_flags else own_flags, *args, **more))
 

@@ -4,5 +4,5 @@ Start with flags (ours), megatron_run (what Megatron is to train), supported (wh
 """
 
 from .config import PipelineConfig, pipeline_config
-from .flags import AUTO, add_arguments, has_our_flags, keywords_in_errors, parse_options
+from .flags import AUTO, add_arguments, keywords_in_errors, parse_options
 from .megatron_run import MegatronRun, device_memory, gpu_name, is_on_cpu, run_of_arguments, run_of_program

@@ -37,15 +37,12 @@ def check(args: Namespace) -> None:
         # Megatron notices at the first save, a trace is written after the third step.
         written |= {"--save": given("save"), "--pipeline-trace": args.pipeline_trace}
     for flag, path in written.items():
-        if path is not None and "://" not in str(path):
-            _check_writable(flag, Path(path))
-
-
-def _check_writable(flag: str, path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(b"\0")
-            file.flush()
-    except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be written ({error.strerror}); give another folder") from None
+        if path is None or "://" in str(path):
+            continue
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path) as file:
+                file.write(b"\0")
+                file.flush()
+        except OSError as error:
+            raise ValueError(f"{flag} {path} cannot be written ({error.strerror}); give another folder") from None

@@ -209,11 +209,6 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     raise ValueError(f"{message} (did you mean {known[0]}?)" if known else message)
 
 
-def has_our_flags(parser: argparse.ArgumentParser) -> bool:
-    """Whether `add_arguments` was called on the parser."""
-    return "--sequence-splits" in parser._option_string_actions
-
-
 def parse_options(options: Mapping[str, Any]) -> argparse.Namespace:
     """Our flags as the keywords of a program: `sequence_splits=4` for `--sequence-splits 4`.
 

@@ -7,7 +7,6 @@ that failed first prints. A rank that ends because of another prints nothing.
 
 import atexit
 import json
-import linecache
 import os
 import re
 import socket
@@ -23,7 +22,6 @@ from enum import Enum
 from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, TextIO
 
-from ..process.patches import Patch
 from ..process.ranks import Peers, is_rank_0, rank
 from .config import refuse_unsupported
 
@@ -47,15 +45,11 @@ _SCRIPTS = ("__main__", "pretrain_gpt", "pretrain_hybrid")
 
 
 class Net:
-    """Ends the ranks of a job together. Its `patch` puts it into `sys.excepthook`; `connect` joins the other ranks."""
+    """Ends the ranks of a job together: `caught` stands in for `sys.excepthook`, `connect` joins the other ranks."""
 
     def __init__(self) -> None:
         self._peers: Peers | None = None
         self._printing = threading.Lock()
-
-    def patch(self) -> Patch:
-        """The patch that puts the net under a program."""
-        return Patch("sys.excepthook", self.caught, "prints a traceback on every rank that fails")
 
     def connect(self) -> None:
         """Join the other ranks that the environment names; to be called as early as possible."""
@@ -196,12 +190,10 @@ def _words(error: BaseException) -> str:
 
 
 def _failed_statement(error: BaseException) -> str:
-    """The source of the statement that failed, and the values of the flags in it."""
+    """The first line of the statement that failed, and the values of the flags in it."""
     if error.__traceback__ is None:
         return "a check"
-    summary = traceback.extract_tb(error.__traceback__)[-1]
-    last = (summary.end_lineno or summary.lineno or 0) + 1
-    source = " ".join("".join(linecache.getline(summary.filename, n) for n in range(summary.lineno or 0, last)).split())
+    source = traceback.extract_tb(error.__traceback__)[-1].line or "a check"
     args = _frames(error)[-1].f_locals.get("args")
     names = dict.fromkeys(name for name in re.findall(r"\bargs\.(\w+)", source) if hasattr(args, name))
     values = ", ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names)

@@ -32,10 +32,8 @@ class GatedRMSNorm(torch.nn.Module):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-        weights, groups = (
-            self.state_dict(keep_vars=True),
-            {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]},
-        )
+        weights = self.state_dict(keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         return make_sharded_tensors_for_checkpoint(weights, prefix, {"weight": 0}, sharded_offsets, **groups)
 
 
@@ -85,14 +83,7 @@ def chunk_gated_delta_rule(
 
 
 def mamba_chunk_scan_combined(
-    *inputs,
-    D=None,
-    z=None,
-    dt_bias=None,
-    initial_states=None,
-    seq_idx=None,
-    dt_softplus=False,
-    return_final_states=False,
+    *inputs, D=None, z=None, dt_bias=None, initial_states=None, dt_softplus=False, return_final_states=False
 ):
     """The scan of Mamba-2 (arXiv 2405.21060, section 6), for x and z [b, n, h, p], dt [b, n, h], A [h], B and C
     [b, n, g, d], D [h] or [h, p]; the state is [b, h, p, d].
@@ -100,7 +91,6 @@ def mamba_chunk_scan_combined(
         S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ,    y_t = (S_t C_t + D x_t) · silu(z_t)
     """
     x, dt, A, B, C, chunk_size = inputs
-    _unpacked(seq_idx)
     length, heads = x.shape[1:3]
     if dt_bias is not None:
         dt = dt + dt_bias

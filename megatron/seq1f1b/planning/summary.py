@@ -101,11 +101,8 @@ def advice(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
 
 
 def _of_waiting_gpus(config: PipelineConfig, costs: RunCosts) -> Iterator[str]:
-    """The host takes equally long to launch the layer of any segment.
-
-    The most segments that keep the device busy are the time of a whole sequence over that of the host. The length that
-    is enough follows from the shortest segment, nearly in proportion.
-    """
+    """The host takes equally long to launch the layer of any segment. The length that is enough follows from the
+    shortest segment, nearly in proportion."""
     run, lengths, host, model = config.run, config.lengths, costs.machine.host.layer_forward, costs.model
     assert model is not None
     # Tensor- and context-parallel ranks share a segment.
