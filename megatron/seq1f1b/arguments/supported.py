@@ -94,13 +94,6 @@ def is_on_hopper_here(settings: Settings) -> bool:
     return is_on_gpu_here(settings) and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
-def is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ImportError:  # of the package around it
-        return False
-
-
 def installed(*distributions: str) -> tuple[int, ...] | None:
     """Up to three numbers of the version of the first distribution that is installed; None if none is."""
     for name in distributions:
@@ -130,10 +123,7 @@ _FACTS: Mapping[str, Callable[[Settings], Any]] = {
     "unequal numbers of attention heads": _heads_are_unequal,
     "tokens after the query": lambda settings: tuple(settings["window_size"][1:]) != (0,),  # a single number, too
     "multi-token prediction before the loss": _predicts_before_the_loss,
-    "a recipe of kitchen": lambda settings: (
-        any(settings.get(name) for name in ("kitchen_config_file", "quant_recipe"))
-        or settings.get("kitchen_recipe_number") is not None
-    ),
+    "a recipe of kitchen": lambda settings: settings.get("kitchen_recipe_number") is not None,
     "D (sparse attention)": lambda settings: "D" in settings["hybrid_layer_pattern"],
     "G": lambda settings: "G" in settings["hybrid_layer_pattern"],
     "M": lambda settings: "M" in settings["hybrid_layer_pattern"],
@@ -143,10 +133,10 @@ _FACTS: Mapping[str, Callable[[Settings], Any]] = {
     "Transformer Engine 2.20 or later": lambda settings: (installed("transformer-engine") or (0,)) >= (2, 20),
     # Later ones refuse to run where Triton miscompiles their backward.
     "flash-linear-attention before 0.5": lambda settings: (
-        (0,) <= (installed("flash-linear-attention", "fla-core") or (9,)) < (0, 5)
+        (installed("flash-linear-attention", "fla-core") or (9,)) < (0, 5)
     ),
     "Triton 3.4.0 to 3.7.0": lambda settings: (3, 4) <= (installed("triton") or (0,)) < (3, 7, 1),
-    "mamba-ssm, causal-conv1d": lambda settings: is_installed("mamba_ssm") and is_installed("causal_conv1d"),
+    "mamba-ssm, causal-conv1d": lambda settings: find_spec("mamba_ssm") and find_spec("causal_conv1d"),
 }
 
 # The number of tokens that share a scale, for each --fp8-recipe that scales in blocks.
@@ -237,6 +227,8 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
             needs the largest logit of each head, which takes another product of all queries and keys; drop it
         --fp8-format with --fp8-recipe other than mxfp8, blockwise
         --te-precision-config-file
+        quant_recipe
+        kitchen_config_file
         a recipe of kitchen
             may scale by the largest value of whole tensors, but a segment has only a part;
             use --fp8-recipe mxfp8 or blockwise, whose scales are those of a few tokens
