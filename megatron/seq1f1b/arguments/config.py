@@ -76,11 +76,8 @@ class PipelineConfig:
 
     @property
     def wants_segment_attention(self) -> bool:
-        """Whether a script should build the layers with our attention, also for Megatron's own schedules.
-
-        Its kernels are several times faster than Megatron's unfused attention, which `--attention-backend local` keeps.
-        Transformer Engine's attention has no kernels for a CPU.
-        """
+        """Whether a script should build the layers with our attention, also for Megatron's own schedules: it is several
+        times faster than Megatron's unfused one, and Transformer Engine's has no kernels for a CPU."""
         settings = self.run.settings
         is_transformer_engines = settings["transformer_impl"] != "local" and not is_on_cpu(self.flags)
         if is_transformer_engines or settings["attention_backend"].name == "local":

@@ -68,9 +68,7 @@ class SequencePartition:
         self, sequence_length: int, num_segments: int | None = None, documents: Sequence[Sequence[int]] | None = None
     ) -> tuple[int, ...]:
         """Lengths in tokens of the segments of a sequence; raises ValueError. Can take a second for long sequences.
-
-        The lengths may follow the `documents` of a micro-batch: for each sequence, the positions where they start.
-        """
+        They may follow the `documents` of a micro-batch: for each sequence, the positions where these start."""
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:

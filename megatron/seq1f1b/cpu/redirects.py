@@ -73,9 +73,7 @@ REDIRECTS = (
     *(Patch(f"torch.{name}", stand_ins.made_on_cpu, _MADE, wraps=True) for name in _FACTORIES),
     Patch("torch.Tensor.cuda", stand_ins.stay, "the CPU is where it belongs; hides tensors on the wrong device"),
     wrapping(
-        "torch.Tensor.type",
-        stand_ins.cuda_type_name,
-        "optimizers and clipping compare with 'torch.cuda.FloatTensor'; hides nothing",
+        "torch.Tensor.type", stand_ins.cuda_type_name, "clipping compares with 'torch.cuda.FloatTensor'; hides nothing"
     ),
     Patch(
         "torch.compile",
@@ -130,7 +128,7 @@ REDIRECTS = (
 
 
 def is_active() -> bool:
-    """Whether :func:`apply` was called in this process."""
+    """Whether `apply` was called in this process."""
     return torch.cuda.current_device is stand_ins.current_device
 
 

@@ -33,11 +33,8 @@ _USABLE = 0.9
 
 @dataclass(frozen=True)
 class Forecast:
-    """A training step before it starts.
-
-    `seconds` are those of the pipeline's compute; `activations` is the peak of the rank that holds most,
-    `total_bytes` the memory of the fullest. Bytes.
-    """
+    """A training step before it starts: seconds of the pipeline's compute, bytes of the activations at their peak on
+    the rank that holds most, and of all the memory of the fullest."""
 
     seconds: float
     bubble: float
@@ -111,10 +108,8 @@ class RunCosts:
         return action_costs(self.stages, self.run.layers_per_stage, lengths)
 
     def best_num_segments(self, schedule: ScheduleChoice, cut: Callable[[int], tuple[int, ...]]) -> int:
-        """The number of the shortest step that fits; where nothing fits, the one that needs least memory.
-
-        With more segments bubble and memory shrink, but every action has its overhead, so that from some number on
-        steps only become longer; the search ends there. Raises ValueError if the sequence cannot be cut at all.
+        """The number of the shortest step that fits; where nothing fits, the one that needs least memory. The search
+        ends where the overhead of actions makes steps longer. Raises ValueError if the sequence cannot be cut at all.
         """
         found: dict[int, Forecast] = {}
         fitting: dict[int, Forecast] = {}

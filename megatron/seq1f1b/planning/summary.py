@@ -67,7 +67,6 @@ def _segments(config: PipelineConfig) -> str:
 
 
 def _is_predicted(config: PipelineConfig) -> bool:
-    """Not for a model of unknown sizes, nor for sequences of unknown lengths."""
     return config.run.has_sizes and config.flags.unit_tokens is None
 
 
