@@ -156,8 +156,12 @@ def _add_rest(add: Callable[..., Any]) -> None:
         action="store_true",
         help="With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too.",
     )
-    devices = ["auto", "cpu", "cuda"]
-    add("--device", choices=devices, default="auto", help="Where to train; 'auto': on the GPU if there is one.")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="Where to train; 'auto': a GPU if there is one.",
+    )
     add(
         "--pipeline-trace",
         type=Path,

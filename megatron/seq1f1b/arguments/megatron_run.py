@@ -61,9 +61,8 @@ def run_of_arguments(args: Namespace) -> MegatronRun:
     settings = dict(vars(args))
     if settings.get("dry_run") and args.device != "cpu":
         settings |= args.replaced_on_cpu
-    batch, *share = (
-        settings.get(name) or 0 for name in ("global_batch_size", "micro_batch_size", "data_parallel_size")
-    )
+    sizes = "global_batch_size", "micro_batch_size", "data_parallel_size"
+    batch, *share = (settings.get(name) or 0 for name in sizes)
     return run_of_settings(settings, max(1, batch // prod(share)) if all(share) else 1)
 
 

@@ -27,11 +27,8 @@ def yes(*args, **kwargs):
     return True
 
 
-# CPU work is finished when the call returns, so a stream has nothing to order and an event nothing to wait for.
-
-
 class Stream:
-    """A stream on which everything is already done."""
+    """A stream on which everything is already done: CPU work is finished when the call returns."""
 
     wait_stream = wait_event = synchronize = __init__ = nothing
     query = yes
