@@ -156,12 +156,7 @@ def _add_rest(add: Callable[..., Any]) -> None:
         action="store_true",
         help="With --use-distributed-optimizer, data-parallel ranks keep shares of weights and gradients, too.",
     )
-    add(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="Where to train; 'auto': a GPU if there is one.",
-    )
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="'auto' takes a GPU if there is one.")
     add(
         "--pipeline-trace",
         type=Path,
