@@ -12,8 +12,7 @@ from .costs.machine import in_words
 from .costs.stage_costs import analytic_costs
 from .run_costs import RunCosts
 
-# Up to this many segments, all lengths are printed.
-_FEW = 8
+_FEW = 8  # segments at most, to print all their lengths
 
 
 def summary(config: PipelineConfig, costs: RunCosts, attention: str) -> str:
