@@ -65,7 +65,9 @@ def use_segment_attention(model: Iterable[torch.nn.Module]) -> list[torch.nn.Mod
                 config.attention_backend.name, config.flash_attention_version, config.attention_dropout > 0
             )
             scale = getattr(layer, "softmax_scale", None)  # multi-latent attention has its own
-            replacement = SegmentAttention(config, scale, kernels, _window(layer), _sink(layer), _exchange(layer))
+            has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number)
+            window = config.window_size[0] if has_window and config.window_size[0] >= 0 else None
+            replacement = SegmentAttention(config, scale, kernels, window, _sink(layer), _exchange(layer))
             replacement.train(layer.training)
             _carry_over_hook(chunk, layer.core_attention, replacement)
             target = "megatron.core.transformer.attention.Attention.core_attention"
@@ -90,13 +92,6 @@ def _attention_layers(chunk: torch.nn.Module) -> Iterator[tuple[str, Attention]]
 
 def _is_causal(layer: Attention) -> bool:
     return isinstance(layer, (SelfAttention, MLASelfAttention)) and layer.attn_mask_type is AttnMaskType.causal
-
-
-def _window(layer: Attention) -> int | None:
-    config = layer.config
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer.layer_number):
-        return None
-    return None if config.window_size[0] < 0 else config.window_size[0]
 
 
 def _sink(layer: Attention) -> Tensor | None:

@@ -140,8 +140,7 @@ class HostMemory:
 
     @cached_property
     def _lanes(self) -> tuple[Lane, Lane]:
-        """Out, and back."""
-        return Lane(self._is_on_gpu), Lane(self._is_on_gpu)
+        return Lane(self._is_on_gpu), Lane(self._is_on_gpu)  # out, and back
 
     def offload(self, unit: Hashable, span: AbstractContextManager) -> None:
         """Start moving the tensors of `unit`; the copies run inside `span`. Raises MemoryError if the host is full."""

@@ -123,37 +123,30 @@ def _delta_net(
 
 def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
     """From the input projection [n, b, ...] to the normalised output of the rule [n, b, h·d_v]."""
+    own = partial(gdn.get_parameter_local_cp, dim=0, cp_group=layer.pg_collection.cp)
+
+    def convolve(x: Tensor) -> Tensor:
+        sizes, bias = [layer.qk_dim_local_tp, layer.qk_dim_local_tp, layer.v_dim_local_tp], layer.conv1d.bias
+        weight = own(layer.conv1d.weight, split_sections=sizes)
+        bias = None if bias is None else own(bias, split_sections=sizes)
+        if layer.config.deterministic_mode:
+            output = F.conv1d(x.mT, weight, bias, padding=layer.conv_kernel_dim - 1, groups=weight.shape[0])
+            return layer.act_fn(output[..., : x.shape[1]]).mT
+        return gdn.causal_conv1d(x=x, weight=weight.squeeze(1), bias=bias, activation=layer.activation)[0]
+
     columns, memory = state or (None, None)
     length, batch, _ = projected.shape
     qkv, gate, beta, alpha = projected.transpose(0, 1).split(layer.feat_dim_split, dim=-1)
-    qkv, columns = causal_convolution(partial(_delta_net_convolution, layer), qkv, columns, layer.conv_kernel_dim)
+    qkv, columns = causal_convolution(convolve, qkv, columns, layer.conv_kernel_dim)
     query, key, value, gate, beta, alpha = layer._prepare_input_for_gated_delta_rule(
         qkv, gate.unflatten(-1, (-1, layer.value_head_dim)), batch, length, beta, alpha
     )
-    log_decay, bias = (
-        gdn.get_parameter_local_cp(each, dim=0, cp_group=layer.pg_collection.cp)
-        for each in (layer.A_log, layer.dt_bias)
-    )
-    decay, beta = layer._compute_g_and_beta(log_decay, bias, alpha, beta)
+    decay, beta = layer._compute_g_and_beta(own(layer.A_log), own(layer.dt_bias), alpha, beta)
     output, memory = layer.gated_delta_rule(
         query, key, value, g=decay, beta=beta, initial_state=memory, output_final_state=True
     )
     output = layer._apply_gated_norm(output, gate).view(batch, length, -1)
     return output.transpose(0, 1).contiguous(), (columns, memory)
-
-
-def _delta_net_convolution(layer: GatedDeltaNet, x: Tensor) -> Tensor:
-    """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
-    own = {"dim": 0, "cp_group": layer.pg_collection.cp}
-    own["split_sections"] = [layer.qk_dim_local_tp, layer.qk_dim_local_tp, layer.v_dim_local_tp]
-    weight, bias = layer.conv1d.weight, layer.conv1d.bias
-    weight = gdn.get_parameter_local_cp(weight, **own)
-    bias = None if bias is None else gdn.get_parameter_local_cp(bias, **own)
-    if layer.config.deterministic_mode:
-        output = F.conv1d(x.mT, weight, bias, padding=layer.conv_kernel_dim - 1, groups=weight.shape[0])
-        return layer.act_fn(output[..., : x.shape[1]]).mT
-    output, _ = gdn.causal_conv1d(x=x, weight=weight.squeeze(1), bias=bias, activation=layer.activation)
-    return output
 
 
 def _mamba(
@@ -171,33 +164,32 @@ def _mamba(
     return mixer.norm(output, mixer.cp.post_conv_ssm(gate))
 
 
-_REASON = "starts every segment without a state"
-FOLLOWS = (
-    wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),
-    # Between the input and the output projection, with and without Megatron's fused path.
-    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_training", _mamba, _REASON),
-    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_prefill", _mamba, _REASON),
-)
-
-
 def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
     """From the input projection [n, b, ...] to the output of the scan [n, b, h·p]; with context parallelism between
     Megatron's two exchanges, for all tokens of a segment with this rank's heads."""
-    columns, memory = state or (None, None)
     own = mixer.cp
+
+    def convolve(x: Tensor) -> Tensor:
+        weights = own.get_conv1d_weight().squeeze(1), own.get_conv1d_bias()
+        return mamba_mixer.causal_conv1d_fn(x.mT.contiguous(), *weights, activation=mixer.activation).mT
+
+    def by_head(x: Tensor, size: int) -> Tensor:
+        return x.unflatten(-1, (-1, size)).contiguous()
+
+    columns, memory = state or (None, None)
     width, groups = own.d_inner_local_tpcp, own.ngroups_local_tpcp * mixer.d_state
     gate, mixed, step = projected.transpose(0, 1).split([width, width + 2 * groups, own.nheads_local_tpcp], dim=-1)
-    mixed, columns = causal_convolution(partial(_mamba_convolution, mixer), mixed, columns, mixer.d_conv)
+    mixed, columns = causal_convolution(convolve, mixed, columns, mixer.d_conv)
     x, b, c = mixed.split([width, groups, groups], dim=-1)
     output, memory = mamba_mixer.mamba_chunk_scan_combined(
-        _by_head(x, mixer.headdim),
+        by_head(x, mixer.headdim),
         step.contiguous(),
         -own.get_A_log().float().exp(),
-        _by_head(b, mixer.d_state),
-        _by_head(c, mixer.d_state),
+        by_head(b, mixer.d_state),
+        by_head(c, mixer.d_state),
         mixer.chunk_size,
         D=own.get_D().float().unflatten(0, (-1, mixer.headdim)) if mixer.D_has_hdim else own.get_D(),
-        z=None if mixer.rmsnorm else _by_head(gate, mixer.headdim),
+        z=None if mixer.rmsnorm else by_head(gate, mixer.headdim),
         dt_bias=own.get_dt_bias().float(),
         dt_softplus=True,
         initial_states=memory,
@@ -207,12 +199,10 @@ def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tu
     return output.flatten(2).transpose(0, 1).contiguous(), (columns, memory)
 
 
-def _mamba_convolution(mixer: MambaMixer, x: Tensor) -> Tensor:
-    """Depthwise, with its activation: [b, n, d] to [b, n, d]."""
-    weight, bias = mixer.cp.get_conv1d_weight().squeeze(1), mixer.cp.get_conv1d_bias()
-    return mamba_mixer.causal_conv1d_fn(x=x.mT.contiguous(), weight=weight, bias=bias, activation=mixer.activation).mT
-
-
-def _by_head(x: Tensor, size: int) -> Tensor:
-    """[b, n, h·d] to [b, n, h, d]."""
-    return x.unflatten(-1, (-1, size)).contiguous()
+_REASON = "starts every segment without a state"
+FOLLOWS = (
+    wrapping("megatron.core.ssm.gated_delta_net.GatedDeltaNet.forward", _delta_net, _REASON),
+    # Between the input and the output projection, with and without Megatron's fused path.
+    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_training", _mamba, _REASON),
+    wrapping("megatron.core.ssm.mamba_mixer.MambaMixer._ssm_prefill", _mamba, _REASON),
+)

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
@@ -128,48 +127,33 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         if not is_split or options.get("gtp_remat_size", 1) > 1:
             return linear(input=input, weight=weight, bias=bias, **options)
         kept = input.detach()  # whose graph ends before the product is computed
-        group = options["tp_group"] if options["sequence_parallel"] else None
         accumulates = options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
 
+        def gradient(grad_output: Tensor) -> tuple[Tensor | None]:
+            rows = kept
+            if options["sequence_parallel"]:  # those kept are this rank's part
+                rows = gather_from_sequence_parallel_region(kept, group=options["tp_group"], use_global_buffer=True)
+            grad_output, rows = prepare_input_tensors_for_wgrad_compute(grad_output, rows)
+            if not accumulates:
+                return (grad_output.t().matmul(rows),)
+            kernels = layers.fused_weight_gradient_mlp_cuda  # Apex's
+            in_fp32 = weight.main_grad.dtype is torch.float32
+            kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
+            kernel(rows, grad_output, weight.main_grad)
+            return (_accumulated(weight),)
+
         def leave(grad_output: Tensor) -> None:
-            store.leave([weight], partial(_gradient, weight, kept, grad_output, group, accumulates))
+            store.leave([weight], partial(gradient, grad_output))
 
         # With these, Megatron appends the output gradient to the buffer instead of computing the weight gradient, and
         # returns none, as if it had been added to `main_grad`.
-        options |= {
-            "gradient_accumulation_fusion": True,
-            "grad_output_buffer": SimpleNamespace(append=leave),
-            "wgrad_deferral_limit": 0,
-        }
+        deferred = {"gradient_accumulation_fusion": True, "wgrad_deferral_limit": 0}
+        deferred["grad_output_buffer"] = SimpleNamespace(append=leave)
         # Detached, or autograd would fire the weight's hooks before its gradient exists.
-        output = linear(input=input, weight=weight.detach().requires_grad_(), bias=None, **options)
+        output = linear(input=input, weight=weight.detach().requires_grad_(), bias=None, **options | deferred)
         return output if bias is None else output + bias
 
     return split
-
-
-def _gradient(
-    weight: torch.nn.Parameter,
-    input: Tensor,
-    grad_output: Tensor,
-    gather_group: dist.ProcessGroup | None,
-    accumulates: bool,
-) -> tuple[Tensor | None]:
-    """Of a weight [o, i], from its input [n, b, i] and output gradient [n', b, o].
-
-    With `gather_group`, the n tokens of the input are this rank's part of the n' (sequence parallelism). If it
-    `accumulates`, Apex's kernel adds it to the weight's `main_grad`.
-    """
-    if gather_group is not None:
-        input = gather_from_sequence_parallel_region(input, group=gather_group, use_global_buffer=True)
-    grad_output, input = prepare_input_tensors_for_wgrad_compute(grad_output, input)
-    if not accumulates:
-        return (grad_output.t().matmul(input),)
-    kernels = layers.fused_weight_gradient_mlp_cuda
-    in_fp32 = weight.main_grad.dtype is torch.float32
-    kernel = kernels.wgrad_gemm_accum_fp32 if in_fp32 else kernels.wgrad_gemm_accum_fp16
-    kernel(input, grad_output, weight.main_grad)
-    return (_accumulated(weight),)
 
 
 def _accumulated(weight: torch.nn.Parameter) -> Tensor | None:

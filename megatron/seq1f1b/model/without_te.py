@@ -24,11 +24,7 @@ def repairs() -> tuple[Patch, ...]:
 
 
 def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """`WrappedTorchNorm.__new__`, also for sequence parallelism.
-
-    The gradients of a norm's parameters must then be summed over the tensor-parallel ranks; Megatron does that for each
-    parameter with this mark.
-    """
+    """Its parameters are marked: Megatron sums the gradients of those over the tensor-parallel ranks."""
     sequence_parallel = config.sequence_parallel
     config.sequence_parallel = False  # Megatron refuses it, since nothing sets the mark
     try:
@@ -43,17 +39,14 @@ def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args:
 def _sized_for_latents(
     init: Callable, attention: Any, *args: Any, k_channels: int = 0, v_channels: int | None = None, **kwargs: Any
 ) -> None:
-    """`DotProductAttention.__init__` with the head sizes of keys and values, which multi-latent attention passes."""
     init(attention, *args, **kwargs)
     if v_channels is not None:
         attention.hidden_size_per_partition = attention.num_attention_heads_per_partition * v_channels
 
 
 def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options: Any) -> None:
-    """`ColumnParallelLinear.__init__` for an output layer, without apex's extension for fused weight gradients.
-
-    With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. The output layer is
-    Megatron's own, which needs the extension for that; here autograd makes its weight gradient, and DDP adds it.
+    """With gradient accumulation fusion, Transformer Engine's layers add to `main_grad` by themselves. The output layer
+    is Megatron's own, which needs apex's extension for that; here autograd makes its weight gradient, and DDP adds it.
     """
     # Layers inside a transformer layer name the buffer of their messages; they still need the extension.
     if options.get("tp_comm_buffer_name") or not config.gradient_accumulation_fusion:
@@ -65,11 +58,8 @@ def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options
 
 
 def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
-    """`DistributedOptimizer.state_dict` that also works before the first step.
-
-    It reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is about to
-    be loaded.
-    """
+    """It reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is about
+    to be loaded."""
     inner = self.optimizer
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if inner.state or not parameters:
@@ -83,12 +73,9 @@ def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
 
 @torch.no_grad()
 def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None:
-    """`DistributedOptimizer.load_state_dict` that also restores the number of steps.
-
-    A checkpoint stores it once a group. Megatron gives all parameters one tensor of it, which Adam increments in place,
-    once for each of them. Parameters in fp32, which are their own main copies, are written to, which only `no_grad`
-    allows.
-    """
+    """A checkpoint stores the number of steps once a group. Megatron gives all parameters one tensor of it, which Adam
+    increments in place, once for each of them. Parameters in fp32, which are their own main copies, are written to,
+    which only `no_grad` allows."""
     load_state_dict(self, loaded)
     for state in self.optimizer.state.values():
         if "step" in state:

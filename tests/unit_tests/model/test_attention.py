@@ -36,7 +36,7 @@ def test_saved_bytes_are_those_of_the_unsegmented_sequence():
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_nothing_is_kept_where_all_weights_below_are_frozen(window):
-    """No backward comes to release it."""
+    """No backward comes to free the cache; the context frees those of other layers in the same way."""
     layer = attention(8, window=window)
     whole = torch.randn(64, 1, 2, 8)
     parts = []

@@ -40,27 +40,6 @@ def test_gradients_of_a_balance_loss_are_rounded_once(dtype):
     assert released == [True]
 
 
-class Router(SimpleNamespace):
-    __hash__ = object.__hash__  # as the key of a cache
-
-
-def test_nothing_is_kept_where_router_and_all_below_are_frozen(alone):
-    context = SegmentContext()
-    router = Router(
-        segment_context=context,
-        num_experts=EXPERTS,
-        topk=2,
-        tp_cp_group=torch.distributed.group.WORLD,
-        get_aux_loss_coeff=lambda kind: 0.1,
-        attach_and_log_load_balancing_loss=lambda probs, *_, **__: probs,
-    )
-    for index, (start, end) in enumerate(BOUNDS):
-        scores = torch.rand(end - start, EXPERTS)
-        with context.running(Segment(0, index, start, end, LENGTH), keeps_for_backward=True):
-            _apply_balance(_BALANCES[0], router, None, scores, scores, scores > 0.5)
-    context.assert_empty()
-
-
 def test_a_padding_mask_is_refused():
     router = SimpleNamespace(segment_context=SegmentContext(), get_aux_loss_coeff=lambda kind: 0.1)
     router.segment_context.segment = Segment(0, 0, 0, 4, 8)

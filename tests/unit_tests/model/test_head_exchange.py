@@ -56,11 +56,13 @@ def test_a_rank_receives_its_heads_and_queries_and_returns_them(monkeypatch, siz
 
     def there_and_back(exchange, rank):
         mine = exchange.to_heads(*(share(tensor, rank, size) for tensor in (query, key, value)))
-        return *mine, exchange.to_tokens(mine[0].flatten(2)), exchange.own_queries(TOKENS)
+        sinks = exchange.own_heads(torch.arange(heads))
+        return *mine, sinks, exchange.to_tokens(mine[0].flatten(2)), exchange.own_queries(TOKENS)
 
-    for rank, (q, k, v, back, runs) in enumerate(ranks.run(there_and_back)):
+    for rank, (q, k, v, sinks, back, runs) in enumerate(ranks.run(there_and_back)):
         share_of_heads = heads // row_size
         own = range(rank % row_size * share_of_heads, (rank % row_size + 1) * share_of_heads)
+        assert sinks.tolist() == [*own]
         assert torch.equal(q, torch.cat([query[start:end, :, own] for start, end in runs]))
         assert sum(end - start for start, end in runs) == TOKENS * row_size // size
         for got, whole in ((k, key), (v, value)):
@@ -70,10 +72,3 @@ def test_a_rank_receives_its_heads_and_queries_and_returns_them(monkeypatch, siz
     elements = 2 * heads * (row_size - 1) + 2 * lcm(kv_heads, row_size) * (size - 1)
     expected = TOKENS // size * SEQUENCES * SIZE * elements // row_size * query.itemsize
     assert ranks.bytes == [expected] * size
-
-
-def test_a_rank_has_the_sinks_of_its_heads():
-    assert [part.tolist() for part in Ranks(2, 2).run(lambda exchange, _: exchange.own_heads(torch.arange(4)))] == [
-        [0, 1],
-        [2, 3],
-    ]

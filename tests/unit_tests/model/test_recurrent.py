@@ -9,9 +9,6 @@ from megatron.seq1f1b import cpu
 cpu.activate()
 
 from megatron.seq1f1b.cpu.recurrent import chunk_gated_delta_rule, mamba_chunk_scan_combined  # noqa: E402
-from megatron.seq1f1b.model import SegmentContext  # noqa: E402
-from megatron.seq1f1b.model.recurrent_layers import run_recurrence  # noqa: E402
-from support.segments import of_lengths  # noqa: E402
 
 
 def delta_inputs(length, dtype):
@@ -88,18 +85,3 @@ def test_chunks_equal_one_token_after_the_other(kind, length):
     inputs, state = make(length, torch.float64), torch.randn(shape, dtype=torch.float64)
     for mine, exact in zip(results(chunked, inputs, state), results(by_token, inputs, state), strict=True):
         assert (mine - exact).abs().max() <= 1e-12 * exact.abs().max()
-
-
-def test_no_state_is_kept_where_all_weights_below_are_frozen():
-    """No backward comes to release it, and none is recorded."""
-
-    def sums(inputs, state):
-        output = inputs.cumsum(0) + (0 if state is None else state[0])
-        return output, (output[-1:],)
-
-    context, whole, parts = SegmentContext(), torch.rand(9, 1), []
-    for segment in of_lengths((4, 3, 2)):
-        with context.running(segment, keeps_for_backward=True):
-            parts.append(run_recurrence(context, "layer", sums, whole[segment.start : segment.end]))
-    context.assert_empty()
-    assert torch.allclose(torch.cat(parts), whole.cumsum(0)) and not parts[-1].requires_grad

@@ -1,13 +1,12 @@
 """Sliding windows and softmax sinks cut into segments against one softmax over the whole sequence."""
 
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron.seq1f1b.model.kernels import KernelChoice
-from support.segments import attention, expected, inputs, of_lengths, run, segments_of
+from support.segments import Attended, attention, expected, inputs, of_lengths, run, segments_of
 
 LENGTH, BATCH, HEADS, GROUPS, SIZE = 150, 2, 4, 2, 8
 CUTS = [(150,), (100, 30, 20), (60, 3, 2, 5, 80)]
@@ -85,19 +84,12 @@ def test_segments_in_flight_are_kept_and_gradients_of_a_window(documents):
 
 
 def test_segments_that_are_computed_again_keep_a_window_each():
-    layer, parts = windowed([50, 60, 80, LENGTH])
-    outputs = []
-
-    def forward(segment, *part):
-        with layer.segment_context.running(segment, keeps_for_backward=True):
-            return layer(*part)
-
-    for segment, part in parts:
-        outputs.append(checkpoint(partial(forward, segment), *part, use_reentrant=True))
+    *tensors, grad = inputs(LENGTH, (1, 2, 2, SIZE, SIZE), torch.float32)
+    layer = attention(SIZE, window=WINDOW)
+    attended = Attended(layer, tensors, grad, segments_of([0, 50, 60, 80, LENGTH]), recompute=True)
+    attended.forward()
     assert kept_tokens(layer.segment_context) == 16 + 10 + 16 + 16
-    for output in reversed(outputs):
-        output.sum().backward()
-    layer.segment_context.assert_empty()
+    attended.backward()
 
 
 def test_evaluation_keeps_one_window():
