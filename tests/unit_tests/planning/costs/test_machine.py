@@ -19,18 +19,20 @@ from megatron.seq1f1b.planning.costs.operations import (
 
 @pytest.mark.parametrize("name", machine.machine_names())
 def test_machines_of_the_package_can_be_read(name):
-    assert machine.read_machine(name).name == name
+    assert read_machine(name).name == name
+
+
+H100 = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
 
 
 def test_a_user_brings_a_file_of_his_own(tmp_path):
-    text = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
-    (tmp_path / "mine.toml").write_text(text.replace("devices = 8", "devices = 4"))
-    assert machine.read_machine(tmp_path / "mine.toml").devices_per_node == 4
+    (tmp_path / "mine.toml").write_text(H100.replace("devices = 8", "devices = 4"))
+    assert read_machine(tmp_path / "mine.toml").devices_per_node == 4
 
 
 def test_an_unknown_machine_is_answered_with_those_there_are():
     with pytest.raises(ValueError, match="--machine b300: there is no such file, and this package has a100-80gb"):
-        machine.read_machine("b300")
+        read_machine("b300")
 
 
 @pytest.mark.parametrize(
@@ -43,22 +45,19 @@ def test_an_unknown_machine_is_answered_with_those_there_are():
         ("devices = 8", "devices = 0"),
         ("devices = 8", "devices = 0.5"),
         ("error = 0.045", "error = -1"),
+        ("[device]", "[device"),
+        ("[device]", "\udcff"),
     ],
+    ids=ascii,
 )
 def test_a_wrong_constant_is_named(tmp_path, old, new):
-    text = Path(machine.__file__).with_name("machines").joinpath("h100-80gb.toml").read_text()
-    (tmp_path / "mine.toml").write_text(text.replace(old, new))
-    with pytest.raises(ValueError, match=r"--machine .*mine.toml: .* lacks a constant or has a wrong one"):
-        machine.read_machine(tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_bytes(H100.replace(old, new).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"--machine .*mine.toml: .* is not TOML, lacks a constant or has a wrong one"):
+        read_machine(tmp_path / "mine.toml")
 
 
-def test_a_file_that_is_no_text_is_a_sentence(tmp_path):
-    (tmp_path / "mine.toml").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(ValueError, match=r"--machine .*mine.toml: .* is not TOML"):
-        machine.read_machine(tmp_path / "mine.toml")
-
-
-device = machine.read_machine("a100-80gb").device
+device = read_machine("a100-80gb").device
+MACHINE = read_machine("a100-vtrain")
 
 
 def test_large_products_come_near_the_rate_and_small_ones_do_not():
@@ -70,9 +69,6 @@ def test_large_products_come_near_the_rate_and_small_ones_do_not():
     assert efficiency(16384) > 0.93
     assert efficiency(128) < 0.6
     assert efficiency(130) < efficiency(128)  # a second row of tiles for two rows
-
-
-MACHINE = read_machine("a100-vtrain")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""FLOPs of a segment by kind of layer, its cost on a stage, and where balanced cuts lie because of it."""
+"""FLOPs of a segment by kind of layer, its cost on a stage, where balanced cuts lie and how `auto` plans by it."""
 
 from dataclasses import replace
 
@@ -8,16 +8,21 @@ from megatron.seq1f1b.partition import balanced, even
 from megatron.seq1f1b.planning.costs.flops import head_flops, layer_flops
 from megatron.seq1f1b.planning.costs.machine import Device
 from megatron.seq1f1b.planning.costs.model_shape import DeltaNet, Experts, LatentAttention, Mamba, ModelShape
-from megatron.seq1f1b.planning.costs.stage_costs import A100, CPU_CORE, AnalyticTime, analytic_costs, bottleneck_time
+from megatron.seq1f1b.planning.costs.stage_costs import (
+    A100,
+    CPU_CORE,
+    AnalyticTime,
+    action_costs,
+    analytic_costs,
+    bottleneck_time,
+)
+from megatron.seq1f1b.runtime.program import Programs
+from megatron.seq1f1b.schedule import Kind, Placement, ScheduleChoice, Shape, build, lower_rank, peak_memory, simulate
 
 GPT_7B = ModelShape(32, 4096, 16384, 32, 128, 32768)
 # Every operation at one FLOP or element a second: costs are counts.
 # Seconds are FLOPs, and elements of the embedding.
 COUNT = Device("count", 1, 1, 2, 1, 1, 1, 1, 1, 0)
-
-
-def test_a_dense_layer_has_the_flops_of_the_formula():
-    assert layer_flops(GPT_7B, 0) == (24 * 4096**2, 4 * 4096)
 
 
 def test_parameters_and_flops_of_known_models_agree():
@@ -29,13 +34,10 @@ def test_parameters_and_flops_of_known_models_agree():
     mixtral = ModelShape(32, 4096, 14336, 32, 128, 32000, 8, True, None, Experts(8, 2, 14336), tuple(range(32)))
     dense = layer_flops(replace(mixtral, experts=None), 0)[0]
     assert layer_flops(mixtral, 0)[0] == dense + 2 * 3 * 4096 * 14336 + 2 * 4096 * 8
-
-
-def test_layers_without_experts_are_dense():
+    # Two of sixteen experts of another width, and a shared one, in the second layer only.
     model = replace(GPT_7B, experts=Experts(16, 2, 1024, 2048), expert_layers=(1,))
-    assert layer_flops(model, 0) == layer_flops(GPT_7B, 0)
-    attention = 8 * 4096**2
-    assert layer_flops(model, 1)[0] == attention + 4 * 4096 * (2 * 1024 + 2048) + 2 * 4096 * 16
+    assert layer_flops(model, 0) == layer_flops(GPT_7B, 0) == (24 * 4096**2, 4 * 4096)
+    assert layer_flops(model, 1)[0] == 8 * 4096**2 + 4 * 4096 * (2 * 1024 + 2048) + 2 * 4096 * 16
 
 
 def test_latent_attention_counts_its_low_rank_projections():
@@ -117,14 +119,6 @@ def test_a_window_is_counted_pair_by_pair():
         assert time(start, end) == sum(min(position, 7) + 1 for position in range(start, end))
 
 
-def test_attention_and_mlp_apart_cost_as_much_as_one_layer():
-    whole, apart = (
-        analytic_costs(model, (model.num_layers,), replace(A100, kernel_latency=0.0))[0].total(1000, 3000)
-        for model in (MODEL, hybrid("*-" * 8))
-    )
-    assert apart == pytest.approx(whole)
-
-
 def test_recurrent_layers_have_no_part_per_pair():
     (cost,) = analytic_costs(hybrid("GM-"), (3,), A100)
     assert cost.forward(0, 1000) == cost.forward(50000, 51000)
@@ -147,3 +141,44 @@ def test_each_prediction_head_costs_the_last_stage():
     )
     joined = 2 * 2000 * 4 * MODEL.hidden_size**2 / (A100.peak_flops * A100.matmul_efficiency)
     assert more[1].forward(1000, 3000) == pytest.approx(plain[1].forward(1000, 3000) + 2 * layer + joined)
+
+
+TINY = ModelShape(4, 256, 1024, 4, 64, 512)
+UNEVEN = (3, 1)
+
+
+def test_times_of_both_halves_add_up_to_the_backward():
+    stages, lengths = analytic_costs(TINY, UNEVEN, CPU_CORE), (3584, 1888, 1472, 1248)
+    costs = action_costs(stages, UNEVEN, lengths)
+    start = 0
+    for segment, length in enumerate(lengths):
+        for stage, cost in enumerate(stages):
+            assert costs.duration(Kind.F, stage, segment) == cost.forward(start, start + length)
+            assert costs.duration(Kind.B, stage, segment) == pytest.approx(cost.backward(start, start + length))
+            # The matrix products of a layer, 24 h² a token, and on the last stage those of the head.
+            flops = UNEVEN[stage] * 24 * 256**2 + (2 * 256 * 512 if stage else 0)
+            assert costs.duration(Kind.W, stage, segment) == pytest.approx(
+                flops * length / (CPU_CORE.peak_flops * CPU_CORE.matmul_efficiency)
+            )
+        start += length
+    assert costs.activation == costs.kept == (tuple(3.0 * n for n in lengths), tuple(1.0 * n for n in lengths))
+
+
+def test_only_auto_plans_for_the_costs():
+    stages = analytic_costs(TINY, (2, 2), CPU_CORE)
+    lengths = balanced(8192, 4, bottleneck_time(stages))
+    shape, costs = Shape(Placement(2), 2, 4), action_costs(stages, (2, 2), lengths)
+    plan = Programs(ScheduleChoice("auto"), lambda lengths: action_costs(stages, (2, 2), lengths))
+    for rank in range(2):
+        assert [*plan.program(shape, lengths, rank, forward_only=False).actions] == lower_rank(
+            build("auto", shape, costs), rank, one_queue=True
+        )
+    planned, named = build("auto", shape, costs), build("zb-h1", shape)
+    assert simulate(planned, costs).makespan < simulate(named, costs).makespan
+    assert max(peak_memory(planned, costs)) <= max(peak_memory(build("1f1b", shape), costs))
+
+    def refuse(lengths):
+        raise AssertionError("asked for")
+
+    assert Programs(ScheduleChoice("1f1b"), refuse).program(shape, lengths, 0, forward_only=False)
+    assert Programs(ScheduleChoice("auto"), refuse).program(shape, lengths, 0, forward_only=True)

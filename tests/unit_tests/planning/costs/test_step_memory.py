@@ -1,12 +1,16 @@
-"""What an action holds while it runs, and the moment at which a rank holds most."""
+"""What an action holds while it runs, the moment at which a rank holds most, and a loss whose logits are computed in
+pieces, and again in the backward."""
 
 from dataclasses import replace
 
 import pytest
 
 from megatron.seq1f1b.commands.model_flags import preset
-from megatron.seq1f1b.planning.costs.layer_bytes import backward_working
-from megatron.seq1f1b.planning.costs.machine import GIB
+from megatron.seq1f1b.model import loss_pieces
+from megatron.seq1f1b.planning.costs.layer_bytes import MOST_KEPT, PIECE, backward_working, keeps_logits
+from megatron.seq1f1b.planning.costs.layer_times import head_time
+from megatron.seq1f1b.planning.costs.machine import GIB, read_machine
+from megatron.seq1f1b.planning.costs.stage_costs import A100, analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import activation_tables, rank_memory, static_memory
 from megatron.seq1f1b.planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup
 from megatron.seq1f1b.schedule import Placement, build
@@ -90,8 +94,51 @@ def test_recomputation_holds_one_layer_more():
         assert more == pytest.approx((kept - less) * UNIT)
 
 
-def test_later_segments_hold_gradients_of_longer_prefixes():
-    length = LENGTH // 16
-    setup = replace(SHARED, segments=(length,) * 16)
-    sizes = [backward_working(setup, setup.stages[0], start, start + length) for start in range(0, LENGTH, length)]
-    assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
+LLAMA = preset("llama3-70b")
+
+
+def in_pieces(length: int, segments: int, family: str = "1f1b") -> TrainingSetup:
+    return TrainingSetup(
+        LLAMA,
+        length,
+        2,
+        tensor_parallel=8,
+        sequence_parallel=True,
+        placement=Placement(4),
+        family=family,
+        segments=(length // segments,) * segments,
+        recompute="full",
+    )
+
+
+def test_pieces_are_those_of_the_model_and_few_logits_are_kept():
+    assert (PIECE, MOST_KEPT) == (loss_pieces.PIECE, loss_pieces.WORTH * loss_pieces.PIECE)
+    assert keeps_logits(in_pieces(32768, 4)) and not keeps_logits(in_pieces(65536, 4))
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1"])
+def test_a_million_tokens_keep_hidden_states_in_place_of_logits(family):
+    one = in_pieces(2**20, 64, family)
+    pieces, kept = (
+        rank_memory(each, build(family, each.shape).ranks[3], 3).logits
+        for each in (one, replace(one, keeps_logits=True))
+    )
+    hidden = 2 * 2 * 2**20 * LLAMA.hidden_size / 8  # before and after the last norm
+    assert pieces - hidden < GIB and kept > 60 * GIB
+
+
+def test_sequences_are_cut_by_the_repeated_product():
+    layers = (LLAMA.num_layers // 4,) * 4
+    kept, pieces = (analytic_costs(LLAMA, layers, A100, loss_in_pieces=each) for each in (False, True))
+    assert pieces[:3] == kept[:3]
+    product = kept[3].forward.per_token - kept[2].forward.per_token
+    assert pieces[3].backward.per_token - kept[3].backward.per_token == pytest.approx(product)
+    assert pieces[3].weight == pieces[2].weight != kept[3].weight
+
+
+def test_the_backward_repeats_the_forward_and_w_has_nothing():
+    machine, one = read_machine("h100-80gb"), in_pieces(2**20, 64)
+    kept = head_time(replace(one, keeps_logits=True), machine, 0, 2**14)
+    pieces = head_time(one, machine, 0, 2**14)
+    assert pieces.forward == kept.forward and pieces.weight == 0.0
+    assert kept.weight < pieces.input - kept.input - kept.weight <= kept.forward
