@@ -224,20 +224,14 @@ def block_working(setup: TrainingSetup, layer: int, block: Block, start: int, en
     """What the backward holds between the products of a block, beside what the block kept."""
     if block.attention is None:
         return 0.0
-    returned = BYTES * keys_values_of(setup, layer, _given(setup, layer, start, end))
+    returned = BYTES * keys_values_of(setup, layer, setup.model.keys_given(layer, start, end))
     return setup.rows(end - start) * block.kept + returned + _of_kernel(setup, layer, block.attention, start, end)
-
-
-def _given(setup: TrainingSetup, layer: int, start: int, end: int) -> int:
-    """Tokens whose keys and values attention is given, and returns gradients of."""
-    window = setup.model.window_of(layer)
-    return end if window is None else min(end, end - start + window)
 
 
 def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: int, end: int) -> float:
     """What the backward of attention frees when it ends: gradients of queries in 32 bit (flash_api.cpp of
     FlashAttention 2), and, where heads share keys and values, gradients of these for each head of the queries."""
-    given = _given(setup, layer, start, end)
+    given = setup.model.keys_given(layer, start, end)
     of_queries = 4 * setup.rows(end - start) * attention.heads * attention.score_dim
     for_each = setup.rows(given) * attention.heads * (attention.score_dim + attention.value_dim)
     return of_queries + (BYTES * for_each if for_each > keys_values_of(setup, layer, given) else 0)

@@ -38,6 +38,10 @@ class Parts(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
+    def beside(self, **work: float) -> "Parts":
+        """What remains of the named parts while other work of so many seconds runs."""
+        return self._replace(**{name: max(0.0, getattr(self, name) - seconds) for name, seconds in work.items()})
+
 
 _NOTHING = Parts(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -59,20 +63,17 @@ def layer_time(setup: TrainingSetup, machine: Machine, start: int, end: int, lay
     # A product that adds to gradients reads and writes them meanwhile.
     weight = max(weight, moving_time(machine.device, 2 * setup.gradient_bytes * setup.layer_parameters(layer)[0]))
     # Tensor-parallel collectives may run beside products of weight gradients; with --tp-comm-overlap beside all.
-    of_forward, of_back = 0.0, 0.0 if setup.splits_backward else min(forward.exchange, _HIDING * weight)
     if setup.hides_tensor_exchange:
-        of_forward, of_back = min(forward.exchange, forward.matmul), min(back.exchange, back.matmul + weight)
-    forward = forward._replace(exchange=forward.exchange - of_forward)
-    back = back._replace(exchange=back.exchange - of_back)
+        forward, back = forward.beside(exchange=forward.matmul), back.beside(exchange=back.matmul + weight)
+    elif not setup.splits_backward:
+        back = back.beside(exchange=min(forward.exchange, _HIDING * weight))
     routed = _routed_time(setup, machine, blocks, end - start, layer)
-    forward, back = (Parts(*map(add, *parts)) for parts in ((forward, routed.forward), (back, routed.input)))
     weight += routed.weight
     if setup.hides_experts:  # a forward runs beside the backward of another micro-batch
-        of_forward = min(routed.forward.all_to_all, back.matmul + back.attention + weight)
-        of_back = min(routed.input.all_to_all, forward.matmul + forward.attention)
-        forward = forward._replace(all_to_all=forward.all_to_all - of_forward)
-        back = back._replace(all_to_all=back.all_to_all - of_back)
-    return LayerTime(forward, back, weight)
+        of_back = back.matmul + routed.input.matmul + back.attention + weight
+        of_forward = forward.matmul + routed.forward.matmul + forward.attention
+        routed = LayerTime(routed.forward.beside(all_to_all=of_back), routed.input.beside(all_to_all=of_forward), 0.0)
+    return LayerTime(Parts(*map(add, forward, routed.forward)), Parts(*map(add, back, routed.input)), weight)
 
 
 def _dense_time(
@@ -113,11 +114,10 @@ def _attention(
     setup: TrainingSetup, machine: Machine, block: Block, start: int, end: int, layer: int
 ) -> tuple[float, float]:
     """Attention of the forward and of the input gradients."""
-    device, batch, length, window = machine.device, setup.micro_batch_size, end - start, setup.model.window_of(layer)
     if block.attention is None:
         return 0.0, 0.0
-    keys = end if window is None else min(end, length + window)
-    seen = pairs(start, end, window)
+    device, batch, length = machine.device, setup.micro_batch_size, end - start
+    keys, seen = setup.model.keys_given(layer, start, end), pairs(start, end, setup.model.window_of(layer))
     if setup.seen:
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
     heads = block.attention.heads / setup.context_parallel

@@ -119,3 +119,8 @@ class ModelShape:
     def window_of(self, layer: int) -> int | None:
         """How many keys before its own a query of this layer sees at most; None where it sees all."""
         return self.window if layer in self.window_layers else None
+
+    def keys_given(self, layer: int, start: int, end: int) -> int:
+        """How many keys attention of the tokens [start, end) is given in this layer: theirs, and those before them."""
+        window = self.window_of(layer)
+        return end if window is None else min(end, end - start + window)

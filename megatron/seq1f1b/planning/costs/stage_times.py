@@ -154,19 +154,17 @@ def step_end(setup: TrainingSetup, machine: Machine, rank: int) -> StepEnd:
     With `overlaps_data_parallel` the first and the last are part of the schedule, but for embeddings of two stages.
     """
     stages = setup.placement.stages_of(rank)
-    parameters = sum(setup.parameters[stage][0] for stage in stages)
-    experts = sum(setup.parameters[stage][1] for stage in stages)
+    parameters, experts = map(sum, zip(*(setup.parameters[stage] for stage in stages), strict=True))
     reduce = gather = 0.0
     if not setup.overlaps_data_parallel:
         reduce, gather = replica_times(setup, machine, parameters, experts)
-    ends = (0, setup.placement.num_stages - 1)
     is_twice = setup.tied_embeddings or setup.model.prediction_depth > 0  # the embedding, on the first and last stage
-    if is_twice and setup.placement.num_stages > 1 and any(stage in ends for stage in stages):
+    if is_twice and any(setup.stages[stage].is_first != setup.stages[stage].is_last for stage in stages):
         apart = setup.pipeline_stride * (setup.pipeline_parallel - 1)
         size = setup.gradient_bytes * setup.embedding_parameters
         reduce += 2 * message_time(machine, 0, apart, size, min(machine.devices_per_node, setup.pipeline_stride))
     # All ranks clear, scale and measure gradients; Adam takes parameter, two moments, gradient and a 16-bit copy.
-    moved = 4 * setup.gradient_bytes * (parameters + experts)
+    moved: float = 4 * setup.gradient_bytes * (parameters + experts)
     for count, group in ((parameters, setup.data_group), (experts, setup.expert_data_group)):
         share = group.size if setup.distributed_optimizer else 1
         moved += (24 + setup.gradient_bytes + BYTES) * count / share
