@@ -12,8 +12,11 @@ import megatron.seq1f1b
 megatron.seq1f1b.install()
 
 import megatron.training  # noqa: E402
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.training import training  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
+from torch.utils._pytree import tree_map_only  # noqa: E402
 
 from megatron.seq1f1b.rehearsal.ledger import Ledger  # noqa: E402
 from megatron.seq1f1b.rehearsal.stage import Stage  # noqa: E402
@@ -32,6 +35,14 @@ class RealStage(Stage):
         buffer = mapped_buffer(num_bytes)
         self.ledger.label(buffer, None)
         return buffer
+
+    def uncounted(self, batches):
+        """A data set keeps tensors for later batches, in the memory of the host."""
+        while True:
+            with _disable_current_modes():
+                batch = next(batches)
+            self.ledger.label(tree_map_only(torch.Tensor, torch.Tensor.detach, batch), None)
+            yield batch
 
     def _data(self, build, *args, **kwargs):
         train, valid, test = build(*args, **kwargs)
