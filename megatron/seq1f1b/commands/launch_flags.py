@@ -10,7 +10,7 @@ from math import prod
 from ..arguments.flags import AUTO, EQUAL_SPLITS, share_or_auto
 from ..arguments.megatron_run import hybrid_stages, layers_per_stage, stages_of_layout
 from ..partition import DEFAULT_STRATEGY, STRATEGIES
-from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, even_layers, has_costs
+from ..planning.costs.training_setup import ALL_BUT_ATTENTION, TrainingSetup, has_costs
 from ..planning.model_sizes import recompute_of, recomputed_share
 from ..planning.planner.search import fitted
 from ..planning.planner.space import Candidate, Question, cut, expert_sizes
@@ -23,32 +23,24 @@ _IN_16_BIT = ("--fp8-format", "--fp4-format")
 # What --offload-modules moves of attention, its norm included.
 _OF_ATTENTION = "attn_norm qkv_linear core_attn attn_proj"
 _MOST_ACTIONS = 1_000_000
-# What gives the first and the last stage other numbers of layers.
-_UNEVEN = (
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
 _PREDICTED = ("balanced", "even", "uniform_comp")  # ways to cut
 # A plan chooses the schedule and the cut; those of these flags have no prediction beside it.
 _CHOSEN = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
 
 
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of a launch. Unknown flags are passed over; a flag that is not given is None."""
-    launch = read_known(words, add_every_model_flag, _add_positions, _add_decided)[0]
+    """Read the flags of a launch; a flag that is not given is None. `unread` has those that change nothing in a
+    prediction, each with its values."""
+    launch, others = read_known(words, add_every_model_flag, _add_positions, _add_decided)
     if launch.recompute_activations:  # as Megatron does
         launch.recompute_granularity = "selective"
+    launch.unread = with_values(others)
     return launch
 
 
 def undecided(words: Sequence[str]) -> list[str]:
     """The flags of a launch without those that a planner decides, each with its values."""
     return with_values(read_known(words, _add_decided)[1])
-
-
-def unread(words: Sequence[str]) -> list[str]:
-    """The flags of a launch that change nothing in a prediction, each with its values."""
-    return with_values(read_known(words, add_every_model_flag, _add_positions, _add_decided)[1])
 
 
 def model_sizes_in(words: Sequence[str]) -> list[str]:
@@ -75,6 +67,12 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
     micro_batch = launch.micro_batch_size or 1
     data, rest = divmod(question.num_devices, tensor * pipeline * context)
     left = question.global_batch_size % (max(data, 1) * micro_batch)
+    if rest or left:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline} and "
+            f"--micro-batch-size {micro_batch} do not divide --gpus {question.num_devices} and --global-batch-size "
+            f"{question.global_batch_size}; drop them to have them chosen"
+        )
     expert = launch.expert_model_parallel_size or 1
     cut_experts = 1 if question.model.experts is None else launch.expert_tensor_parallel_size or tensor
     ranks, not_cut = divmod(tensor * context * data, cut_experts)
@@ -82,12 +80,6 @@ def as_given(launch: argparse.Namespace, question: Question) -> Candidate | None
         raise ValueError(
             f"--expert-model-parallel-size {expert} and --expert-tensor-parallel-size {cut_experts} do not divide the "
             f"experts and the {tensor * context * data} ranks of a pipeline stage; drop them to have them chosen"
-        )
-    if rest or left:
-        raise ValueError(
-            f"--tensor-model-parallel-size {tensor}, --pipeline-model-parallel-size {pipeline} and "
-            f"--micro-batch-size {micro_batch} do not divide --gpus {question.num_devices} and --global-batch-size "
-            f"{question.global_batch_size}; drop them to have them chosen"
         )
     chunks = _chunks(launch, pipeline, question.model.num_layers)
     placement = Placement(pipeline, chunks)
@@ -146,9 +138,9 @@ def _offloading(setup: TrainingSetup, launch: argparse.Namespace, question: Ques
 
 
 def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
-    if launch.pipeline_model_parallel_layout is not None:
-        return max(1, len(stages_of_layout(launch.pipeline_model_parallel_layout)) // pipeline)
-    if len(stages := hybrid_stages(vars(launch))) > 1:
+    layout, pattern = launch.pipeline_model_parallel_layout, hybrid_stages(vars(launch))
+    stages = pattern if layout is None else stages_of_layout(layout)
+    if layout is not None or len(stages) > 1:
         return max(1, len(stages) // pipeline)
     if launch.num_layers_per_virtual_pipeline_stage is not None:
         return max(1, num_layers // pipeline // launch.num_layers_per_virtual_pipeline_stage)
@@ -157,13 +149,10 @@ def _chunks(launch: argparse.Namespace, pipeline: int, num_layers: int) -> int:
 
 def _layers(launch: argparse.Namespace, placement: Placement, num_layers: int) -> tuple[int, ...]:
     """Raises ValueError for stages that do not make the layers of the model."""
-    layout, stages = launch.pipeline_model_parallel_layout, placement.num_stages
-    if layout is not None or len(hybrid_stages(vars(launch))) > 1 or any(vars(launch)[name] for name in _UNEVEN):
-        chunks = {"virtual_pipeline_model_parallel_size": placement.num_chunks}
-        layers = layers_per_stage(vars(launch) | chunks | {"num_layers": num_layers})
-    else:
-        layers = even_layers(num_layers, stages)
-    if len(layers) != stages or sum(layers) != num_layers or (layout is None and min(layers) < 1):
+    stages = placement.num_stages
+    chunks = {"virtual_pipeline_model_parallel_size": placement.num_chunks, "num_layers": num_layers}
+    layers = layers_per_stage(vars(launch) | chunks | {"pipeline_model_parallel_size": placement.num_ranks})
+    if len(layers) != stages or sum(layers) != num_layers or min(layers) < 0:
         raise ValueError(
             f"these flags put {list(layers)} layers on {stages} pipeline stages, which do not make {num_layers}; drop "
             "them to have the layers spread"
@@ -177,103 +166,93 @@ def _add_positions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:
-    for name in (
-        "seq-length",
-        "global-batch-size",
-        "micro-batch-size",
-        "tensor-model-parallel-size",
-        "pipeline-model-parallel-size",
-        "context-parallel-size",
-        "expert-model-parallel-size",
-        "expert-tensor-parallel-size",
-        "num-layers-per-virtual-pipeline-stage",
-        "num-virtual-stages-per-pipeline-rank",
-        "decoder-first-pipeline-num-layers",
-        "decoder-last-pipeline-num-layers",
-        "unit-tokens",
-        "recompute-num-layers",
-        "microbatch-group-size-per-virtual-pipeline-stage",
-    ):
+    sizes = (
+        "tensor-model-parallel pipeline-model-parallel context-parallel expert-model-parallel expert-tensor-parallel"
+    )
+    layers = "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank recompute-num-layers"
+    layers += " decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"
+    others = "seq-length unit-tokens microbatch-group-size-per-virtual-pipeline-stage"
+    sizes += " expert-tensor-parallel global-batch micro-batch"
+    for name in (*layers.split(), *others.split(), *(f"{size}-size" for size in sizes.split())):
         parser.add_argument(f"--{name}", type=count)
+    for name in (*_CHOSEN, "recompute_method", "pipeline_model_parallel_layout"):
+        parser.add_argument(f"--{name.replace('_', '-')}")
+    switches = "recompute-keeps-attention keep-logits partition-state overlap-moe-expert-parallel-comm tp-comm-overlap"
+    switches += " account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split recompute-activations"
+    switches += " sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather"
+    for name in (*switches.split(), "fine-grained-activation-offloading"):
+        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
     parser.add_argument("--sequence-splits", *EQUAL_SPLITS, type=count)
     strategy = "--sequence-split-strategy", "--pipe-sp-strategy"
     parser.add_argument(*strategy, choices=sorted(STRATEGIES), default=DEFAULT_STRATEGY)
-    for name in _CHOSEN:
-        parser.add_argument(f"--{name.replace('_', '-')}")
     parser.add_argument("--recompute-granularity", choices=("full", "selective"))
-    parser.add_argument("--recompute-modules", nargs="+")
-    for name in ("recompute-method", "pipeline-model-parallel-layout"):
-        parser.add_argument(f"--{name}")
+    for name in ("recompute-modules", "offload-modules"):
+        parser.add_argument(f"--{name}", nargs="+")
     parser.add_argument("--offload-activations", type=share_or_auto, default=0.0)
-    parser.add_argument("--fine-grained-activation-offloading", action="store_true")
-    parser.add_argument("--offload-modules", nargs="+")
     parser.add_argument("--activation-offload-fraction", type=float, default=1.0)
     ways = ("p2p", "all_gather", "a2a", "a2a+p2p")
     parser.add_argument("--cp-comm-type", nargs="+", choices=ways, default=ways[:1])
     parser.add_argument("--hierarchical-context-parallel-sizes", type=count, nargs="+", default=[])
-    for name in (
-        *("recompute-keeps-attention", "keep-logits", "partition-state"),
-        *("overlap-moe-expert-parallel-comm", "tp-comm-overlap", "recompute-activations"),
-        *("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
-        *("sequence-parallel", "use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather"),
-    ):
-        parser.add_argument(f"--{name}", action="store_true")
 
 
 def decided_flags(candidate: Candidate, by_megatron: bool = False) -> list[str]:
     """All that the planner decides: each item is a flag with its values. Those for Megatron's own schedules, with
     `by_megatron`, have no flag of this package."""
     setup = candidate.setup
-    words = [
+    return [
         f"--seq-length {setup.sequence_length}",
         f"--tensor-model-parallel-size {setup.tensor_parallel}",
         f"--pipeline-model-parallel-size {setup.pipeline_parallel}",
         f"--micro-batch-size {setup.micro_batch_size}",
         f"--global-batch-size {setup.global_batch_size}",
         "--use-distributed-optimizer",
+        *_exchanges(setup),
+        *_memory(setup),
+        *_layout(setup),
+        *(_groups(setup) if by_megatron else _schedule(candidate)),
     ]
+
+
+def _exchanges(setup: TrainingSetup) -> Iterator[str]:
     if setup.overlaps_data_parallel:
-        words.append("--overlap-grad-reduce --overlap-param-gather")
+        yield "--overlap-grad-reduce --overlap-param-gather"
     if setup.partitions_state:
-        words.append("--partition-state")
+        yield "--partition-state"
     if setup.sequence_parallel:
-        words.append(f"--sequence-parallel{' --tp-comm-overlap' * setup.hides_tensor_exchange}")
+        yield f"--sequence-parallel{' --tp-comm-overlap' * setup.hides_tensor_exchange}"
     if setup.context_parallel > 1:
         shares_heads = setup.model.num_heads % (setup.tensor_parallel * setup.context_parallel) == 0
         kind, *sizes = (setup.cp_comm_type or ("a2a" if shares_heads else "all_gather")).split()
-        words.append(f"--context-parallel-size {setup.context_parallel} --cp-comm-type {kind}")
+        yield f"--context-parallel-size {setup.context_parallel} --cp-comm-type {kind}"
         if sizes:
-            words.append(f"--hierarchical-context-parallel-sizes {' '.join(sizes)}")
+            yield f"--hierarchical-context-parallel-sizes {' '.join(sizes)}"
     if setup.model.experts is not None:
-        words.append(f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1")
+        yield f"--expert-model-parallel-size {setup.expert_parallel} --expert-tensor-parallel-size 1"
     if setup.hides_experts:
-        words.append("--overlap-moe-expert-parallel-comm")
+        yield "--overlap-moe-expert-parallel-comm"
+
+
+def _memory(setup: TrainingSetup) -> Iterator[str]:
+    """What is computed again, and what moves to the host."""
     if setup.recomputed_share < 1:
         layers = round(setup.recomputed_share * max(setup.layers_per_stage))
-        words.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}")
+        yield f"--recompute-granularity full --recompute-method block --recompute-num-layers {layers}"
     elif setup.recomputes_layers:
-        words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         if setup.recompute == ALL_BUT_ATTENTION:
-            words.append("--recompute-keeps-attention")
+            yield "--recompute-keeps-attention"
     elif setup.recompute != "none":
-        words.append(f"--recompute-granularity selective --recompute-modules {setup.recompute}")
+        yield f"--recompute-granularity selective --recompute-modules {setup.recompute}"
     if setup.offloads_modules and setup.offloads:
-        words.append(_megatrons_offload(setup))
+        moves_experts = setup.model.experts is not None and not setup.repeats("E")
+        modules = f"{_OF_ATTENTION} mlp_norm{' expert_fc1 moe_act' * moves_experts}"
+        share = f"--activation-offload-fraction {setup.offloads:g}"
+        yield f"--fine-grained-activation-offloading --offload-modules {modules} {share}"
     elif setup.offloads:
-        words.append(f"--offload-activations {setup.offloads:g}")
+        yield f"--offload-activations {setup.offloads:g}"
         if setup.overlaps_data_parallel:
-            words.append("--no-gradient-accumulation-fusion")
-    return [*words, *_layout(setup), *(_groups(setup) if by_megatron else _schedule(candidate))]
-
-
-def _megatrons_offload(setup: TrainingSetup) -> str:
-    moves_experts = setup.model.experts is not None and not setup.repeats("E")
-    experts = " expert_fc1 moe_act" if moves_experts else ""
-    return (
-        f"--fine-grained-activation-offloading --offload-modules {_OF_ATTENTION} mlp_norm{experts} "
-        f"--activation-offload-fraction {setup.offloads:g}"
-    )
+            yield "--no-gradient-accumulation-fusion"
 
 
 def _layout(setup: TrainingSetup) -> Iterator[str]:

@@ -30,7 +30,7 @@ from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predic
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
 from . import plan_lengths
-from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided, unread
+from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled, read_launch, undecided
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
@@ -194,7 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return answer_for_lengths(args, words)
     rules = rules_of(args, words)
     asked = question(args, words, rules)
-    given = as_given(read_launch(words), asked)
+    launch = read_launch(words)
+    given = as_given(launch, asked)
     search = Search(asked)
     found = search.best(args.best)
     if not found:
@@ -219,8 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
     for name in not_modelled(words):
         print(f"{name} is not modelled: times and memory are those of 16 bit.")
-    if ignored := unread(words):
-        print(f"These flags come back as given and change no prediction: {', '.join(ignored)}.")
+    if launch.unread:
+        print(f"These flags come back as given and change no prediction: {', '.join(launch.unread)}.")
     if search.too_long_for_auto:
         print(
             f"auto was left out for {len(search.too_long_for_auto)} of the best: their schedules have more than "
