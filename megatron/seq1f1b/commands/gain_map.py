@@ -16,7 +16,6 @@ from math import nan
 from pathlib import Path
 
 from ..planning.costs.machine import Machine, read_machine
-from ..planning.planner.gain import Gain
 from ..planning.planner.search import Search
 from ..planning.planner.space import Question
 from ..report.text import aligned
@@ -24,7 +23,7 @@ from ..schedule import written_whole
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, count, count_up_to, output_path
 from .plan import add_machine, show
-from .plan_text import short_name
+from .plan_text import Gain, short_name
 
 _KEY = ("model", "machine", "seq_length", "bandwidth", "gpus", "batch")
 _FOUND = ("seconds", "configuration", "megatron_seconds", "megatron_configuration")

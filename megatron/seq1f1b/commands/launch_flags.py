@@ -28,6 +28,20 @@ _PREDICTED = ("balanced", "even", "uniform_comp")  # ways to cut
 _CHOSEN = ("pipeline_schedule_file", "sequence_split_file", "sequence_split_profile", "pipeline_placement")
 
 
+# The flags that a plan decides.
+_COUNTS = """
+    seq-length micro-batch-size global-batch-size tensor-model-parallel-size pipeline-model-parallel-size
+    context-parallel-size expert-model-parallel-size expert-tensor-parallel-size unit-tokens recompute-num-layers
+    num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers
+    decoder-last-pipeline-num-layers microbatch-group-size-per-virtual-pipeline-stage
+"""
+_SWITCHES = """
+    sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather partition-state keep-logits
+    recompute-activations recompute-keeps-attention fine-grained-activation-offloading tp-comm-overlap
+    overlap-moe-expert-parallel-comm account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split
+"""
+
+
 def read_launch(words: Sequence[str]) -> argparse.Namespace:
     """Read the flags of a launch; a flag that is not given is None. `unread` has those that change nothing in a
     prediction, each with its values."""
@@ -166,22 +180,12 @@ def _add_positions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_decided(parser: argparse.ArgumentParser) -> None:
-    sizes = (
-        "tensor-model-parallel pipeline-model-parallel context-parallel expert-model-parallel expert-tensor-parallel"
-    )
-    layers = "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank recompute-num-layers"
-    layers += " decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"
-    others = "seq-length unit-tokens microbatch-group-size-per-virtual-pipeline-stage"
-    sizes += " expert-tensor-parallel global-batch micro-batch"
-    for name in (*layers.split(), *others.split(), *(f"{size}-size" for size in sizes.split())):
+    for name in _COUNTS.split():
         parser.add_argument(f"--{name}", type=count)
+    for name in _SWITCHES.split():
+        parser.add_argument(f"--{name}", action="store_true")
     for name in (*_CHOSEN, "recompute_method", "pipeline_model_parallel_layout"):
         parser.add_argument(f"--{name.replace('_', '-')}")
-    switches = "recompute-keeps-attention keep-logits partition-state overlap-moe-expert-parallel-comm tp-comm-overlap"
-    switches += " account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split recompute-activations"
-    switches += " sequence-parallel use-distributed-optimizer overlap-grad-reduce overlap-param-gather"
-    for name in (*switches.split(), "fine-grained-activation-offloading"):
-        parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--pipeline-schedule", choices=sorted(FAMILY_NAMES))
     parser.add_argument("--sequence-splits", *EQUAL_SPLITS, type=count)
     strategy = "--sequence-split-strategy", "--pipe-sp-strategy"

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from ..arguments.supported import Use
 from ..planning.costs.machine import OUTSIDE_GIB, machine_names, read_machine
-from ..planning.planner.gain import Gain
-from ..planning.planner.lengths import UnitPlan, UnitSearch
+from ..planning.planner.lengths import UnitSearch
 from ..planning.planner.search import MOST_ACTIONS_OF_AUTO, Plan, Search, predict_candidate
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import way_out
@@ -34,7 +33,7 @@ from .launch_flags import as_given, decided_flags, model_sizes_in, not_modelled,
 from .launch_rules import LaunchRules
 from .model_flags import PRESETS, model_of, preset, training_flags
 from .parsing import PICTURES, Parser, amount, amount_or_0, count, count_up_to, output_path, with_values
-from .plan_text import explained, megatron_alone, memory_by_stage, overview, short_name, title
+from .plan_text import Gain, explained, megatron_alone, memory_by_stage, overview, short_name, title
 
 # Shares of a device's memory that the picture shows.
 _SHARES = (0.8, 0.6, 0.4, 0.2)
@@ -53,42 +52,23 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", choices=PRESETS, metavar="NAME", help=models)
     parser.add_argument("--gpus", type=count_up_to(10**6), metavar="N", help="default: WORLD_SIZE")
     parser.add_argument("--seq-length", type=count, metavar="TOKENS", help="of a sequence; required without --lengths")
-    parser.add_argument(
-        "--lengths",
-        type=Path,
-        metavar="FILE",
-        help="plan for unequal lengths, in units: a CSV with lines 'tokens,sequences', or the .idx file of a "
-        "corpus; longer ones than --seq-length are cut off there",
-    )
-    parser.add_argument(
-        "--global-batch-size",
-        type=count_up_to(2**16),
-        required=True,
-        metavar="SEQUENCES",
-        help="of a training step; required",
-    )
+    lengths = "plan for unequal lengths, in units: a CSV with lines 'tokens,sequences', or the .idx file of a corpus; "
+    lengths += "longer ones than --seq-length are cut off there"
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
+    batch = {"type": count_up_to(2**16), "required": True, "metavar": "SEQUENCES"}
+    parser.add_argument("--global-batch-size", **batch, help="of a training step; required")
     add_machine(parser, "a100-80gb")
     parser.add_argument("--device-memory", type=amount, metavar="GIB", help="default: what a device of the machine has")
-    parser.add_argument(
-        "--host-memory",
-        type=amount_or_0,
-        metavar="GIB",
-        help="of the host, for activations of each device; 0: none moves there; default: what the machine file has",
-    )
-    parser.add_argument(
-        "--best", type=count_up_to(1000), default=5, metavar="N", help="configurations to show; default: 5"
-    )
+    host = "of the host, for activations of each device; 0: none moves there; default: what the machine file has"
+    parser.add_argument("--host-memory", type=amount_or_0, metavar="GIB", help=host)
+    best = "configurations to show; default: 5"
+    parser.add_argument("--best", type=count_up_to(1000), default=5, metavar="N", help=best)
     parser.add_argument("--explain", action="store_true", help="where the time goes, and what the second best lacks")
     picture = "throughput against memory: .png, .svg or .pdf (needs matplotlib)"
     parser.add_argument("--output", type=output_path(*PICTURES), help=picture)
-    parser.add_argument(
-        "--rehearse",
-        type=Path,
-        nargs="?",
-        const=Path("pretrain_gpt.py"),
-        metavar="SCRIPT",
-        help="rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py",
-    )
+    what = "rehearse what is advised on this machine (--dry-run) with your training script; default: pretrain_gpt.py"
+    script = {"nargs": "?", "const": Path("pretrain_gpt.py"), "metavar": "SCRIPT"}
+    parser.add_argument("--rehearse", type=Path, **script, help=what)
     args, words = parser.parse_known_args(argv)
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
         # Flags of Megatron are no misspelt ones of ours: --eval-global-batch-size is longer.
@@ -114,9 +94,7 @@ def add_machine(parser: Parser, default: str) -> None:
 def rules_of(args: argparse.Namespace, words: Sequence[str]) -> LaunchRules:
     """Raises ValueError if the launch does not go with any plan."""
     always = {Use.PARTITIONED_STATE} if read_launch(words).partition_state else set()
-    if args.lengths is not None:
-        always |= {Use.SEGMENTS, Use.UNITS}
-    return LaunchRules(kept_flags(args, words), always)
+    return LaunchRules(kept_flags(args, words), always | ({Use.SEGMENTS, Use.UNITS} if args.lengths else set()))
 
 
 def question(args: argparse.Namespace, words: Sequence[str], rules: LaunchRules) -> Question:
@@ -139,13 +117,12 @@ def question(args: argparse.Namespace, words: Sequence[str], rules: LaunchRules)
     )
 
 
-def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
+def plan_units(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Plan for a histogram of lengths; returns the exit code."""
-    histogram = plan_lengths.read_histogram(args.lengths)
+    histogram, launch = plan_lengths.read_histogram(args.lengths), read_launch(words)
     if args.seq_length is None:
         args.seq_length = -(-max(histogram) // _ROUND) * _ROUND
-    asked, launch = question(args, words, rules_of(args, words)), read_launch(words)
-    search = UnitSearch(asked, histogram)
+    search = UnitSearch(question(args, words, rules_of(args, words)), histogram)
     given = None
     if launch.unit_tokens is not None:
         candidate = as_given(launch, search.average(launch.unit_tokens))
@@ -156,10 +133,10 @@ def answer_for_lengths(args: argparse.Namespace, words: Sequence[str]) -> int:
     megatron = search.of_megatron()
     print(plan_lengths.title(search))
     print(plan_lengths.table(found, megatron, given, search))
-    print(plan_lengths.megatron_alone(found[0], megatron, asked.machine.error))
-    print(memory_by_stage(found[0], asked))
-    flags = all_flags(args, words, found[0], by_megatron=False)
-    print("Flags of the best:\n  " + " \\\n  ".join(flags))
+    print(plan_lengths.megatron_alone(found[0], megatron, search.question.machine.error))
+    print(memory_by_stage(found[0], search.question))
+    flags = all_flags(args, words, found[0])
+    print(f"Flags of the best:{in_lines(flags)}")
     if not any(flag.split()[0] in _APART for flag in flags):
         print(f"Units are for sequences that are kept apart: add one of {', '.join(_APART)}.")
     return 0
@@ -174,10 +151,15 @@ def kept_flags(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
     return [*flags, "--moe-token-dispatcher-type alltoall"] if exchanges else flags
 
 
-def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan | UnitPlan, by_megatron: bool) -> list[str]:
+def all_flags(args: argparse.Namespace, words: Sequence[str], best: Plan, by_megatron: bool = False) -> list[str]:
     """The flags that are kept, and those of the plan; the last wins where a name repeats."""
     flags = [*kept_flags(args, words), *decided_flags(best.candidate, by_megatron)]
     return list({flag.split()[0].partition("=")[0]: flag for flag in flags}.values())
+
+
+def in_lines(flags: Sequence[str]) -> str:
+    """The flags as the end of a command."""
+    return "\n  " + " \\\n  ".join(flags)
 
 
 def show(done: int, total: int) -> None:
@@ -191,32 +173,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.rehearse is not None and not args.rehearse.is_file():
         raise ValueError(f"--rehearse {args.rehearse}: there is no such script; name your own")
     if args.lengths is not None:
-        return answer_for_lengths(args, words)
-    rules = rules_of(args, words)
+        return plan_units(args, words)
+    rules, launch = rules_of(args, words), read_launch(words)
     asked = question(args, words, rules)
-    launch = read_launch(words)
-    given = as_given(launch, asked)
-    search = Search(asked)
+    given, search = as_given(launch, asked), Search(asked)
     found = search.best(args.best)
     if not found:
         raise way_out(asked)
     show(1, 2)
-    best, megatron = found[0], next(iter(Search(asked.of_megatron()).best(1)), None)
+    megatron = next(iter(Search(asked.of_megatron()).best(1)), None)
     show(2, 2)
-    alone = None if megatron is None else megatron.prediction.seconds
-    over_megatron = Gain(best.prediction.seconds, alone, asked.machine.error)
-    runner_up = None
-    if megatron is not None and not over_megatron.is_of_segments:
-        best, runner_up = megatron, best
+    gain = Gain(found[0].prediction.seconds, megatron and megatron.prediction.seconds, asked.machine.error)
+    best = found[0] if megatron is None or gain.is_of_segments else megatron
     print(title(asked))
     print(overview(found, megatron, None if given is None else predict_candidate(given, asked), asked))
-    print(megatron_alone(over_megatron, megatron))
+    print(megatron_alone(gain, megatron))
     print(memory_by_stage(best, asked))
-    flags = all_flags(args, words, best, by_megatron=runner_up is not None)
-    print(f"Flags of {"Megatron's own schedules" if runner_up else 'the best'}:\n  " + " \\\n  ".join(flags))
-    if runner_up is not None:
-        ours = all_flags(args, words, runner_up, by_megatron=False)
-        print(f"Runner-up: this package, in {over_megatron.ours:.3f} s:\n  " + " \\\n  ".join(ours))
+    flags = all_flags(args, words, best, by_megatron=best is megatron)
+    print(f"Flags of {"Megatron's own schedules" if best is megatron else 'the best'}:{in_lines(flags)}")
+    if best is megatron:
+        ours = all_flags(args, words, found[0])
+        print(f"Runner-up: this package, in {gain.ours:.3f} s:{in_lines(ours)}")
     print("".join(f"{sentence}\n" for sentence in rules.left_out()), end="")
     for name in not_modelled(words):
         print(f"{name} is not modelled: times and memory are those of 16 bit.")

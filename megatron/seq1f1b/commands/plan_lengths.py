@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..planning.costs.flops import model_flops
-from ..planning.planner.gain import Gain
 from ..planning.planner.lengths import UnitPlan, UnitSearch
-from .plan_text import PARALLEL, parallel_sizes, ranking, schedule_name
+from .plan_text import PARALLEL, Gain, parallel_sizes, ranking, schedule_name
 
 _HEAD = (*PARALLEL, "unit", "schedule", "recompute", "step s", "tokens/s a GPU", "TFLOPS", "bubble", "padding", "GiB")
 _LONGEST = 10**8  # tokens; a plan for more would take hours

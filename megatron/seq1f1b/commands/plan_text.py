@@ -1,13 +1,13 @@
 """Plans as text."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..planning.costs.blocks import parameters_of_model
 from ..planning.costs.flops import model_flops
 from ..planning.costs.layer_times import layer_time, repeated_time
 from ..planning.costs.machine import GIB
 from ..planning.costs.training_setup import TrainingSetup
-from ..planning.planner.gain import Gain
 from ..planning.planner.search import Plan
 from ..planning.planner.space import Question
 from ..planning.planner.way_out import by_use
@@ -19,6 +19,32 @@ from ..schedule import FAMILIES, num_gathers
 PARALLEL = ("TP", "CP", "PP", "DP", "C")
 _HEAD = (*PARALLEL, "k", "cut", "schedule", "m", "mb", "recompute", "offload")
 _HEAD += ("step s", "tokens/s", "TFLOPS", "bubble", "GiB", "host GiB")
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What segments gain over the strongest opponent, Megatron's own schedules with all that they have: the seconds of
+    the fastest step of either; None where nothing fits. `error` is the relative error of such predictions."""
+
+    ours: float | None
+    megatron: float | None
+    error: float
+
+    @property
+    def value(self) -> float | None:
+        """How much more throughput, relative; None unless both fit."""
+        return None if self.ours is None or self.megatron is None else self.megatron / self.ours - 1
+
+    @property
+    def is_of_segments(self) -> bool:
+        """Whether segments are worth having: only they fit, or they gain more than the error."""
+        return self.megatron is None if self.value is None else self.value >= self.error
+
+    def __str__(self) -> str:
+        if self.value is None:
+            only = "only segments fit" if self.ours else "only Megatron's own fit"
+            return only if self.ours or self.megatron else "nothing fits"
+        return f"{100 * self.value:+.1f} %{' (within error)' * (abs(self.value) < self.error)}"
 
 
 def title(question: Question) -> str:

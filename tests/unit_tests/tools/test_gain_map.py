@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.seq1f1b.commands import gain_map
-from megatron.seq1f1b.planning.planner.gain import Gain
+from megatron.seq1f1b.commands.plan_text import Gain
 from megatron.seq1f1b.planning.planner.search import Search
 from unit_tests.planning.planner.question import MODEL, small
 
