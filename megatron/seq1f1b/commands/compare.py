@@ -94,17 +94,17 @@ def latest_timeline(folder: Path) -> Timeline:
 
 def table(names: list[str], logs: list[TrainingLog], timelines: list[Timeline]) -> str:
     """One column per run."""
+    seconds, first = [log.seconds_per_iteration for log in logs], logs[0].seconds_per_iteration
     rows = [
         ("", *names),
         ("schedule", *(timeline.meta["schedule"] for timeline in timelines)),
         ("segments", *(str(timeline.shape.num_segments) for timeline in timelines)),
-        ("seconds per iteration", *(f"{log.seconds_per_iteration:.2f}" for log in logs)),
-        ("  of the first run", *(f"{log.seconds_per_iteration / logs[0].seconds_per_iteration:.2f}" for log in logs)),
+        ("seconds per iteration", *(f"{each:.2f}" for each in seconds)),
+        ("  of the first run", *(f"{each / first:.2f}" for each in seconds)),
         ("tokens per second", *(f"{log.tokens_per_second:.0f}" for log in logs)),
         ("idle share of a traced step", *(f"{timeline.bubble_ratio:.2f}" for timeline in timelines)),
     ]
-    for rank in range(timelines[0].shape.num_ranks):
-        peaks = (timeline.meta["peak_memory_bytes"][rank] for timeline in timelines)
+    for rank, peaks in enumerate(zip(*(timeline.meta["peak_memory_bytes"] for timeline in timelines), strict=True)):
         rows.append((f"peak activation memory, rank {rank}", *(f"{peak / 2**20:.0f} MiB" for peak in peaks)))
     rows += [
         ("loss of the first iteration", *(f"{log.losses[0]:.4f}" for log in logs)),

@@ -18,8 +18,8 @@ from pathlib import Path
 from ..planning.costs.machine import Machine, read_machine
 from ..planning.planner.search import Search
 from ..planning.planner.space import Question
+from ..report.style import picture
 from ..report.text import aligned
-from ..schedule import written_whole
 from .model_flags import PRESETS, preset
 from .parsing import Parser, amount, count, count_up_to, output_path
 from .plan import add_machine, show
@@ -105,27 +105,24 @@ def read_cells(path: Path) -> list[Cell]:
 def plot_gains(cells: Sequence[Cell], title: str, path: Path) -> None:
     """One panel for each number of sequences, with the gain in percent; grey where that is within the error."""
     import numpy as np
-    from matplotlib.figure import Figure
 
     values = {(float(cell["bandwidth"]), int(cell["gpus"]), int(cell["batch"])): gain_of(cell).value for cell in cells}
     error = 100 * read_machine(cells[0]["machine"]).error
     bandwidths, devices, batches = (sorted(set(each)) for each in zip(*values, strict=True))
-    figure = Figure(figsize=(1 + 3.2 * len(batches), 3.4), layout="constrained")
-    panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
-    for axes, batch in zip(panels, batches, strict=True):
-        found = [[values.get((speed, gpus, batch)) for gpus in devices] for speed in bandwidths]
-        gains = np.array([[nan if gain is None else 100 * gain for gain in row] for row in found])
-        shown = np.ma.masked_inside(np.ma.masked_invalid(gains), -error, error)
-        image = axes.imshow(shown, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
-        axes.set_facecolor("#cccccc")
-        for (row, column), gain in np.ndenumerate(gains):
-            axes.annotate("-" if np.isnan(gain) else f"{gain:+.0f}", (column, row), ha="center", va="center")
-        axes.set_xticks(range(len(devices)), devices)
-        axes.set_yticks(range(len(bandwidths)), [f"{each:g}" for each in bandwidths])
-        axes.set_xlabel("GPUs")
-        axes.set_title(f"{batch} sequences a step", fontsize=9)
-    figure.colorbar(image, label="gain, %; grey: within error")
-    panels[0].set_ylabel("GB/s of a node")
-    figure.suptitle(title, fontsize=9)
-    with written_whole(path) as unfinished:
-        figure.savefig(unfinished, dpi=160)
+    with picture(path, 1 + 3.2 * len(batches), 3.4) as figure:
+        panels = figure.subplots(1, len(batches), squeeze=False, sharey=True)[0]
+        for axes, batch in zip(panels, batches, strict=True):
+            found = [[values.get((speed, gpus, batch)) for gpus in devices] for speed in bandwidths]
+            gains = np.array([[nan if gain is None else 100 * gain for gain in row] for row in found])
+            shown = np.ma.masked_inside(np.ma.masked_invalid(gains), -error, error)
+            image = axes.imshow(shown, cmap="RdYlGn", vmin=-40, vmax=40, origin="lower", aspect="auto")
+            axes.set_facecolor("#cccccc")
+            for (row, column), gain in np.ndenumerate(gains):
+                axes.annotate("-" if np.isnan(gain) else f"{gain:+.0f}", (column, row), ha="center", va="center")
+            axes.set_xticks(range(len(devices)), devices)
+            axes.set_yticks(range(len(bandwidths)), [f"{each:g}" for each in bandwidths])
+            axes.set_xlabel("GPUs")
+            axes.set_title(f"{batch} sequences a step")
+        figure.colorbar(image, label="gain, %; grey: within error")
+        panels[0].set_ylabel("GB/s of a node")
+        figure.suptitle(title)

@@ -53,8 +53,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_sizes(args: argparse.Namespace) -> None:
-    """Raise ValueError for sizes that do not go together."""
+def run_costs(args: argparse.Namespace) -> RunCosts:
+    """The costs of the run that the flags describe, as training has them. Raises ValueError for sizes that do not go
+    together."""
     stages, tensor = args.pipeline_model_parallel_size * args.num_virtual_stages, args.tensor_model_parallel_size
     if args.num_layers < stages:
         raise ValueError(f"--num-layers {args.num_layers} leaves some of the {stages} stages without a layer")
@@ -65,17 +66,12 @@ def check_sizes(args: argparse.Namespace) -> None:
         )
     placement = Placement(args.pipeline_model_parallel_size, args.num_virtual_stages)
     check_size(Shape(placement, args.num_microbatches, args.sequence_splits), MOST_ACTIONS)
-
-
-def run_costs(args: argparse.Namespace) -> RunCosts:
-    """The costs of the run that the flags describe, as training has them."""
     settings = settings_of(args) | {
         "recompute_granularity": "full" if args.recompute else None,
         "virtual_pipeline_model_parallel_size": args.num_virtual_stages,
     }
-    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size * args.num_virtual_stages)
-    run = replace(run_of_settings(settings, args.num_microbatches), layers_per_stage=layers)
-    return RunCosts(args, run)
+    run = run_of_settings(settings, args.num_microbatches)
+    return RunCosts(args, replace(run, layers_per_stage=even_layers(args.num_layers, stages)))
 
 
 def partitions(args: argparse.Namespace, costs: RunCosts) -> Iterator[tuple[str, SequencePartition]]:
@@ -117,7 +113,6 @@ def table(cuts: list[Cut]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    check_sizes(args)
     costs = run_costs(args)
     if costs.is_measured:
         errors = costs.measured[1]

@@ -25,9 +25,7 @@ from ..schedule import (
     PLACEMENTS,
     Costs,
     Placement,
-    Schedule,
     Shape,
-    Timeline,
     build,
     lower,
     moved,
@@ -87,16 +85,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_sources(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag without effect, because a file has what it sets."""
-    file = "--timeline" if args.timeline else "--pipeline-schedule-file" if args.pipeline_schedule_file else None
-    if file is None:
-        return
-    for name in (*SIZES, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect beside {file}; drop one of them")
-
-
 def read_costs(shape: Shape, text: str) -> tuple[Costs, float]:
     """The costs, and the time of a copy to the host or back. Raises ValueError for what is no set of costs."""
     try:
@@ -118,18 +106,13 @@ def _pairs(text: str) -> Iterator[tuple[str, float]]:
             raise ValueError(f"'{part}' is not a name and a number, such as f=1") from None
 
 
-def simulated(schedule: Schedule, costs: Costs, move: float) -> Timeline:
-    """The timeline of the schedule, with its moves beside compute."""
-    if not schedule.has_moves:
-        return simulate(schedule, costs)
-    copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
-    return execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     output, name = args.output, args.output.name
-    check_sources(args)
+    file = "--timeline" if args.timeline else "--pipeline-schedule-file" if args.pipeline_schedule_file else None
+    for flag in (*SIZES, "memory_limit", "offload_activations", *(["costs"] if args.timeline else [])):
+        if file is not None and getattr(args, flag) is not None:
+            raise ValueError(f"--{flag.replace('_', '-')} has no effect beside {file}; drop one of them")
     family = args.pipeline_schedule or "1f1b"
     if args.memory_limit is not None and family != "auto":
         raise ValueError("--memory-limit is for --pipeline-schedule auto")
@@ -138,21 +121,24 @@ def main(argv: list[str] | None = None) -> None:
     else:
         text = args.costs or EQUAL_COSTS
         if args.pipeline_schedule_file:
-            schedule = read_csv(args.pipeline_schedule_file)
-            (costs, move), title = read_costs(schedule.shape, text), args.pipeline_schedule_file.name
+            schedule, title = read_csv(args.pipeline_schedule_file), args.pipeline_schedule_file.name
+            costs, move = read_costs(schedule.shape, text)
         else:
             ranks, microbatches, segments, chunks, style = (getattr(args, each) or SIZES[each] for each in SIZES)
-            shape = Shape(Placement(ranks, chunks, style), microbatches, segments)
+            shape, title = Shape(Placement(ranks, chunks, style), microbatches, segments), family
             check_size(shape, MOST_ACTIONS)
-            (costs, move), title = read_costs(shape, text), family
+            costs, move = read_costs(shape, text)
             schedule = moved(build(family, shape, costs, args.memory_limit), args.offload_activations or 0.0)
         if name.endswith(".csv"):
             return write_csv(schedule, output)
-        meta = {"schedule": title, "costs": text}
-        timeline = simulated(schedule, costs, move)
+        if schedule.has_moves:
+            copies = ((move,) * schedule.shape.num_segments,) * schedule.shape.num_stages
+            timeline = execute_lowered(lower(schedule), costs, dict.fromkeys(MOVE_KINDS, copies))
+        else:
+            timeline = simulate(schedule, costs)
         if not 0 < timeline.makespan < inf:
             raise ValueError(f"--costs {text}: a step must take some time, and not {timeline.makespan:g}")
-        timelines = [replace(timeline, meta=meta)]
+        timelines = [replace(timeline, meta={"schedule": title, "costs": text})]
 
     if name.endswith(PICTURES):
         plot_timelines(timelines, output, width=args.width, has_labels=not args.no_labels)

@@ -10,6 +10,7 @@ taken from --machine is marked in the file: peaks of data sheets, and what only 
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from dataclasses import fields, replace
@@ -110,8 +111,7 @@ def as_toml(machine: Machine, base: Machine) -> str:
     """A machine file with the source of each constant beside it."""
     lines = [f"# By seq1f1b profile, from the machine {base.name}."]
     for section in ("device", "host", "node", "network"):
-        lines += ["", f"[{section}]"]
-        lines += [f"devices = {machine.devices_per_node}"] if section == "node" else []
+        lines += ["", f"[{section}]"] + [f"devices = {machine.devices_per_node}"] * (section == "node")
         before, now = getattr(base, section), getattr(machine, section)
         for field in fields(now):
             value = getattr(now, field.name)
@@ -122,9 +122,7 @@ def as_toml(machine: Machine, base: Machine) -> str:
 
 
 def _text(value: Any) -> str:
-    """In TOML."""
-    if isinstance(value, str):
-        return f'"{value}"'
+    """In TOML, which has strings and lists as JSON does."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_text, value))}]"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

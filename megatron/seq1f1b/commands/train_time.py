@@ -19,7 +19,7 @@ from ..report.text import aligned
 from .launch_flags import decided_flags
 from .model_flags import PRESETS, gpt_of, model_of, read_model, training_flags
 from .parsing import Parser, amount, count, count_up_to, with_values
-from .plan import add_machine, show
+from .plan import add_machine, in_lines, show
 from .plan_text import PARALLEL, parallel_sizes
 
 
@@ -62,11 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join(aligned([head, *(_row(each, args.gpu_hour) for each in found)])))
     best = min(found, key=lambda each: each.days)
     flags = with_values(words) + training_flags(args.seq_length) + decided_flags(best.candidate)
-    print(
-        f"\nSoonest: {best.days:.3g} days on {best.candidate.setup.num_devices} GPUs, with\n  ",
-        " \\\n  ".join(flags),
-        sep="",
-    )
+    print(f"\nSoonest: {best.days:.3g} days on {best.candidate.setup.num_devices} GPUs, with{in_lines(flags)}")
     return 0
 
 
@@ -75,9 +71,8 @@ _HEAD = ["GPUs", "days", "GPU hours", "batch", "steps", "step s", *PARALLEL, "k"
 
 def _row(training: Training, price: float | None) -> list[str]:
     """The cells of `_HEAD`, and the cost where an hour of a GPU has a price."""
-    setup, days = training.candidate.setup, training.days
-    row = [str(setup.num_devices), f"{days:.3g}" if days < 1000 else f"{days:.0f}", f"{training.device_hours:.4g}"]
+    setup, days, hours = training.candidate.setup, training.days, training.device_hours
+    row = [str(setup.num_devices), f"{days:.3g}" if days < 1000 else f"{days:.0f}", f"{hours:.4g}"]
     row += [str(setup.global_batch_size), f"{training.steps:.0f}", f"{training.step_seconds:.3f}"]
     row += [*parallel_sizes(setup), str(len(setup.segments)), str(setup.expert_parallel), setup.family]
-    row += [setup.recompute, f"{training.memory_gib:.0f}"]
-    return row if price is None else [*row, f"{price * training.device_hours:,.0f}"]
+    return row + [setup.recompute, f"{training.memory_gib:.0f}"] + ([f"{price * hours:,.0f}"] if price else [])
