@@ -90,9 +90,9 @@ def patches() -> PatchTable:
     )
 
 
-def _placement() -> Placement:
-    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    return Placement(parallel_state.get_pipeline_model_parallel_world_size(), chunks, "v")
+def _placement(num_ranks: int | None = None) -> Placement:
+    num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    return Placement(num_ranks or parallel_state.get_pipeline_model_parallel_world_size(), num_chunks, "v")
 
 
 def _v_shaped(build_chunks: Callable, build_one: Callable, *args: Any, **options: Any) -> list[torch.nn.Module]:
@@ -125,15 +125,12 @@ def _is_last_stage(upstream: Callable[..., bool], ignore_virtual: bool = True, v
     return placement.stage_of(_pipeline_rank(), vp_stage) == placement.num_stages - 1
 
 
-def _with_embedding_ranks(
-    initialize: Callable[..., None], *args: Any, get_embedding_ranks: Any = None, **options: Any
-) -> None:
-    initialize(*args, get_embedding_ranks=_embedding_ranks, **options)
+def _with_embedding_ranks(initialize: Callable[..., None], *args: Any, **options: Any) -> None:
+    def embedding_ranks(ranks: list[int]) -> list[int]:
+        placement = _placement(len(ranks))
+        return sorted({ranks[placement.rank_of(stage)] for stage in (0, placement.num_stages - 1)})
 
-
-def _embedding_ranks(ranks: list[int]) -> list[int]:
-    placement = Placement(len(ranks), parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1, "v")
-    return sorted({ranks[placement.rank_of(stage)] for stage in (0, placement.num_stages - 1)})
+    initialize(*args, **options | {"get_embedding_ranks": embedding_ranks})
 
 
 def _layer_offset(
