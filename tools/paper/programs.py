@@ -95,8 +95,8 @@ def _attention(setup: PaperSetup, machine: Machine, start: int, end: int) -> tup
     heads = model.num_heads / setup.tensor_parallel / setup.context_parallel
     if setup.flash_attention:
         pairs = length * (start + end + 1) / 2
-        forward = flash_time(device, length, end, pairs, heads, model.head_dim, batch)
-        back = flash_time(device, length, end, pairs, heads, model.head_dim, batch, backward=True)
+        sizes = (device, length, end, pairs, heads * batch, model.head_dim)
+        forward, back = (flash_time(*sizes, backward) for backward in (False, True))
     else:
         sizes = (device, length, end, heads, model.head_dim, batch, setup.dropout, setup.fuses_kernels)
         forward = unfused_attention_time(*sizes, backward=False)

@@ -65,7 +65,7 @@ def measured_device(base: Device, timer: DeviceTimer) -> Device:
     def attention(queries: int, backward: bool = False) -> float:
         """The share of the peak that the last queries of the longest sequence reach."""
         seen = pairs(longest - queries, longest, None)
-        least = flash_time(at_peak, queries, longest, seen, _HEADS, _HEAD_DIM, 1, backward)
+        least = flash_time(at_peak, queries, longest, seen, _HEADS, _HEAD_DIM, backward)
         return least / (timer.attention(_HEADS, _HEAD_DIM, queries, longest, backward) - latency)
 
     forward = attention(longest)

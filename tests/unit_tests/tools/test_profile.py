@@ -37,7 +37,7 @@ class Predicted:
 
     def attention(self, heads, head_dim, queries, keys, backward):
         seen = pairs(keys - queries, keys, None)
-        seconds = flash_time(DEVICE, queries, keys, seen, heads, head_dim, 1, backward)
+        seconds = flash_time(DEVICE, queries, keys, seen, heads, head_dim, backward)
         return seconds if queries >= SLOW_BELOW else (seconds - DEVICE.kernel_latency) * SLOWER + DEVICE.kernel_latency
 
     def small_kernel(self):

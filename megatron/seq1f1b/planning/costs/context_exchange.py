@@ -89,13 +89,9 @@ def _whole(
         for num_bytes in (keys_values, 2 * keys_values)
     )
     forward, back = (each / steps for each in seconds)
-    added = 3 * steps
-    # The first hop of the backward has no gradients yet; the last has nothing else, and nothing beside it.
-    return (
-        exchanged + (steps - 1) * max(0.0, hop - forward) + moving_time(machine.device, added * output, 2 * steps),
-        exchanged
-        + max(0.0, hop - back)
-        + (steps - 2) * max(0.0, both - back)
-        + hop
-        + moving_time(machine.device, added * (queries + keys_values), 2 * steps),
+    summed, of_gradients = (
+        moving_time(machine.device, 3 * steps * size, 2 * steps) for size in (output, queries + keys_values)
     )
+    # The first hop of the backward has no gradients yet; the last has nothing else, and nothing beside it.
+    hops = max(0.0, hop - back) + (steps - 2) * max(0.0, both - back) + hop
+    return exchanged + (steps - 1) * max(0.0, hop - forward) + summed, exchanged + hops + of_gradients

@@ -240,8 +240,8 @@ def _of_kernel(setup: TrainingSetup, layer: int, attention: Attention, start: in
 def layer_freed_by_attention(setup: TrainingSetup, layer: int) -> float:
     """What the backward of attention frees, in the last segment, before the gradients that it leaves for the keys and
     values of earlier segments arise; no more than these."""
-    attended = [block.attention for block in setup.blocks(layer) if block.attention is not None]
-    freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in attended)
+    kernels = (block.attention for block in setup.blocks(layer) if block.attention)
+    freed = sum(_of_kernel(setup, layer, attention, *setup.spans[-1]) for attention in kernels)
     return min(freed, layer_keys_values_gradients(setup, layer))
 
 

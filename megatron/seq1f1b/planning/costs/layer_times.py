@@ -120,11 +120,9 @@ def _attention(
     keys, seen = setup.model.keys_given(layer, start, end), pairs(start, end, setup.model.window_of(layer))
     if setup.seen:
         seen = min(seen, setup.seen[setup.spans.index((start, end))])
-    heads = block.attention.heads / setup.context_parallel
+    heads = block.attention.heads / setup.context_parallel * batch
     size = (block.attention.score_dim + block.attention.value_dim) / 2
-    forward, back = (
-        flash_time(device, length, keys, seen, heads, size, batch, backward=backward) for backward in (False, True)
-    )
+    forward, back = (flash_time(device, length, keys, seen, heads, size, backward) for backward in (False, True))
     if len(setup.segments) > 1:
         # Gradients of the keys and values of the prefix are added to sums in 32 bit.
         cached = batch * keys / setup.context_parallel * block.attention.keys_values

@@ -45,28 +45,20 @@ def moving_time(device: Device, num_bytes: float, num_kernels: int = 0) -> float
 
 
 def flash_time(
-    device: Device,
-    queries: int,
-    keys: int,
-    pairs: float,
-    heads: float,
-    head_dim: float,
-    batch: int,
-    backward: bool = False,
+    device: Device, queries: int, keys: int, pairs: float, heads: float, head_dim: float, backward: bool = False
 ) -> float:
-    """FlashAttention of `queries` queries on `keys` keys, of which they see `pairs` in all, for each of `heads` heads.
-
-    `head_dim` is the mean size of a key and of a value.
+    """FlashAttention of `queries` queries on `keys` keys, of which they see `pairs` in all, in each head; `heads` are
+    those of all sequences, `head_dim` the mean size of a key and of a value.
 
     The backward computes the scores again: five products for the two of the forward. Heads of less than 128 leave the
     tensor cores waiting for the exponentials, whose number does not depend on the size of a head (arXiv 2307.08691,
     section 4.1: heads of 64 reach about 0.85 of the rate).
     """
-    flops = (10 if backward else 4) * batch * heads * head_dim * pairs
+    flops = (10 if backward else 4) * heads * head_dim * pairs
     rate = device.peak_flops * (device.flash_backward if backward else device.flash_forward)
     rate *= min(1.0, 0.7 + 0.3 * head_dim / 128)  # a line through heads of 64 and of 128
     # Few blocks leave multiprocessors without work, and the last wave is full by half on average.
-    blocks = ceil((keys if backward else queries) / _BLOCK) * heads * batch
+    blocks = ceil((keys if backward else queries) / _BLOCK) * heads
     idle = device.multiprocessors / (2 * blocks) if blocks else 0.0
     return flops / rate * (1 + min(idle, device.multiprocessors)) + device.kernel_latency
 

@@ -63,7 +63,7 @@ class Memory:
         return float(sum(vars(self).values()))
 
 
-# What a unit has left on a stage before and after an action of a kind, as that which follows another; None: nothing.
+# By kind of action, what a unit keeps on its stage before it and after it: as after F, I or OFFLOAD, or nothing.
 _LEFT = {
     Kind.F: (None, Kind.F),
     Kind.B: (Kind.F, None),
@@ -163,8 +163,7 @@ def _whole_chunks(setup: TrainingSetup, actions: Sequence[Action]) -> Sizes:
     """
     if not _moves_state(setup):
         return np.zeros((len(actions), 2))
-    parameters = [sum(each) for each in setup.parameters]
-    last = {action.stage: action for action in actions}
+    parameters, last = [sum(each) for each in setup.parameters], {action.stage: action for action in actions}
     gathered, summed, ended = set[int](), set[int](), -1
     found = []
     for action in partition_state(actions):

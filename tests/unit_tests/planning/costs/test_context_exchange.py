@@ -25,14 +25,10 @@ def exchange(way: str, attention: tuple[float, float], **changes) -> tuple[float
 
 def test_attention_hides_a_ring_but_for_the_last_gradients():
     """Transformer Engine adds the result of each of 4 steps to what is there: two reads and a write."""
-    hop = message_time(MACHINE, 0, 2, KEYS_VALUES, 2)
-    added = [3 * 4 * size / (0.8 * 3350e9) + 8 * 4e-6 for size in (QUERIES, QUERIES + KEYS_VALUES)]
-    assert exchange("p2p", (1.0, 1.0)) == pytest.approx((added[0], added[1] + hop))
-
-
-def test_hops_take_their_time_where_attention_is_short():
     hop, both = (message_time(MACHINE, 0, 2, size, 2) for size in (KEYS_VALUES, 2 * KEYS_VALUES))
+    added = [3 * 4 * size / (0.8 * 3350e9) + 8 * 4e-6 for size in (QUERIES, QUERIES + KEYS_VALUES)]
     hidden, bare = exchange("p2p", (1.0, 1.0)), exchange("p2p", (0.0, 0.0))
+    assert hidden == pytest.approx((added[0], added[1] + hop))
     assert bare[0] - hidden[0] == pytest.approx(3 * hop) and bare[1] - hidden[1] == pytest.approx(hop + 2 * both)
     # Beside attention of one hop a step, gradients are half hidden.
     assert exchange("p2p", (4 * hop, 4 * hop))[1] - hidden[1] == pytest.approx(2 * (both - hop))
@@ -43,6 +39,9 @@ def test_a_ring_between_nodes_goes_at_the_pace_of_an_adapter():
     hop = message_time(MACHINE, 0, 8, KEYS_VALUES / 4, 8)
     assert outside - 3 * 4 * QUERIES / 4 / (0.8 * 3350e9) - 8 * 4e-6 == pytest.approx(3 * hop) and hop > 0
     assert outside < inside  # of a quarter of the bytes
+    # Heads among neighbours shorten the ring.
+    ring, both = (exchange(way, (0.0, 0.0), context_parallel=16) for way in ("p2p", "a2a+p2p 4 4"))
+    assert sum(both) < sum(ring)
 
 
 def test_gathering_and_exchanging_heads_are_not_hidden():
@@ -50,11 +49,6 @@ def test_gathering_and_exchanging_heads_are_not_hidden():
     assert exchange("all_gather", (1.0, 1.0)) == pytest.approx((gathered, 2 * gathered))
     by_heads = all_to_all_time(MACHINE, SETUP.context_group, 2 * QUERIES + KEYS_VALUES)
     assert exchange("a2a", (1.0, 1.0)) == pytest.approx((by_heads, by_heads))
-
-
-def test_heads_among_neighbours_shorten_the_ring():
-    ring, both = (exchange(way, (0.0, 0.0), context_parallel=16) for way in ("p2p", "a2a+p2p 4 4"))
-    assert sum(both) < sum(ring)
 
 
 def test_ways_are_those_of_transformer_engine():

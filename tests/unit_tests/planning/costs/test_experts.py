@@ -10,7 +10,6 @@ from megatron.seq1f1b.planning.costs.layer_bytes import layer_activation, layer_
 from megatron.seq1f1b.planning.costs.layer_times import layer_time, repeated_time
 from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.model_shape import Experts
-from megatron.seq1f1b.planning.costs.operations import Group, all_to_all_time
 from megatron.seq1f1b.planning.costs.stage_costs import analytic_costs
 from megatron.seq1f1b.planning.costs.step_memory import rank_memory
 from megatron.seq1f1b.planning.costs.training_setup import TrainingSetup
@@ -90,9 +89,3 @@ def test_experts_of_few_tokens_are_slow():
     setup = replace(SETUP, model=replace(preset("qwen3-30b-a3b"), num_layers=4, pattern="EEEE"), layers_per_stage=())
     time = [layer_time(setup, MACHINE, 0, length).forward.matmul / length for length in (128, 8192)]
     assert time[0] > 2 * time[1]
-
-
-def test_tokens_take_longer_to_other_nodes():
-    inside, outside = (all_to_all_time(MACHINE, Group(size, 1), 1e9) for size in (8, 16))
-    assert outside > 3 * inside
-    assert all_to_all_time(MACHINE, Group(1, 1), 1e9) == 0

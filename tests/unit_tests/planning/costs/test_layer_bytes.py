@@ -76,6 +76,8 @@ def test_keys_and_values_and_their_gradients_have_a_buffer_each():
     of_layer = layer_keys_values(setup, 0, 0, LENGTH // 4)
     assert of_layer == 2 * 2 * 2 * GPT.head_dim * LENGTH  # two KV heads a rank, in 16 bit
     assert layer_keys_values(setup, 0, LENGTH // 4, LENGTH // 2) == 0
+    latent = replace(PLAIN, model=replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))  # keeps them expanded
+    assert layer_keys_values(latent, 0, 0, LENGTH // 4) == 2 * LENGTH * 16 * (16 + 8 + 16) / 2
     # Two micro-batches are in flight, one of them between its first backward and its last. Gradients have 32 bit, those
     # of the last segment no place in the buffer.
     for rank in (0, 1):
@@ -149,11 +151,6 @@ def test_a_rank_has_a_whole_kv_head_where_ranks_are_more():
     setup = TrainingSetup(model, 65536, 4, tensor_parallel=8, sequence_parallel=True, segments=(16384,) * 4)
     memory = rank_memory(setup, build("1f1b", setup.shape).ranks[0], 0)
     assert memory.keys_values / 2**30 == pytest.approx(0.44, rel=0.01)
-
-
-def test_latent_attention_keeps_expanded_keys_and_values():
-    latent = replace(PLAIN, model=replace(GPT, latent=LatentAttention(0, 64, 16, 8, 16)))
-    assert layer_keys_values(latent, 0, 0, LENGTH // 4) == 2 * LENGTH * 16 * (16 + 8 + 16) / 2
 
 
 def test_a_layer_without_known_sizes_is_an_error():

@@ -10,6 +10,7 @@ from megatron.seq1f1b.planning.costs.machine import read_machine
 from megatron.seq1f1b.planning.costs.operations import (
     Group,
     all_reduce_time,
+    all_to_all_time,
     bus_bandwidth,
     flash_time,
     matmul_time,
@@ -88,7 +89,12 @@ def test_a_ring_moves_twice_the_bytes_but_for_one_part():
     size = 1e12  # so large that latency does not count
     expected = 2 * size * 7 / 8 / MACHINE.node.bandwidth
     assert all_reduce_time(MACHINE, Group(8, 1), size) == pytest.approx(expected, rel=1e-4)
-    assert all_reduce_time(MACHINE, Group(1, 1), size) == 0
+    assert all_reduce_time(MACHINE, Group(1, 1), size) == all_to_all_time(MACHINE, Group(1, 1), size) == 0
+
+
+def test_tokens_take_longer_to_other_nodes():
+    inside, outside = (all_to_all_time(read_machine("h100-80gb"), Group(size, 1), 1e9) for size in (8, 16))
+    assert outside > 3 * inside
 
 
 def test_messages_stay_in_the_node_or_share_the_way_out():
@@ -102,6 +108,6 @@ def test_attention_takes_longer_in_segments_than_in_one_piece():
     def time(segments: int) -> float:
         length = 8192 // segments
         ends = range(length, 8193, length)
-        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128, 1) for end in ends)
+        return sum(flash_time(device, length, end, length * (2 * end - length + 1) / 2, 4, 128) for end in ends)
 
     assert time(1) < time(4) < time(64)
