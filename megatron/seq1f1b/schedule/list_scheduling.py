@@ -9,12 +9,11 @@ from math import inf
 
 from .action import Action, Kind
 from .cost_tables import Costs, memory_change
-from .dependencies import dependencies
 from .schedule import Schedule, Shape
-from .timing import delays_of, missing_of, rules_of
+from .timing import pending, rules_of
 
-# A forward or backward, and the position of its unit in the order of those; smaller goes first.
-Priority = Callable[[Action, int], float]
+# Of a forward or backward; smaller goes first.
+Priority = Callable[[Action], float]
 
 
 @dataclass
@@ -33,16 +32,13 @@ class _Rank:
 
     limit: float
     whole: float  # memory of the largest micro-batch with all its chunks and segments
-    forwards_left: list[int]  # of each micro-batch
-    held: list[float]  # memory of each micro-batch
     queues: dict[tuple[Kind, int], _Queue]  # by kind and stage
     order: deque[Action] | None  # of the forwards and backwards that are left, if it is given
+    held: list[float]  # memory of each micro-batch
+    used: float = 0.0  # memory in all
     weights: deque[Action] = field(default_factory=deque)  # the W that could run
     actions: list[Action] = field(default_factory=list)
     free: float = 0.0  # when the last action ends
-    used: float = 0.0  # memory in all
-    oldest: int = 0  # the first micro-batch with forwards left
-    used_by_oldest: float = 0.0  # memory of the micro-batches up to that one
 
     def candidates(self) -> list[_Queue]:
         """The queues whose next action may be the next of this rank and needs nothing that has not started."""
@@ -50,9 +46,8 @@ class _Rank:
             return [queue for queue in self.queues.values() if queue.time < inf]
         if not self.order:
             return []
-        kind, stage, *_ = wanted = self.order[0]
-        queue = self.queues[kind, stage]
-        return [queue] if queue.time < inf and queue.actions[queue.position] == wanted else []
+        queue = self.queues[self.order[0][:2]]
+        return [queue] if queue.time < inf and queue.actions[queue.position] == self.order[0] else []
 
     def admits(self, microbatch: int, memory: float) -> bool:
         """Whether a forward fits and, in a free order, leaves room for the oldest micro-batch with forwards left.
@@ -60,24 +55,11 @@ class _Rank:
         So the oldest unfinished micro-batch of the whole pipeline finds room on every rank and is never stuck: older
         ones are gone and younger ones leave enough.
         """
-        if self.used + memory > self.limit:
-            return False
-        younger = self.used - self.used_by_oldest
-        return self.order is not None or microbatch <= self.oldest or self.whole + younger + memory <= self.limit
-
-    def append(self, action: Action, end: float, memory: float) -> None:
-        microbatch = action.microbatch
-        self.actions.append(action)
-        self.free = end
-        self.used += memory
-        self.held[microbatch] += memory
-        if microbatch <= self.oldest:
-            self.used_by_oldest += memory
-        if action.kind is Kind.F:
-            self.forwards_left[microbatch] -= 1
-        while self.oldest < len(self.held) - 1 and not self.forwards_left[self.oldest]:
-            self.oldest += 1
-            self.used_by_oldest += self.held[self.oldest]
+        if self.used + memory > self.limit or self.order is not None:
+            return self.used + memory <= self.limit
+        forwards = (queue for (kind, _), queue in self.queues.items() if kind is Kind.F)
+        oldest = min(each.actions[each.position].microbatch for each in forwards if each.position < len(each.actions))
+        return microbatch == oldest or self.whole + sum(self.held[oldest + 1 :]) + memory <= self.limit
 
 
 class ListScheduler:
@@ -90,7 +72,7 @@ class ListScheduler:
     def __init__(self, shape: Shape, costs: Costs, limits: Sequence[float], split: bool = True) -> None:
         self._shape, self._costs, self._limits = shape, costs, limits
         self._backward = Kind.I if split else Kind.B
-        self._rules = {kind: rules_of(shape, kind) for kind in (Kind.F, self._backward)}
+        self._rules = rules_of(shape, costs, (Kind.F, self._backward, Kind.W))
         self._whole = [
             sum(sum(costs.activation[stage]) for stage in shape.placement.stages_of(rank))
             for rank in range(shape.num_ranks)
@@ -100,12 +82,6 @@ class ListScheduler:
                 raise ValueError(
                     f"one micro-batch takes {whole:g} of activation memory on rank {rank}, the limit is {limit:g}"
                 )
-        # By kind and stage of an action, the queues in which one may need it, its own among them.
-        queues, filled = list(product((Kind.F, self._backward), range(shape.num_stages))), shape.filled
-        self._followers = {queue: {queue} for queue in queues}
-        for (kind, stage), segment in product(queues, range(shape.num_segments)):
-            for needed in dependencies(Action(kind, stage, 0, segment), filled):
-                self._followers[self._own_kind(needed), needed.stage].add((kind, stage))
 
     def plan(
         self,
@@ -123,10 +99,10 @@ class ListScheduler:
         With `orders` each rank keeps to the order of the F and B (or I) there, in which the units of a stage come in
         their own order, and adds W only; None if that cannot be kept within the limits.
         """
-        num_segments, delays = self._shape.num_segments, delays_of(self._costs)
+        num_segments, rules, costs = self._shape.num_segments, self._rules, self._costs
         ranks = [self._new_rank(index, orders) for index in range(self._shape.num_ranks)]
         queues = {key: queue for rank in ranks for key, queue in rank.queues.items()}
-        end_of = dict.fromkeys(missing_of(self._shape), 0.0)
+        end_of = pending(self._shape)
         events: list[tuple[float, int]] = []  # when which rank may find something to do
 
         def release(queue: _Queue) -> None:
@@ -134,13 +110,13 @@ class ListScheduler:
             if queue.time < inf or queue.position == len(queue.actions):
                 return
             kind, stage, microbatch, segment = queue.actions[queue.position]
-            code, needs = self._rules[kind][stage][segment]
+            code, _, needs = rules[kind][stage][segment]
             code += microbatch * num_segments
             time = 0.0
             for difference, delay in needs:
-                if code + difference not in end_of:
+                if end_of[code + difference] < 0:
                     return
-                time = max(time, end_of[code + difference] + delays[delay])
+                time = max(time, end_of[code + difference] + delay)
             queue.time = time
             heappush(events, (time, queue.rank))
 
@@ -156,19 +132,23 @@ class ListScheduler:
                 queue.position, queue.time = queue.position + 1, inf
                 if rank.order is not None:
                     rank.order.popleft()
-            elif rank.weights and soonest >= now + patience * self._duration(rank.weights[0]):
+            elif rank.weights and soonest >= now + patience * costs.w[rank.weights[0].stage][rank.weights[0].segment]:
                 action = rank.weights.popleft()
             else:
                 continue
             kind, stage, microbatch, segment = action
-            end = now + self._duration(action)
-            rank.append(action, end, memory_change(self._costs, kind, stage, segment))
-            heappush(events, (end, index))
+            code, duration, _ = rules[kind][stage][segment]
+            rank.free = end_of[code + microbatch * num_segments] = now + duration
+            heappush(events, (rank.free, index))
+            rank.actions.append(action)
+            memory = memory_change(costs, kind, stage, segment)
+            rank.used += memory
+            rank.held[microbatch] += memory
             if kind is Kind.I:
                 rank.weights.append(action._replace(kind=Kind.W))
-            if kind is not Kind.W:
-                end_of[self._rules[kind][stage][segment].code + microbatch * num_segments] = end
-                for follower in self._followers[kind, stage]:
+            # What it gives is needed at its own stage and beside it.
+            for follower in product((Kind.F, self._backward), (stage - 1, stage, stage + 1)):
+                if follower in queues:
                     release(queues[follower])
         if any(rank.order for rank in ranks):
             return None
@@ -187,7 +167,7 @@ class ListScheduler:
                 if kind is not Kind.F:
                     backward = min(backward, queue.time)
                 continue
-            value = priority(action, queue.position)
+            value = priority(action)
             if value < best:
                 chosen, best = queue, value
                 duration = self._costs.f[stage][segment] if kind is Kind.F else 0.0
@@ -196,25 +176,10 @@ class ListScheduler:
         return chosen, soonest
 
     def _new_rank(self, index: int, orders: Sequence[Sequence[Action]] | None) -> _Rank:
-        shape = self._shape
-        stages = shape.placement.stages_of(index)
-        queues = {}
-        for stage, (kind, units) in product(stages, ((Kind.F, shape.units), (self._backward, shape.units_backward))):
+        shape, queues, order = self._shape, {}, None
+        kinds = (Kind.F, shape.units), (self._backward, shape.units_backward)
+        for stage, (kind, units) in product(shape.placement.stages_of(index), kinds):
             queues[kind, stage] = _Queue(index, [Action(kind, stage, *unit) for unit in units])
-        order = None
         if orders is not None:
-            order = deque(a._replace(kind=self._own_kind(a)) for a in orders[index] if a.kind is not Kind.W)
-        return _Rank(
-            limit=self._limits[index],
-            whole=self._whole[index],
-            forwards_left=[len(stages) * shape.segments_of(each) for each in range(shape.num_microbatches)],
-            held=[0.0] * shape.num_microbatches,
-            queues=queues,
-            order=order,
-        )
-
-    def _own_kind(self, action: Action) -> Kind:
-        return Kind.F if action.kind is Kind.F else self._backward
-
-    def _duration(self, action: Action) -> float:
-        return self._costs.duration(action.kind, action.stage, action.segment)
+            order = deque(a if a.kind is Kind.F else a._replace(kind=self._backward) for a in orders[index])
+        return _Rank(self._limits[index], self._whole[index], queues, order, held=[0.0] * shape.num_microbatches)

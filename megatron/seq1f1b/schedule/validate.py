@@ -90,7 +90,7 @@ def _why_foreign(shape: Shape, action: Action) -> str:
 
 def _check_runs(schedule: Schedule) -> None:
     """Runs the schedule; if ranks get stuck, raises an error with the broken rule or the cycle."""
-    done = [len(ends) for ends in run(schedule, Costs.uniform(schedule.shape)).ends]
+    done = [len(spans) for spans in run(schedule, Costs.uniform(schedule.shape))]
     stuck = [rank for rank, actions in enumerate(schedule.ranks) if done[rank] < len(actions)]
     if not stuck:
         return
