@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..partition import STRATEGIES, SegmentTime, Task, check_lengths, cut_sequence, read_lengths
+from ..partition import STRATEGIES, SegmentTime, Task, cut_sequence, read_lengths
 from ..schedule import Costs, ScheduleChoice, auto, simulate
 from .megatron_run import MegatronRun
 
@@ -72,9 +72,7 @@ class SequencePartition:
         run, costs = self.run, self.costs
         num_segments = self.num_segments if num_segments is None else num_segments
         if self.file is not None:
-            lengths = read_lengths(self.file)
-            check_lengths(lengths, self.file, sequence_length, num_segments, run.segment_multiple)
-            return lengths
+            return read_lengths(self.file, sequence_length, num_segments, run.segment_multiple)
         strategy, finds_number = STRATEGIES[self.strategy], num_segments is None and self.strategy == "terapipe"
         has_time = strategy.needs == "time" or strategy.needs == "measured time" and costs.is_measured
         return cut_sequence(

@@ -3,10 +3,8 @@
 Start with cut (the strategies). The time of a segment is a function that the caller passes.
 """
 
-from .balanced import balanced, within_documents
-from .by_formula import even, uniform_comp
+from .balanced import balanced, uniform_comp, within_documents
 from .cut import DEFAULT_STRATEGY, STRATEGIES, Task, cut_sequence
-from .cut_positions import SegmentTime, segment_multiple, segment_times
-from .lengths_file import check_lengths, read_lengths
+from .lengths import SegmentTime, even, read_lengths, segment_multiple, segment_times
 from .terapipe import terapipe
 from .units import Pack, packs_of_step, work_by_flops

@@ -1,21 +1,17 @@
-"""Segments of equal cost on the slowest stage.
-
-A pipeline runs at the pace of its slowest stage, and a unit waits for the one before it, so every segment should take
-that stage equally long, forward plus backward. The idea is the computation-wise partition of Seq1F1B (arXiv
-2406.03488, section 3.4), but the cost is that of one stage, includes the backward, and depends on the kind of every
-layer. In packed sequences tokens attend within their own documents only, so the pairs of a query and a key in a segment
-depend on its documents, not on its position.
-"""
+"""Segments that take equally long: by times, by FLOPs, or as long as makes the step shortest."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from math import cos, pi, sqrt
 
-from .cut_positions import SegmentTime, check_length, positions, tile
+from .lengths import SegmentTime, check_length, positions, tile
 
 # Halvings of the interval that holds the longest time: to well below the time of one token.
 _BISECTIONS = 40
+_WIDTHS = (0.4, 0.2, 0.1)  # of the steps from one cut to the next
+_LEAST = 0.05  # of a segment, relative to the mean
 
 
 def balanced(
@@ -30,6 +26,9 @@ def balanced(
     """Minimise the longest `time(start, end)` of a segment; returns lengths in tokens, first to last. With `weights`,
     one for each segment, times are in proportion to these.
 
+    A pipeline runs at the pace of its slowest stage, so `time` is that of a segment there, forward plus backward. The
+    idea is the computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4).
+
     Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
     segment, whose tokens are the cheapest, takes what is left over. No segment is shorter than `min_length`, unless
     that many are too many for the sequence. With `documents`, for each sequence of the micro-batch the positions that
@@ -39,7 +38,7 @@ def balanced(
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
     cuts = positions(sequence_length, step)
-    between = _between(time, cuts) if documents is None else within_documents(time, documents, cuts)
+    between = within_documents(time, documents, cuts) if documents else lambda a, b: time(cuts[a], cuts[b])
     last, shortest = len(cuts) - 1, -(-min_length // step)
     if shortest * num_segments > last:
         shortest = 1
@@ -67,15 +66,12 @@ def balanced(
     return tuple(cuts[end] - cuts[start] for start, end in pairwise(ends(high)))
 
 
-def _between(time: SegmentTime, cuts: Sequence[int]) -> SegmentTime:
-    return lambda first, last: time(cuts[first], cuts[last])
-
-
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:
     """The time of the tokens between two of the ascending positions `cuts`, which are given by their numbers.
 
-    It is the time of a segment of a single document with as many tokens, and with as many pairs as the sequences of the
-    micro-batch have on average. Where such a segment would begin before its document, `time` is extended linearly.
+    Tokens attend within their own documents only. So it is the time of a segment of a single document with as many
+    tokens, and with as many pairs of a query and a key as the sequences of the micro-batch have on average. Where such
+    a segment would begin before its document, `time` is extended linearly.
     """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]
@@ -90,13 +86,78 @@ def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts
 
 def _pairs_before(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
     """The number of pairs of a query and a key, in one sequence, whose query is before each of the `cuts`."""
+
+    def of_document(length: int) -> int:
+        return length * (length + 1) // 2
+
     ended = [0]  # the pairs of all documents before each one
     for start, end in pairwise(starts):
-        ended.append(ended[-1] + _triangle(end - start))
+        ended.append(ended[-1] + of_document(end - start))
     numbers = [bisect_right(starts, cut) - 1 for cut in cuts]
-    return [ended[number] + _triangle(cut - starts[number]) for number, cut in zip(numbers, cuts, strict=True)]
+    return [ended[number] + of_document(cut - starts[number]) for number, cut in zip(numbers, cuts, strict=True)]
 
 
-def _triangle(length: int) -> int:
-    """The pairs of a document of `length` tokens."""
-    return length * (length + 1) // 2
+def shortest_step(
+    best: tuple[int, ...],
+    cut: Callable[[Sequence[float]], tuple[int, ...]],
+    seconds: Callable[[tuple[int, ...]], float],
+    trials: int,
+) -> tuple[int, ...]:
+    """The lengths with the shortest step among `trials` cuts around `best`, which has equal times.
+
+    A step of few units fills and drains the pipeline for most of its time: a rank waits for the first segment of the
+    ranks before it, and the ranks after it wait for its last segment. So the first and last are better short and the
+    middle long. Two numbers describe such a cut: how much longer the middle is, and how much longer the end is than the
+    start. `cut` takes the times that segments should have, in proportion; `seconds` gives the step of such a cut.
+    """
+    places = [(number + 0.5) / len(best) for number in range(len(best))]
+    middle = end = 0.0
+    least = seconds(best)
+    for width in _WIDTHS:
+        is_better = True
+        while is_better:
+            is_better = False
+            for more, later in ((width, 0.0), (-width, 0.0), (0.0, width), (0.0, -width)):
+                if trials == 0:
+                    return best
+                trials -= 1
+                to, until = middle + more, end + later
+                lengths = cut([max(_LEAST, 1 - to * cos(2 * pi * at) + until * (2 * at - 1)) for at in places])
+                if (found := seconds(lengths)) < least:
+                    best, least, middle, end, is_better = lengths, found, to, until, True
+                    break
+    return best
+
+
+def uniform_comp(
+    sequence_length: int, num_segments: int, per_token: int, per_pair: int, multiple_of: int = 1
+) -> tuple[int, ...]:
+    """Segments of equal forward work (arXiv 2406.03488, section 3.4); lengths in tokens, first to last.
+
+    With `per_token` FLOPs of a token in matrix products and `per_pair` of a query and a key, the authors count, for a
+    segment of x tokens that ends at position e, per_token·x + per_pair·(x·e − x²/2), and give every segment one k-th of
+    the whole. These are their lengths exactly, flaws included: their tables were measured with them.
+
+    Segments are solved from the last to the first, each rounded down to a multiple of `multiple_of`; the first takes
+    what remains. Raises ValueError if rounding would leave an empty segment, or if the sequence is no multiple.
+    """
+    check_length(sequence_length, num_segments, multiple_of)
+    # A segment of x tokens that ends at `end` costs (per_token + per_pair·end)·x − per_pair/2·x².
+    quadratic = per_pair / 2
+    target = (per_token * sequence_length + quadratic * sequence_length**2) / num_segments
+    lengths: list[int] = []
+    end = sequence_length
+    for _ in range(num_segments - 1):
+        linear = per_token + per_pair * end
+        discriminant = linear**2 - 4 * quadratic * target
+        # Rounding earlier segments down can leave more than the rest can hold only in degenerate cases.
+        root = (linear - sqrt(discriminant)) / (2 * quadratic) if discriminant >= 0 else end
+        lengths.append(int(root) // multiple_of * multiple_of)
+        end -= lengths[-1]
+    lengths.append(end)
+    if min(lengths) <= 0:
+        raise ValueError(
+            f"--sequence-splits {num_segments} with --sequence-split-strategy uniform_comp leaves an empty segment of "
+            f"--seq-length {sequence_length}; use fewer segments or --sequence-split-strategy even"
+        )
+    return tuple(reversed(lengths))

@@ -6,10 +6,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
-from .balanced import balanced
-from .by_formula import even, uniform_comp
-from .by_step import shortest_step
-from .cut_positions import SegmentTime, segment_times
+from .balanced import balanced, shortest_step, uniform_comp
+from .lengths import SegmentTime, even, segment_times
 from .terapipe import terapipe
 
 
@@ -22,7 +20,7 @@ class Task:
     `full_speed_rows` tokens and more; `num_microbatches` sequences follow one another in a step. `flops` are per token
     and per pair of a query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a
     micro-batch, the positions that documents start at. `step` is the time of a whole step by the lengths of its
-    segments, for as many cuts as there are `trials`. A strategy uses what `STRATEGIES` lists for it.
+    segments, for as many cuts as there are `trials`.
     """
 
     sequence_length: int
@@ -80,12 +78,7 @@ def _balanced(task: Task) -> tuple[int, ...]:
 def _terapipe(task: Task) -> tuple[int, ...]:
     assert task.time is not None
     return terapipe(
-        task.sequence_length,
-        task.time,
-        num_stages=task.num_stages,
-        num_segments=task.num_segments,
-        multiple_of=task.multiple_of,
-        num_microbatches=task.num_microbatches,
+        task.sequence_length, task.time, task.num_stages, task.num_segments, task.multiple_of, task.num_microbatches
     )
 
 
@@ -104,22 +97,19 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     }
 )
 
-_WITHOUT_SIZES = (
-    "needs the sizes of a transformer, which this model does not have; use --sequence-split-strategy even, or "
-    "--sequence-split-file"
-)
-_WITHOUT_PROFILE = (
-    "needs --sequence-split-profile; write a trace with --pipeline-trace, or use --sequence-split-strategy balanced"
-)
-
 
 def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     """Lengths in tokens of the segments of a sequence, first to last, multiples of `task.multiple_of`.
 
     Raises ValueError for what the strategy needs and is not given, and for a cut that would leave a segment empty.
     """
-    needs = STRATEGIES[strategy].needs
-    if (needs == "flops" and task.flops is None) or (STRATEGIES[strategy].needs_time and task.time is None):
-        problem = _WITHOUT_PROFILE if needs == "measured time" else _WITHOUT_SIZES
-        raise ValueError(f"--sequence-split-strategy {strategy} {problem}")
-    return STRATEGIES[strategy].cut(task)
+    used = STRATEGIES[strategy]
+    if (used.needs == "flops" and task.flops is None) or (used.needs_time and task.time is None):
+        problem = (
+            "--sequence-split-profile; write a trace with --pipeline-trace, or use --sequence-split-strategy balanced"
+            if used.needs == "measured time"
+            else "the sizes of a transformer, which this model does not have; use --sequence-split-strategy even, or "
+            "--sequence-split-file"
+        )
+        raise ValueError(f"--sequence-split-strategy {strategy} needs {problem}")
+    return used.cut(task)

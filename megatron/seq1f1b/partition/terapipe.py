@@ -12,7 +12,6 @@ between two bounds S*(tmax) + (K − 1) · tmax is at least S* of the upper one 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import inf
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from .cut_positions import SegmentTime, check_length, positions, tile
+from .lengths import SegmentTime, check_length, positions, tile
 
 # The latency found is at most this much above the least, relatively; of equal sums of times, the longest time is.
 _TOLERANCE, _BALANCE_TOLERANCE = 1e-6, 1e-3
@@ -32,10 +31,6 @@ _MOST_POSITIONS = 1024
 
 # A free number of segments is taken for this many in the choice of a step.
 _USUAL_SEGMENTS = 16
-
-
-# The least total, and for each segment an array that holds, for every position it may end at, where it starts.
-_Extended = tuple[float, list[NDArray[np.int64]]]
 
 
 class Path(NamedTuple):
@@ -64,32 +59,37 @@ def terapipe(
     shorter where segments would be few steps long. Raises ValueError if that leaves too few positions.
     """
     check_length(sequence_length, num_segments or 1, multiple_of)
-    step = step or _step(sequence_length, num_segments or _USUAL_SEGMENTS, multiple_of)
+    if step is None:
+        step = tile(sequence_length, num_segments or _USUAL_SEGMENTS, multiple_of)
+        while sequence_length > step * _MOST_POSITIONS:
+            step *= 2
     cuts = positions(sequence_length, step)
-    if (num_segments or 1) >= len(cuts):
+    last = len(cuts) - 1
+    if (num_segments or 1) > last:
         raise ValueError(
-            f"--sequence-splits {num_segments or 1} are more segments than the {len(cuts) - 1} pieces of {step} tokens "
+            f"--sequence-splits {num_segments or 1} are more segments than the {last} pieces of {step} tokens "
             f"in --seq-length {sequence_length}; use fewer segments or --sequence-split-strategy balanced"
         )
-    solve = _shortest_path(_table(cuts, time), num_segments)
-    unbounded = solve(inf)
-    assert unbounded is not None, "there are enough positions for so many segments"
-    shortest = unbounded.total / num_segments if num_segments else 0.0
-    path = _least_latency(solve, unbounded, (num_stages - 1) / num_microbatches, shortest)
+    # By end and start - end, so that what is near the end of a row is short. Infinite before the sequence.
+    times = np.full((last + 1, last), inf)
+    for i, end in enumerate(cuts):
+        times[i, last - i :] = [time(start, end) for start in cuts[:i]]
+    path = _least_latency(_shortest_path(times, num_segments), (num_stages - 1) / num_microbatches, num_segments)
     return tuple(cuts[end] - cuts[start] for start, end in pairwise((0, *path.ends)))
 
 
-def _least_latency(solve: Callable[[float], Path | None], unbounded: Path, weight: float, shortest: float) -> Path:
+def _least_latency(solve: Callable[[float], Path | None], weight: float, num_segments: int | None) -> Path:
     """The path of least `total` + `weight` · `longest`, and of equal totals that with the least `longest`.
 
-    `solve(tmax)` gives one of least total among those whose longest time is at most tmax, or None; `unbounded` is one
-    of least total of all. No longest time is below `shortest`.
+    `solve(tmax)` gives one of least total among those whose longest time is at most tmax, or None.
     """
 
     def latency(path: Path) -> float:
         return path.total + weight * path.longest
 
-    best = unbounded
+    best = solve(inf)
+    assert best is not None, "there are enough positions for so many segments"
+    shortest = best.total / num_segments if num_segments else 0.0  # no longest time is below
     # Open intervals of tmax, the most promising first: (bound of the latency, low, high, bound of the total).
     intervals = [(best.total + weight * shortest, shortest, best.longest, best.total)]
     while intervals:
@@ -119,27 +119,15 @@ def _least_latency(solve: Callable[[float], Path | None], unbounded: Path, weigh
     return best
 
 
-def _table(cuts: Sequence[int], time: SegmentTime) -> NDArray[np.float64]:
-    """The times of the segments between two of the positions `cuts`: `table[end, start - end]`.
-
-    So what is near the end of a row is short. Infinite where `start` is not before `end`, or before the sequence.
-    """
-    last = len(cuts) - 1
-    times = np.full((last + 1, last), inf)
-    for i, end in enumerate(cuts):
-        times[i, last - i :] = [time(start, end) for start in cuts[:i]]
-    return times
-
-
 def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Callable[[float], Path | None]:
     """A function of tmax: the segments of least total that each take at most tmax; None if there are none."""
     last = len(times) - 1
-    extend = _by_any_number if num_segments is None else partial(_by_one, num_segments)
 
     def solve(tmax: float) -> Path | None:
         possible = times <= tmax
         longest = last - int(possible.any(axis=0).argmax())  # in positions; what is longer is left out
-        total, starts = extend(np.where(possible, times, inf)[:, last - longest :])
+        allowed = np.where(possible, times, inf)[:, last - longest :]
+        total, starts = _by_any_number(allowed) if num_segments is None else _by_number(allowed, num_segments)
         if total == inf:
             return None
         ends = [last]
@@ -154,8 +142,8 @@ def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Call
     return solve
 
 
-def _by_any_number(times: NDArray[np.float64]) -> _Extended:
-    """The least total of any number of segments; for each of them, where it starts if it ends at a position."""
+def _by_any_number(times: NDArray[np.float64]) -> tuple[float, Sequence[NDArray[np.int64]]]:
+    """The least total, and for each segment an array that holds, for every position it may end at, where it starts."""
     size, longest = times.shape
     totals = np.full(longest + size, inf)  # those before the sequence come first
     totals[longest] = 0.0
@@ -168,7 +156,7 @@ def _by_any_number(times: NDArray[np.float64]) -> _Extended:
     return float(totals[-1]), [starts] * (size - 1)
 
 
-def _by_one(num_segments: int, times: NDArray[np.float64]) -> _Extended:
+def _by_number(times: NDArray[np.float64], num_segments: int) -> tuple[float, Sequence[NDArray[np.int64]]]:
     """The same for a given number of segments, added one by one."""
     size, longest = times.shape
     totals = np.full(longest + size, inf)
@@ -180,10 +168,3 @@ def _by_one(num_segments: int, times: NDArray[np.float64]) -> _Extended:
         starts.append(best + ends - longest)
         totals[longest:] = options[ends, best]
     return float(totals[-1]), starts
-
-
-def _step(sequence_length: int, num_segments: int, multiple_of: int) -> int:
-    step = tile(sequence_length, num_segments, multiple_of)
-    while sequence_length > step * _MOST_POSITIONS:
-        step *= 2
-    return step

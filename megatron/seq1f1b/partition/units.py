@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import batched
 
-from .by_formula import even
+from .lengths import even
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.seq1f1b.partition import balanced
-from megatron.seq1f1b.partition.by_step import shortest_step
+from megatron.seq1f1b.partition.balanced import shortest_step
 
 
 def in_proportion(length, weights):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron.seq1f1b.partition import (
     STRATEGIES,
     Task,
-    check_lengths,
     cut_sequence,
     even,
     read_lengths,
@@ -44,33 +43,29 @@ def test_a_sequence_that_is_no_multiple_is_refused(strategy):
         cut_sequence(strategy, Task(1001, 4, 8, time=TIME, flops=authors_flops(GPT_7B)))
 
 
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "lengths"
+
+
 @pytest.mark.parametrize("text", ["[4096, 2048, 2048]", "4096 2048 2048", "4096,\n2048,  # the middle\n2048\n"])
-def test_lengths_from_a_file(tmp_path, text):
-    path = tmp_path / "lengths"
-    path.write_text(text)
-    lengths = read_lengths(path)
-    assert lengths == (4096, 2048, 2048)
-    check_lengths(lengths, path, 8192, None, 8)
-    check_lengths(lengths, path, 8192, 3, 1)
-    with pytest.raises(ValueError, match="add up to 8192, not to --seq-length 4096"):
-        check_lengths(lengths, path, 4096, None, 1)
-    with pytest.raises(ValueError, match="3 segments, not --sequence-splits 4"):
-        check_lengths(lengths, path, 8192, 4, 1)
-    with pytest.raises(ValueError, match="4096 tokens, which is not a multiple of 3"):
-        check_lengths(lengths, path, 8192, None, 3)
+def test_lengths_from_a_file(file, text):
+    file.write_text(text)
+    assert read_lengths(file, 8192, None, 8) == read_lengths(file, 8192, 3, 1) == (4096, 2048, 2048)
 
 
-@pytest.mark.parametrize("text", ["", "# nothing", "1024 -5", "1024 0", '{"lengths": [1]}', "[1024, true]", "1e3 24"])
-def test_a_file_without_lengths_is_refused(tmp_path, text):
-    path = tmp_path / "lengths"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="--sequence-split-file .* positive integers .*; correct the file"):
-        read_lengths(path)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--sequence-split-file .*missing cannot be read"):
-        read_lengths(tmp_path / "missing")
+@pytest.mark.parametrize(
+    "text, problem",
+    [(text, "positive integers .*; correct the file") for text in ("", "# nothing", "1024 -5", "1024 0", "1e3 24")]
+    + [(text, "positive integers .*; correct the file") for text in ('{"lengths": [1]}', "[1024, true]", "9" * 12)]
+    + [("4096 4095", "add up to 8191, not to --seq-length 8192"), ("2048 6144", "2 segments, not --sequence-splits 3")]
+    + [("1 4096 4095", "a segment of 1 tokens, which is not a multiple of 8"), (None, "lengths cannot be read")],
+)
+def test_files_that_do_not_fit_are_refused(file, text, problem):
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=f"--sequence-split-file .*{problem}"):
+        read_lengths(file, 8192, 3, 8)
 
 
 @given(pieces=st.integers(1, 5000), segments=st.integers(1, 64), multiple_of=st.sampled_from([1, 2, 4, 8]))

@@ -1,0 +1,108 @@
+"""Lengths of segments: what all cuts have in common, equal lengths, and lengths from a file."""
+
+import re
+from collections.abc import Callable, Iterable
+from itertools import accumulate, pairwise
+from math import lcm
+from pathlib import Path
+
+# Seconds, or any other unit, for a segment of the tokens [start, end).
+SegmentTime = Callable[[int, int], float]
+
+_KERNEL_TILE = 128
+# Rounding moves the cost of a segment by at most one part in this.
+_TILES_PER_SEGMENT = 64
+
+
+def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
+    """Every segment is a multiple of so many tokens, so that all ranks hold equally many.
+
+    Each of c context-parallel ranks holds two of 2c equal parts of a segment, and each of `tensor_parallel` ranks (1
+    without sequence parallelism) an equal share of that.
+    """
+    return tensor_parallel if context_parallel == 1 else context_parallel * lcm(2, tensor_parallel)
+
+
+def check_length(sequence_length: int, num_segments: int, multiple_of: int) -> None:
+    """Raises ValueError if `num_segments` multiples of `multiple_of` cannot make up the sequence."""
+    pieces, rest = divmod(sequence_length, multiple_of)
+    if rest:
+        raise ValueError(
+            f"--seq-length {sequence_length} is not a multiple of {multiple_of}, to which segments are rounded with "
+            f"sequence parallelism; choose a multiple of {multiple_of}"
+        )
+    if num_segments > pieces:
+        raise ValueError(
+            f"--sequence-splits {num_segments} leaves empty segments: --seq-length {sequence_length} has only {pieces} "
+            f"pieces of {multiple_of} token(s); use at most {pieces} segments"
+        )
+
+
+def tile(sequence_length: int, num_segments: int, multiple_of: int) -> int:
+    """The length in tokens that segments are rounded to: a multiple of `multiple_of`, and of the kernels' tile of 128
+    where segments are long enough to spare the rounding."""
+    size = lcm(multiple_of, _KERNEL_TILE)
+    while size > multiple_of and sequence_length < _TILES_PER_SEGMENT * num_segments * size:
+        size = size // 2 if size % (2 * multiple_of) == 0 else multiple_of
+    return size
+
+
+def positions(sequence_length: int, step: int) -> list[int]:
+    """0, and every position a multiple of `step` before the end.
+
+    The remainder goes to the first segment, whose tokens are the cheapest.
+    """
+    return [0, *range(sequence_length - (sequence_length // step - 1) * step, sequence_length + 1, step)]
+
+
+def segment_times(lengths: Iterable[int], time: SegmentTime) -> list[float]:
+    """The time of each of the segments of a sequence."""
+    return [time(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
+
+
+def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple[int, ...]:
+    """Lengths, multiples of `multiple_of` that differ by at most that; longer ones first, where the prefix is short.
+
+    Raises ValueError if the sequence is too short for that many segments, or is itself no multiple.
+    """
+    check_length(sequence_length, num_segments, multiple_of)
+    base, longer = divmod(sequence_length // multiple_of, num_segments)
+    return tuple(multiple_of * (base + (number < longer)) for number in range(num_segments))
+
+
+def read_lengths(file: str | Path, sequence_length: int, num_segments: int | None, multiple_of: int) -> tuple[int, ...]:
+    """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines.
+
+    In text, what follows a '#' on a line is a comment. Raises ValueError if there is no such list of positive
+    integers, or if they do not fit the sequence, the number of segments or the parallel sizes.
+    """
+    flag = f"--sequence-split-file {file}"
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"{flag} cannot be read ({reason}); give a text or JSON file") from error
+    words = re.split(r"[\s,]+", re.sub(r"#.*", "", text).strip(" \t\r\n,[]"))
+    if not all(re.fullmatch(r"0*[1-9][0-9]{,10}", word, re.ASCII) for word in words):
+        raise ValueError(
+            f"{flag} must hold the lengths of the segments in tokens, positive integers such as "
+            "'4096 2048 2048' or [4096, 2048, 2048]; correct the file"
+        )
+    lengths = tuple(map(int, words))
+    if sum(lengths) != sequence_length:
+        raise ValueError(
+            f"the lengths in {flag} add up to {sum(lengths)}, not to --seq-length {sequence_length}; correct the file "
+            "or --seq-length"
+        )
+    if num_segments not in (None, len(lengths)):
+        raise ValueError(
+            f"{flag} holds {len(lengths)} segments, not --sequence-splits {num_segments}; drop --sequence-splits, the "
+            "file is enough"
+        )
+    odd = [length for length in lengths if length % multiple_of]
+    if odd:
+        raise ValueError(
+            f"{flag} holds a segment of {odd[0]} tokens, which is not a multiple of {multiple_of}, as sequence "
+            "parallelism needs; correct the file"
+        )
+    return lengths
