@@ -37,13 +37,14 @@ def launch(tmp_path_factory):
 
 
 def bridge_to_a_llama(folder: Path, segments: int) -> Any:
-    """With 1 segment Megatron's own 1F1B runs, in which this package has no part."""
+    """With 1 segment Megatron's own 1F1B runs, in which this package has no part. Imports Megatron-Bridge after what it
+    takes by name has been replaced."""
+    if segments > 1:
+        megatron.seq1f1b.install(sequence_splits=segments)
     from megatron.bridge import AutoBridge
     from megatron.bridge.training import initialize
 
-    if segments > 1:
-        megatron.seq1f1b.install(sequence_splits=segments)
-    else:  # it calls make, for which the wheel of megatron-core has no makefile
+    if segments == 1:  # it calls make, for which the wheel of megatron-core has no makefile
         initialize.compile_helpers = lambda: None
     if dist.get_rank() == 0:
         save_llama(folder / "llama")
@@ -139,13 +140,12 @@ def go_in_and_come_back(folder: Path) -> int:
 
 def train(folder: Path, segments: int) -> None:
     """Five iterations of four micro-batches of random tokens, and evaluations between them."""
+    bridge = bridge_to_a_llama(folder, segments)
     import megatron.bridge.training.setup as setup
     from megatron.bridge.recipes.common import _pretrain_common
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
-
-    bridge = bridge_to_a_llama(folder, segments)
 
     class Export(Callback):
         """Writes the trained model, and compares it with what was written."""
