@@ -1,15 +1,9 @@
 """The one form of every intervention into Megatron: what is bound to what, why, and how it is undone.
 
-A table of patches is applied where its names live, on modules and classes:
-
-    with patched(TABLE): ...
-
-or on single objects, such as the modules of a model; a patch of `megatron.core...TopKRouter.routing` then binds
-`routing` on each router among them and leaves the class alone:
-
-    with patched_on(model.modules(), TABLE): ...
-
-Both return an ExitStack, whose `close()` undoes the table where no `with` can stand around it.
+A table of patches is applied where its names live, on modules and classes (`with patched(TABLE)`), or on single objects
+such as the modules of a model (`with patched_on(model.modules(), TABLE)`): a patch of `TopKRouter.routing` then binds
+`routing` on each router among them and leaves the class alone. Both return an ExitStack, whose `close()` undoes the
+table where no `with` can stand around it.
 """
 
 import importlib
@@ -45,9 +39,6 @@ def wrapping(target: str, function: Callable[..., Any], reason: str) -> Patch:
     return Patch(target, wrap, reason, wraps=True)
 
 
-# Packages that import nothing of Megatron.
-_WITHOUT_MEGATRON = sys.stdlib_module_names | {"torch"}
-
 # Patches that are applied, and undone, together.
 PatchTable = tuple[Patch, ...]
 
@@ -75,7 +66,8 @@ def rebound(old: Any, new: Any) -> ExitStack:
 
     Not in modules of PyTorch and of the standard library, which are most.
     """
-    modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in _WITHOUT_MEGATRON]
+    without_megatron = sys.stdlib_module_names | {"torch"}
+    modules = [module for path, module in sys.modules.items() if path.partition(".")[0] not in without_megatron]
     with ExitStack() as undo:
         for module in modules:
             for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -98,23 +90,17 @@ def owner_of(target: str) -> tuple[Any, str]:
 
 def _bound(bindings: Iterable[tuple[Any, Patch, bool]]) -> ExitStack:
     with ExitStack() as undo:
-        for owner, patch, is_object in bindings:
-            _bind(owner, patch, is_object, undo)
+        for owner, (target, new, _, wraps), is_object in bindings:
+            name = target.rpartition(".")[2]
+            if not hasattr(owner, name):
+                raise AttributeError(f"cannot patch {target}: it does not exist in this version of Megatron or torch")
+            old = getattr(owner, name)
+            own = {**vars(owner).get("_modules", {}), **vars(owner)}
+            if name in own:
+                undo.callback(setattr, owner, name, own[name])  # not `old`, which getattr may have bound
+            else:
+                undo.callback(delattr, owner, name)
+            if wraps:
+                new = new(owner, old) if is_object else new(old)
+            setattr(owner, name, new)
         return undo.pop_all()
-
-
-def _bind(owner: Any, patch: Patch, is_object: bool, undo: ExitStack) -> None:
-    name = patch.target.rpartition(".")[2]
-    if not hasattr(owner, name):
-        raise AttributeError(f"cannot patch {patch.target}: it does not exist in this version of Megatron or torch")
-    old = getattr(owner, name)
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])  # not `old`, which getattr may have bound
-    elif name in vars(owner).get("_modules", ()):
-        undo.callback(setattr, owner, name, old)
-    else:
-        undo.callback(delattr, owner, name)
-    new = patch.new
-    if patch.wraps:
-        new = new(owner, old) if is_object else new(old)
-    setattr(owner, name, new)

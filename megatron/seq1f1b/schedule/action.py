@@ -36,8 +36,8 @@ MOVE_KINDS = (Kind.OFFLOAD, Kind.RELOAD)
 class Action(NamedTuple):
     """One thing that one rank does.
 
-    `stage` is the position in the depth of the model, 0 to P*C-1. `microbatch` and `segment`
-    count from 0; they are -1 for the actions of a whole model chunk (CHUNK_KINDS).
+    `stage` is the position in the depth of the model, 0 to P*C-1. `microbatch` and `segment` count from 0; they are -1
+    for the actions of a whole model chunk (CHUNK_KINDS).
     """
 
     kind: Kind
@@ -47,9 +47,8 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         """`2F3.1`: stage, kind, micro-batch, segment. `2REDUCE` for a whole model chunk."""
-        if self.kind in CHUNK_KINDS:
-            return f"{self.stage}{self.kind.value}"
-        return f"{self.stage}{self.kind.value}{self.microbatch}.{self.segment}"
+        unit = "" if self.kind in CHUNK_KINDS else f"{self.microbatch}.{self.segment}"
+        return f"{self.stage}{self.kind.value}{unit}"
 
 
 _TEXT = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*)(?:([0-9]{1,9})(?:\.([0-9]{1,9}))?)?")
@@ -59,15 +58,8 @@ _SHOWN = 40  # characters of a text that is none
 def parse_action(text: str) -> Action:
     """The inverse of `str(action)`. `2F3` is read as `2F3.0`. Raises ValueError otherwise."""
     match = _TEXT.fullmatch(text.strip())
-    if match is None or match[2] not in Kind._value2member_map_:
+    if match is None or match[2] not in list(Kind) or (match[2] in CHUNK_KINDS) != (match[3] is None):
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-        raise ValueError(f"not an action: {shown!r}; expected a form like 2F3.1 or 2REDUCE")
+        raise ValueError(f"not an action: {shown!r}; expected a form like 2F3.1, or 2REDUCE for a whole model chunk")
     kind, stage = Kind(match[2]), int(match[1])
-    if (kind in CHUNK_KINDS) != (match[3] is None):
-        raise ValueError(
-            f"not an action: {text!r}; {kind.value} takes "
-            + ("no micro-batch" if kind in CHUNK_KINDS else "a micro-batch")
-        )
-    if kind in CHUNK_KINDS:
-        return Action(kind, stage)
-    return Action(kind, stage, int(match[3]), int(match[4] or 0))
+    return Action(kind, stage) if kind in CHUNK_KINDS else Action(kind, stage, int(match[3]), int(match[4] or 0))

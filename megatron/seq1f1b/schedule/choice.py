@@ -20,10 +20,7 @@ FAMILY_NAMES = (*FAMILIES, "auto")
 
 
 def build(
-    family: str,
-    shape: Shape,
-    costs: Costs | None = None,
-    limits: float | Sequence[float] | None = None,
+    family: str, shape: Shape, costs: Costs | None = None, limits: float | Sequence[float] | None = None
 ) -> Schedule:
     """The compute actions of all ranks. Only `auto` uses the costs and the limits of activation memory, see there."""
     if family == "auto":
@@ -66,9 +63,7 @@ class ScheduleChoice:
         """Whether the actions may include W."""
         if self.given is not None:
             return any(action.kind is Kind.W for actions in self.given.ranks for action in actions)
-        if self.is_planned:
-            return self.split
-        return FAMILIES[self.name](Shape(Placement(2), num_microbatches=2)).lag is not None
+        return self.split if self.is_planned else FAMILIES[self.name](Shape(Placement(2), 2)).lag is not None
 
     @property
     def has_moves(self) -> bool:

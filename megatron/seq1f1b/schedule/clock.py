@@ -9,7 +9,7 @@ forward order does at the stage equally far from the other end. So a clock is on
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
 from math import ceil
@@ -44,7 +44,6 @@ class Clock:
 
     @property
     def num_actions(self) -> int:
-        """The number of actions of all ranks."""
         return self.shape.num_stages * self.shape.num_units * (2 if self.lag is None else 3)
 
     def schedule(self) -> Schedule:
@@ -63,9 +62,10 @@ class Clock:
         actions: list[Action] = []
         ticks: list[int] = []
         for stage in shape.placement.stages_of(rank):
-            actions += _each(Kind.F, stage, forwards)
+            for kind, of_kind in (Kind.F, forwards), (Kind.B, backwards):
+                # tuple.__new__ makes an Action without a call of Python code, several times faster.
+                actions += map(tuple.__new__, repeat(Action), ((kind, stage, *unit) for unit in of_kind))
             ticks += [tick(unit, stage) for unit in units]
-            actions += _each(Kind.B, stage, backwards)
             ticks += [turn + tick(unit, last_stage - stage) for unit in units]
         in_order = sorted(range(len(actions)), key=ticks.__getitem__)
         actions, ticks = [actions[index] for index in in_order], [ticks[index] for index in in_order]
@@ -75,27 +75,21 @@ class Clock:
 def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[list[Action], list[int]]:
     """Every B becomes an I, and its W follows `lag` such I later.
 
-    The W come in the order of the I, so with segments in descending order too. No other action needs a W, so this
-    cannot close a cycle.
+    The W come in the order of the I. No other action needs a W, so this cannot close a cycle.
     """
     result: list[Action] = []
     result_ticks: list[int] = []
-    pending: deque[Action] = deque()
+    waiting: deque[Action] = deque()
     for action, tick in zip(order, ticks, strict=True):
         if action.kind is Kind.B:
-            pending.append(Action(Kind.W, *action[1:]))
-            action = Action(Kind.I, *action[1:])
+            waiting.append(action._replace(kind=Kind.W))
+            action = action._replace(kind=Kind.I)
         result.append(action)
         result_ticks.append(tick)
-        if len(pending) > lag:
-            result.append(pending.popleft())
+        if len(waiting) > lag:
+            result.append(waiting.popleft())
             result_ticks.append(tick)
-    return result + list(pending), result_ticks + [ticks[-1]] * len(pending)
-
-
-def _each(kind: Kind, stage: int, units: Iterable[tuple[int, int]]) -> Iterator[Action]:
-    # tuple.__new__ makes an Action without a call of Python code, several times faster.
-    return map(tuple.__new__, repeat(Action), ((kind, stage, *unit) for unit in units))
+    return [*result, *waiting], result_ticks + [ticks[-1]] * len(waiting)
 
 
 def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
@@ -131,9 +125,8 @@ def smallest_group(shape: Shape) -> int:
 def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Tick:
     """A tick for model chunks that take turns: `group` units each, a unit every `period` ticks.
 
-    The next stage runs a unit `hop` ticks later. The clock counts full groups, so a last group
-    that is short leaves ticks empty and nothing else changes. A group has to last until its first
-    unit is back on rank 0, so it must hold at least P units.
+    The next stage runs a unit `hop` ticks later. The clock counts full groups, so a short last group leaves ticks empty
+    and nothing else changes. A group has to last until its first unit is back on rank 0, so it holds P units or more.
     """
     num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
     if period * group < hop * num_ranks:

@@ -16,11 +16,10 @@ Table = tuple[tuple[float, ...], ...]
 class Costs:
     """Costs by stage and segment, `table[stage][segment]`, in any unit, the same for all times.
 
-    `f`, `i`, `w` are the durations of F, I, W; a B takes i + w. `message_f` is the time from the
-    end of an F until its output has arrived on the next stage's rank, `message_b` the same for the
-    input gradient and the previous stage; both count only where the stages are on two ranks.
-    `activation` is the memory that an F takes; `kept` is the part of it that stays after its I
-    until its W.
+    `f`, `i`, `w` are the durations of F, I, W; a B takes i + w. `message_f` is the time from the end of an F until its
+    output has arrived on the next stage's rank, `message_b` the same for the input gradient and the previous stage;
+    both count only where the stages are on two ranks. `activation` is the memory that an F takes; `kept` is the part of
+    it that stays after its I until its W.
     """
 
     f: Table
@@ -45,55 +44,43 @@ class Costs:
     def from_mapping(cls, shape: Shape, values: Mapping[str, Any]) -> "Costs":
         """From `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "kept": ...}`.
 
-        Each value is a number, a list of one number for each segment, or a list of such lists for
-        each stage. `message` stands for `message_f` and `message_b`; what is not given is as in
-        `uniform`, and `kept` as `activation`. Raises ValueError for other names and sizes.
+        Each value is a number, a list of one number for each segment, or a list of such lists for each stage. `message`
+        stands for `message_f` and `message_b`; what is not given is as in `uniform`, and `kept` as `activation`. Raises
+        ValueError for other names and sizes.
         """
         if not isinstance(values, Mapping):
             raise ValueError('costs are a table of names and numbers, such as {"f": 1, "message": [0.1, 0.2]}')
-        values = dict(values)
-        if "message" in values:
-            message = values.pop("message")
-            values = {"message_f": message, "message_b": message, **values}
-        if "activation" in values:
-            values.setdefault("kept", values["activation"])
-        unknown = set(values) - set(cls.__dataclass_fields__)
+        given = dict(values)
+        if "message" in given:
+            message = given.pop("message")
+            given = {"message_f": message, "message_b": message, **given}
+        if "activation" in given:
+            given.setdefault("kept", given["activation"])
+        unknown = set(given) - set(cls.__dataclass_fields__)
         if unknown:
             names = ", ".join([*cls.__dataclass_fields__, "message"])
             raise ValueError(f"unknown cost {min(unknown)!r}; there are {names}")
-        costs = replace(cls.uniform(shape), **{name: _table(shape, name, value) for name, value in values.items()})
+        costs = replace(cls.uniform(shape), **{name: _table(shape, name, value) for name, value in given.items()})
         costs.check(shape)
         return costs
 
     def check(self, shape: Shape) -> None:
         """Raises ValueError if a table does not fit the shape, or holds a number that is negative or not finite."""
         for name, table in vars(self).items():
-            sizes = len(table), {len(row) for row in table}
-            if sizes != (shape.num_stages, {shape.num_segments}):
+            if (len(table), {len(row) for row in table}) != (shape.num_stages, {shape.num_segments}):
                 raise ValueError(
                     f"cost table {name!r} must have {shape.num_stages} stages of {shape.num_segments} segments"
                 )
             if not all(0 <= value < inf for row in table for value in row):
                 raise ValueError(f"cost table {name!r} holds a number that is negative or not finite")
-        for some, all_of_it in zip(self.kept, self.activation, strict=True):
-            if any(part > whole for part, whole in zip(some, all_of_it, strict=True)):
-                raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
+        rows = zip(self.kept, self.activation, strict=True)
+        if any(part > whole for kept, activation in rows for part, whole in zip(kept, activation, strict=True)):
+            raise ValueError("cost table 'kept' is part of 'activation', it cannot be larger")
 
     def duration(self, kind: Kind, stage: int, segment: int) -> float:
-        if kind is Kind.F:
-            return self.f[stage][segment]
-        if kind is Kind.W:
-            return self.w[stage][segment]
-        if kind is Kind.I:
-            return self.i[stage][segment]
-        return self.i[stage][segment] + self.w[stage][segment]
-
-    def delay(self, needed: Action, action: Action, shape: Shape) -> float:
-        """Time from the end of `needed` until `action`, which depends on it, may start."""
-        if shape.placement.rank_of(needed.stage) == shape.placement.rank_of(action.stage):
-            return 0.0
-        table = self.message_f if needed.kind is Kind.F else self.message_b
-        return table[needed.stage][needed.segment]
+        if kind is Kind.B:
+            return self.i[stage][segment] + self.w[stage][segment]
+        return {Kind.F: self.f, Kind.I: self.i, Kind.W: self.w}[kind][stage][segment]
 
 
 def _table(shape: Shape, name: str, value: Any) -> Table:

@@ -23,41 +23,40 @@ def read_csv(path: str | Path) -> Schedule:
     V-shaped, whichever puts the stages on the ranks that run them. Raises ValueError, with row and cell, for text that
     is no action, and ScheduleError for a schedule that cannot run; the message begins with the name of the file.
     """
-    ranks = []
-    reader = csv.reader(StringIO(read_text(path), newline=""))
+    reader, ranks = csv.reader(StringIO(read_text(path), newline="")), []
+    where = ""
     try:
         for row_number, row in enumerate(reader, start=1):
-            cells = [(number, cell) for number, cell in enumerate(row, start=1) if cell.strip()]
-            if cells:
-                ranks.append(tuple(_parse(path, row_number, number, cell) for number, cell in cells))
-    except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num}: {error}; a cell holds one action such as 2F3.1") from error
-    if not ranks:
-        raise ValueError(f"{path} holds no actions: write one row for each rank, one action such as 2F3.1 in each cell")
-    schedule = Schedule(_shape_of(path, ranks), tuple(ranks))
-    try:
+            actions = []
+            for number, cell in enumerate(row, start=1):
+                where = f", row {row_number}, cell {number}"
+                if cell.strip():
+                    actions.append(_action(cell))
+            if actions:
+                ranks.append(tuple(actions))
+            where = ""
+        schedule = Schedule(_shape_of(ranks), tuple(ranks))
         validate(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"{path}{where}: {error}; a row is a rank, and a cell an action such as 2F3.1") from error
     return schedule
 
 
-def _parse(path: str | Path, row: int, cell: int, text: str) -> Action:
-    try:
-        action = parse_action(text)
-    except ValueError as error:
-        raise ValueError(f"{path}, row {row}, cell {cell}: {error}") from None
+def _action(text: str) -> Action:
+    action = parse_action(text)
     if action.kind not in COMPUTE_KINDS + MOVE_KINDS:
-        raise ValueError(
-            f"{path}, row {row}, cell {cell}: {text!r} is not F, B, I, W, OFFLOAD or RELOAD; lowering adds the others"
-        )
+        raise ValueError(f"{text!r} is not F, B, I, W, OFFLOAD or RELOAD; lowering adds the others")
     return action
 
 
-def _shape_of(path: str | Path, ranks: list[tuple[Action, ...]]) -> Shape:
+def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:
+    if not ranks:
+        raise ValueError("it holds no actions")
     stages = 1 + max(action.stage for rank in ranks for action in rank)
     if stages % len(ranks):
-        raise ValueError(f"{path}: {stages} stages do not divide evenly over {len(ranks)} rows; one row is one rank")
+        raise ValueError(f"{stages} stages do not divide evenly over {len(ranks)} rows")
     # The first stage of the second chunk shows which way that chunk runs.
     turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
     placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
@@ -65,11 +64,7 @@ def _shape_of(path: str | Path, ranks: list[tuple[Action, ...]]) -> Shape:
     for action in chain.from_iterable(ranks):
         segments[action.microbatch] = max(segments.get(action.microbatch, 0), action.segment + 1)
     count, microbatches = sum(map(len, ranks)), 1 + max(segments)
-    fewest = stages * (sum(segments.values()) + microbatches - len(segments))
-    if fewest > count:  # not even a forward for each unit; checked first, since sizes cost memory
+    if stages * (sum(segments.values()) + microbatches - len(segments)) > count:  # checked first: sizes cost memory
         largest = Shape(placement, microbatches, max(segments.values()))
-        raise ValueError(
-            f"{path}: the largest numbers in it stand for {largest}, more than its {count} actions can be; "
-            "number stages, micro-batches and segments from 0"
-        )
+        raise ValueError(f"its {count} actions are fewer than the forwards of {largest}; number all from 0")
     return Shape.of(placement, [segments.get(each, 1) for each in range(microbatches)])

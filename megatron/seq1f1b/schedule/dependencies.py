@@ -43,7 +43,5 @@ def message_needed(action: Action, shape: Shape) -> Action | None:
     several chunks) and the value needs no message.
     """
     rank_of = shape.placement.rank_of
-    for needed in dependencies(action, shape):
-        if rank_of(needed.stage) != rank_of(action.stage):
-            return needed
-    return None
+    messages = (each for each in dependencies(action, shape) if rank_of(each.stage) != rank_of(action.stage))
+    return next(messages, None)

@@ -71,9 +71,7 @@ def breadth_first(shape: Shape) -> Clock:
     return Clock(shape, tick, turn=tick(shape.num_units - 1, shape.num_stages - 1) + 1)
 
 
-Family = Callable[[Shape], Clock]
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, Callable[[Shape], Clock]] = MappingProxyType(
     {
         "gpipe": gpipe,
         "1f1b": one_f_one_b,

@@ -1,8 +1,8 @@
 """Lowering: from compute actions to all that a rank does, as pure functions of the schedule.
 
 Adds the messages between ranks (SEND_*, RECV_*), the start of gathering parameters before the first forward of a model
-chunk (GATHER), and the start of reducing gradients after its last backward (REDUCE). Both disturb compute, so where
-Megatron lets our runtime start them (--align-param-gather, --align-grad-reduce) all ranks do so at about the same time.
+chunk (GATHER), and the start of reducing gradients after its last backward (REDUCE). Both disturb compute, so all ranks
+start them at about the same time, as with Megatron's --align-param-gather and --align-grad-reduce.
 
 A channel carries one payload (F or B) from one rank to one other: a FIFO without tags. A send follows the action that
 produces the value and does not block the rank. A receive is posted, without blocking, one compute action ahead of the
@@ -30,18 +30,17 @@ order of messages for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
 from .action import Action, Kind
 from .clock import Clock
-from .dependencies import message_needed
 from .moves import merged
 from .one_queue import NominalTimes, Transfer, issue_order, nominal_times
 from .schedule import Placement, Schedule, Shape
 
-_RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B}
-_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B}
+_RECEIVE = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+_SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 _PAYLOAD = {Kind.RECV_F: Kind.F, Kind.SEND_F: Kind.F, Kind.RECV_B: Kind.B, Kind.SEND_B: Kind.B}
 _STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
 
@@ -163,44 +162,36 @@ def _lower_rank(shape: Shape, orders: Orders, rank: int, times: NominalTimes | N
         for transfer in chain(*outgoing):
             after[transfer.sent].append(transfer.send)
     else:
-        for index, action in issue_order(incoming, outgoing, rank, times, in_turn):
+        for index, action in issue_order([*incoming, *outgoing], rank, times, in_turn):
             (after[index - 1] if index else before[0]).append(action)
     for index, action in _reductions(shape, order):
         after[index].append(action)
 
-    lowered: list[Action] = []
-    for first, action, last in zip(before, order, after, strict=True):
-        lowered += first
-        lowered.append(action)
-        lowered += last
-    return lowered
+    return [each for first, action, last in zip(before, order, after, strict=True) for each in (*first, action, *last)]
 
 
 def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> list[list[Transfer]]:
     """The messages from one rank to another: for each channel between them, in the order of its sends."""
-    order, placement = orders[destination], shape.placement
-    payloads = {}  # (kind, stage) of an action that waits for such a message -> its payload and stage
-    for stage in placement.stages_of(destination):
-        for kind in (Kind.F, Kind.B, Kind.I):
-            needed = message_needed(Action(kind, stage, 0, 0), shape)
-            if needed is not None and placement.rank_of(needed.stage) == source:
-                payloads[kind, stage] = needed.kind, needed.stage
-    consumers = {}  # what arrives -> index of the action that waits for it
+    order, incoming = orders[destination], channels_of(shape.placement, destination)
+    expected = {key for key, channel in incoming.items() if channel.source == source}
+    consumers = {}  # the receive of a message -> index of the action that waits for it
     for index, (kind, stage, microbatch, segment) in enumerate(order):
-        if (kind, stage) in payloads:
-            consumers[*payloads[kind, stage], microbatch, segment] = index
+        if kind is not Kind.W and (_RECEIVE[kind], stage) in expected:
+            consumers[Action(_RECEIVE[kind], stage, microbatch, segment)] = index
 
     channels: dict[Kind, list[Transfer]] = {Kind.F: [], Kind.B: []}
     # From the last message back: a receive is posted no later than those that follow it.
-    post = {Kind.F: len(order), Kind.B: len(order)}
+    post = dict.fromkeys(channels, len(order))
     for sent in reversed(range(len(orders[source]))):
         kind, stage, microbatch, segment = orders[source][sent]
-        payload = Kind.B if kind is Kind.I else kind
-        consumer = consumers.pop((payload, stage, microbatch, segment), None)
+        if kind is Kind.W:
+            continue
+        send = Action(_SEND[kind], stage, microbatch, segment)
+        receive = Action(_RECEIVE[kind], stage + _STEP[send.kind], microbatch, segment)
+        consumer = consumers.pop(receive, None)
         if consumer is not None:
+            payload = _PAYLOAD[send.kind]
             post[payload] = min(post[payload], max(consumer - 1, 0))
-            send = Action(_SEND[payload], stage, microbatch, segment)
-            receive = Action(_RECEIVE[payload], order[consumer].stage, microbatch, segment)
             channels[payload].append(Transfer(send, receive, source, sent, destination, post[payload]))
     if consumers:
         raise ValueError(f"rank {destination} needs messages that rank {source} does not send; is this valid?")
@@ -214,12 +205,10 @@ def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Actio
     for number, index in enumerate(forwards):
         firsts.setdefault(order[index].stage, number)
     stages = list(firsts)
-    for number, stage in enumerate(stages):
-        at = 0
-        if number > 1:
-            before = stages[number - 1]
-            at = forwards[max(firsts[before] - _depth(shape, before), 0)]
-        yield at, Action(Kind.GATHER, stage)
+    for stage in stages[:2]:
+        yield 0, Action(Kind.GATHER, stage)
+    for before, stage in pairwise(stages[1:]):
+        yield forwards[max(firsts[before] - _depth(shape, before), 0)], Action(Kind.GATHER, stage)
 
 
 def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:

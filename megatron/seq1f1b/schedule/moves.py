@@ -5,6 +5,7 @@ its backward (RELOAD), so that both copies run beside compute. Its memory on the
 leaves, by which time the copy has usually ended, or at the latest when it starts back.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
@@ -53,13 +54,13 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
 
 def with_moves(order: Sequence[Action], units: Collection[Unit]) -> list[Action]:
     """The compute actions of a rank and the moves of `units`, as `units_to_move` has found them."""
-    before: dict[int, list[Action]] = {}
-    for index, (kind, *unit) in enumerate(order):
-        if tuple(unit) in units and kind is Kind.F:
-            before.setdefault(index + 1, []).append(Action(Kind.OFFLOAD, *unit))
-        elif tuple(unit) in units and kind in _BACKWARD:
-            before.setdefault(index - AHEAD, []).append(Action(Kind.RELOAD, *unit))
-    return [each for index, action in enumerate(order) for each in (*before.get(index, ()), action)]
+    before = defaultdict(list)
+    for index, action in enumerate(order):
+        if action[1:] in units and action.kind is Kind.F:
+            before[index + 1].append(action._replace(kind=Kind.OFFLOAD))
+        elif action[1:] in units and action.kind in _BACKWARD:
+            before[index - AHEAD].append(action._replace(kind=Kind.RELOAD))
+    return [each for index, action in enumerate(order) for each in (*before[index], action)]
 
 
 def moved(schedule: Schedule, share: float) -> Schedule:

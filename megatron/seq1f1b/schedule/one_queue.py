@@ -42,16 +42,13 @@ from .timing import run
 _Point = tuple[float, int, int, int]
 _BEFORE, _ITSELF, _AFTER = 0, 1, 2
 
-
 # For each rank, the nominal times of its compute actions, in the order in which it runs them.
 NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):
-    """A message from the compute action number `sent` of `source`.
-
-    The receive is wanted ahead of the compute action number `posted` of `destination`.
-    """
+    """A message from the compute action number `sent` of `source`, whose receive is wanted ahead of number `posted` of
+    `destination`."""
 
     send: Action
     receive: Action
@@ -72,24 +69,18 @@ def nominal_times(schedule: Schedule) -> NominalTimes:
 
 
 def issue_order(
-    incoming: Sequence[Sequence[Transfer]],
-    outgoing: Sequence[Sequence[Transfer]],
-    rank: int,
-    times: NominalTimes,
-    in_turn: bool = False,
+    channels: Sequence[Sequence[Transfer]], rank: int, times: NominalTimes, in_turn: bool = False
 ) -> Iterator[tuple[int, Action]]:
     """Sends and receives of a rank in order, each with the number of compute actions before it.
 
-    `incoming` and `outgoing` hold the messages of each channel, in order. With `in_turn` both ends of a message come at
-    the same point.
+    `channels` holds the messages of each of its channels, in order. With `in_turn` both ends of a message come at the
+    same point.
     """
     events: list[tuple[_Point, int, Transfer, Action]] = []  # both ends order equal points by the messages
-    for transfers in incoming:
+    for transfers in channels:
         for n, (each, send, receive) in enumerate(_points(transfers, times)):
-            events.append((max(send, receive) if in_turn else receive, n, each, each.receive))
-    for transfers in outgoing:
-        for n, (each, send, receive) in enumerate(_points(transfers, times)):
-            events.append((max(send, receive) if in_turn else send, n, each, each.send))
+            here, action = (send, each.send) if each.source == rank else (receive, each.receive)
+            events.append((max(send, receive) if in_turn else here, n, each, action))
     compute = [(time, rank, index, _ITSELF) for index, time in enumerate(times[rank])]
     for point, _, _, action in sorted(events):
         yield bisect_left(compute, point), action

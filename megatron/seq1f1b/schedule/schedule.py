@@ -46,11 +46,10 @@ class Placement:
 
     def rank_of(self, stage: int) -> int:
         chunk, depth = divmod(stage, self.num_ranks)
-        return self.num_ranks - 1 - depth if self._runs_back(chunk) else depth
+        return self._mirrored(depth, chunk)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        depth = self.num_ranks - 1 - rank if self._runs_back(chunk) else rank
-        return chunk * self.num_ranks + depth
+        return chunk * self.num_ranks + self._mirrored(rank, chunk)
 
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank holds, from the first model chunk to the last."""
@@ -58,13 +57,12 @@ class Placement:
 
     def neighbours_of(self, rank: int) -> list[int]:
         """The other ranks that exchange messages with this one, ascending."""
-        stages = self.stages_of(rank)
-        around = {stage + step for stage in stages for step in (-1, 1)}
-        ranks = {self.rank_of(stage) for stage in around if 0 <= stage < self.num_stages}
-        return sorted(ranks - {rank})
+        around = {stage + step for stage in self.stages_of(rank) for step in (-1, 1)}
+        return sorted({self.rank_of(stage) for stage in around if 0 <= stage < self.num_stages} - {rank})
 
-    def _runs_back(self, chunk: int) -> bool:
-        return self.style == "v" and chunk % 2 == 1
+    def _mirrored(self, place: int, chunk: int) -> int:
+        """The rank at a depth of a chunk, and the depth at a rank."""
+        return self.num_ranks - 1 - place if self.style == "v" and chunk % 2 else place
 
 
 @dataclass(frozen=True)
@@ -153,12 +151,12 @@ class Schedule:
         """Whether activations go to the memory of the host and back."""
         return any(action.kind in MOVE_KINDS for actions in self.ranks for action in actions)
 
-    def without_moves(self) -> "Schedule":
+    def without_moves(self) -> Self:
         """The compute actions alone; this schedule itself if it has no others."""
         if not self.has_moves:
             return self
         ranks = (tuple(action for action in actions if action.kind in COMPUTE_KINDS) for actions in self.ranks)
-        return Schedule(self.shape, tuple(ranks))
+        return replace(self, ranks=tuple(ranks))
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: " + " ".join(map(str, actions)) for rank, actions in enumerate(self.ranks))

@@ -1,6 +1,7 @@
 """When each action ran: one form for simulated and measured steps, and its JSON."""
 
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -90,23 +91,20 @@ def to_json(timeline: Timeline) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> Timeline:
     """The inverse of `to_json`. Raises one of UNUSABLE if `data` is no timeline."""
     meta = dict(data["meta"])
-    sizes = {name: meta.pop(f"num_{name}") for name in ("ranks", "chunks", "microbatches", "segments")}
-    count = sum(map(len, data["ranks"]))
-    for name, size in sizes.items():
-        if type(size) is not int or not 1 <= size <= count:
-            raise ValueError(f"num_{name} is {size}, which its {count} actions cannot have")
-    placement = Placement(sizes["ranks"], sizes["chunks"], meta.pop("placement"))
-    shape = Shape(placement, sizes["microbatches"], sizes["segments"])
-    unequal = meta.pop("unequal_segments", ())
-    if unequal:
-        if {*map(type, unequal)} != {int} or (len(unequal), max(unequal)) != (sizes["microbatches"], sizes["segments"]):
-            raise ValueError(f"unequal_segments {unequal} are not of {shape}")
-        shape = Shape.of(placement, unequal)
-    if len(data["ranks"]) != shape.num_ranks:
-        raise ValueError(f"num_ranks is {shape.num_ranks}, but there are {len(data['ranks'])}")
     ranks = tuple(tuple(map(_span, rows)) for rows in data["ranks"])
+    num_ranks, num_chunks, num_microbatches, num_segments = (
+        operator.index(meta.pop(f"num_{name}")) for name in ("ranks", "chunks", "microbatches", "segments")
+    )
+    placement = Placement(num_ranks, num_chunks, meta.pop("placement"))
+    shape = Shape(placement, num_microbatches, num_segments, tuple(meta.pop("unequal_segments", ())))
+    if num_ranks != len(ranks) or len(shape.unequal) not in (0, num_microbatches):
+        raise ValueError(f"it has {len(ranks)} ranks, and its sizes are those of {shape}")
     for action, start, end in (span for spans in ranks for span in spans):
-        if not _is_of(shape, action):
+        kind, stage, microbatch, segment = action
+        is_of_chunk = kind in CHUNK_KINDS and microbatch == segment == -1
+        if not 0 <= stage < shape.num_stages or not (
+            is_of_chunk or (0 <= microbatch < num_microbatches and 0 <= segment < shape.segments_of(microbatch))
+        ):
             raise ValueError(f"{action} is not of {shape}")
         if not -inf < start <= end < inf or end - start == inf:
             raise ValueError(f"{action} lasts from {start} to {end}")
@@ -114,18 +112,8 @@ def from_json(data: Mapping[str, Any]) -> Timeline:
 
 
 def _span(row: Mapping[str, Any]) -> Span:
-    action = Action(Kind(row["kind"]), row["stage"], row["microbatch"], row["segment"])
-    return Span(action, row["start"], row["end"])
-
-
-def _is_of(shape: Shape, action: Action) -> bool:
-    _, *numbers = action
-    if not all(type(number) is int for number in numbers) or not 0 <= action.stage < shape.num_stages:
-        return False
-    if action.kind in CHUNK_KINDS:
-        return action.microbatch == action.segment == -1
-    _, _, microbatch, segment = action
-    return 0 <= microbatch < shape.num_microbatches and 0 <= segment < shape.segments_of(microbatch)
+    numbers = (operator.index(row[name]) for name in ("stage", "microbatch", "segment"))
+    return Span(Action(Kind(row["kind"]), *numbers), row["start"], row["end"])
 
 
 def write_timeline(timeline: Timeline, path: str | Path) -> None:

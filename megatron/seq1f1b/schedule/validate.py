@@ -1,9 +1,11 @@
 """Is a schedule of compute actions complete and can it run? If not, where is it wrong?"""
 
-from .action import COMPUTE_KINDS, Action, Kind
+from collections.abc import Sequence
+
+from .action import COMPUTE_KINDS, Kind
 from .cost_tables import Costs
 from .dependencies import dependencies, outcome
-from .schedule import Schedule, Shape
+from .schedule import Schedule
 from .timing import run
 
 _AROUND = 4  # actions shown on each side
@@ -34,19 +36,24 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule, rank: int) -> None:
-    shape = schedule.shape
+    shape, actions = schedule.shape, schedule.ranks[rank]
     kinds_of = {(stage, *unit): "" for stage in shape.placement.stages_of(rank) for unit in shape.units}
-    for index, action in enumerate(schedule.ranks[rank]):
+    for index, action in enumerate(actions):
         kind, unit = action.kind, action[1:]
         if kind not in COMPUTE_KINDS or unit not in kinds_of:
-            raise _error(schedule, rank, index, _why_foreign(shape, action))
+            raise _error(schedule, rank, index, f"is no compute action of this rank; there are {shape}")
         if kind in kinds_of[unit]:
             raise _error(schedule, rank, index, "is repeated")
         kinds_of[unit] += kind
     for unit, kinds in kinds_of.items():
-        problem = _problem({*kinds})
-        if problem is not None:
-            raise _missing(schedule, rank, Action(Kind.F, *unit), problem)
+        if {*kinds} not in ({*"FB"}, {*"FIW"}):
+            stage, microbatch, segment = unit
+            near = [index for index, action in enumerate(actions) if action[1:3] == unit[:2]] or [len(actions) - 1]
+            raise ScheduleError(
+                f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} has {' and '.join(kinds)}"
+                f"{'' if kinds else 'no action'}; each unit needs F and B, or F, I and W\n"
+                + neighbourhood(schedule, rank, [max(near[0], 0)] * shape.num_ranks)
+            )
 
 
 def _check_moves(schedule: Schedule, rank: int) -> None:
@@ -62,32 +69,6 @@ def _check_moves(schedule: Schedule, rank: int) -> None:
         last[action[1:]] = kind
 
 
-def _problem(kinds: set[str]) -> str | None:
-    """What is wrong with the kinds of action of a unit, if anything."""
-    if "F" not in kinds:
-        return "has no F"
-    if "B" in kinds and kinds & {"I", "W"}:
-        return "has a B and also I or W"
-    if "I" in kinds and "W" not in kinds:
-        return "has an I without its W"
-    if "W" in kinds and "I" not in kinds:
-        return "has a W without its I"
-    return None if kinds & {"B", "I"} else "has no backward"
-
-
-def _why_foreign(shape: Shape, action: Action) -> str:
-    if action.kind not in COMPUTE_KINDS:
-        return "is not a compute action; lowering adds the others"
-    if not 0 <= action.stage < shape.num_stages:
-        return f"has no such stage; there are {shape.num_stages}"
-    if not 0 <= action.microbatch < shape.num_microbatches:
-        return f"has no such micro-batch; there are {shape.num_microbatches}"
-    segments = shape.segments_of(action.microbatch)
-    if not 0 <= action.segment < segments:
-        return f"has no such segment; there are {segments}"
-    return f"belongs to rank {shape.placement.rank_of(action.stage)}"
-
-
 def _check_runs(schedule: Schedule) -> None:
     """Runs the schedule; if ranks get stuck, raises an error with the broken rule or the cycle."""
     done = [len(spans) for spans in run(schedule, Costs.uniform(schedule.shape))]
@@ -95,44 +76,26 @@ def _check_runs(schedule: Schedule) -> None:
     if not stuck:
         return
     ran = {outcome(action) for rank, actions in enumerate(schedule.ranks) for action in actions[: done[rank]]}
-    chain: dict[int, str] = {}  # rank -> what it waits for, in the order of the walk
+    waits: dict[int, str] = {}  # rank -> what it waits for, in the order of the walk
     rank = stuck[0]
-    while rank not in chain:
+    while rank not in waits:
         action = schedule.ranks[rank][done[rank]]
         needed = next(need for need in dependencies(action, schedule.shape) if need not in ran)
         owner = schedule.shape.placement.rank_of(needed.stage)
         if needed not in schedule.ranks[owner]:  # its backward is split
             needed = needed._replace(kind=Kind.I)
         if owner == rank:
-            raise _error(schedule, rank, done[rank], _why_too_early(action, needed))
+            is_ascending = action.kind is not Kind.F and needed.segment > action.segment
+            rule = ": segments go backward in descending order" if is_ascending else ""
+            raise _error(schedule, rank, done[rank], f"comes before {needed}, which it needs{rule}")
         ahead = schedule.ranks[owner][done[owner]]
-        chain[rank] = f"rank {rank}: {action} needs {needed} of rank {owner}" + (
+        waits[rank] = f"rank {rank}: {action} needs {needed} of rank {owner}" + (
             "" if ahead == needed else f", where {ahead} comes first"
         )
         rank = owner
-    cycle = list(chain)[list(chain).index(rank) :]
     lines = ["the schedule deadlocks; each of these waits for the next, in a cycle:"]
-    lines += [chain[member] for member in cycle]
-    raise ScheduleError("\n".join(lines + [neighbourhood(schedule, rank, done)]))
-
-
-def _why_too_early(action: Action, needed: Action) -> str:
-    reason = f"comes before {needed}, which it needs"
-    if action.kind is not Kind.F and needed.segment > action.segment:
-        reason += ": segments go backward in descending order"
-    return reason
-
-
-def _missing(schedule: Schedule, rank: int, wanted: Action, problem: str) -> ScheduleError:
-    """An error with the neighbourhood of the unit in the order of its rank."""
-    actions = schedule.ranks[rank]
-    unit = wanted[1:]
-    same = [index for index, action in enumerate(actions) if action[1:] == unit]
-    near = [index for index, action in enumerate(actions) if action[1:3] == unit[:2]]
-    index = (same or near or [max(len(actions) - 1, 0)])[0]
-    stage, microbatch, segment = unit
-    text = f"rank {rank}: stage {stage}, micro-batch {microbatch}, segment {segment} {problem}"
-    return ScheduleError(f"{text}\n{neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
+    lines += [*waits.values()][[*waits].index(rank) :]
+    raise ScheduleError("\n".join([*lines, neighbourhood(schedule, rank, done)]))
 
 
 def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleError:
@@ -140,14 +103,13 @@ def _error(schedule: Schedule, rank: int, index: int, problem: str) -> ScheduleE
     return ScheduleError(f"{text}\n{neighbourhood(schedule, rank, [index] * len(schedule.ranks))}")
 
 
-def neighbourhood(schedule: Schedule, rank: int, at: list[int]) -> str:
+def neighbourhood(schedule: Schedule, rank: int, at: Sequence[int]) -> str:
     """The ranks around `rank`, each around its index in `at`, with that action in brackets."""
     first = max(0, min(rank - _RANKS // 2, len(schedule.ranks) - _RANKS))
     lines = []
-    for other in range(first, min(first + _RANKS, len(schedule.ranks))):
-        actions, centre = schedule.ranks[other], at[other]
-        low, high = max(0, centre - _AROUND), min(len(actions), centre + _AROUND + 1)
-        words = [f"[{actions[index]}]" if index == centre else f" {actions[index]} " for index in range(low, high)]
+    for other, actions in [*enumerate(schedule.ranks)][first : first + _RANKS]:
+        low, high = max(0, at[other] - _AROUND), min(len(actions), at[other] + _AROUND + 1)
+        words = [f"[{actions[n]}]" if n == at[other] else f" {actions[n]} " for n in range(low, high)]
         dots = ("... " if low > 0 else ""), (" ..." if high < len(actions) else "")
         mark = ">" if other == rank else " "
         lines.append(f"{mark} rank {other:<3} {dots[0]}{' '.join(words)}{dots[1]}".rstrip())

@@ -43,16 +43,11 @@ def test_bad_placements_are_refused(arguments):
         Placement(*arguments)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_text_form_and_parser_are_inverses(kind):
-    whole_chunk = kind in CHUNK_KINDS
-    for stage in (0, 7, 127):
-        action = Action(kind, stage) if whole_chunk else Action(kind, stage, 511, 15)
+def test_text_form_and_parser_are_inverses():
+    for kind in Kind:
+        action = Action(kind, 127) if kind in CHUNK_KINDS else Action(kind, 127, 511, 15)
         assert parse_action(str(action)) == action
         assert isinstance(parse_action(str(action)).kind, Kind)
-
-
-def test_text_form():
     assert str(Action(Kind.F, 2, 3, 1)) == "2F3.1"
     assert str(Action(Kind.RECV_B, 2, 3, 1)) == "2RECV_B3.1"
     assert str(Action(Kind.REDUCE, 2)) == "2REDUCE"

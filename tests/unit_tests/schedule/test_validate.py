@@ -82,21 +82,24 @@ def test_random_orders_are_judged_like_a_plain_replay():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "has no F"),
-        ("0F0.0", "stage 0, micro-batch 0, segment 0 has no backward"),
-        ("0B0.0", "stage 0, micro-batch 0, segment 0 has no F"),
-        ("0F0.0 0I0.0", "has an I without its W"),
-        ("0F0.0 0W0.0 0B0.0", "has a B and also I or W"),
-        ("0F0.0 0B0.0 0I0.0 0W0.0", "has a B and also I or W"),
-        ("0F0.0 0W0.0", "has a W without its I"),
+        ("", "stage 0, micro-batch 0, segment 0 has no action"),
+        ("0F0.0", "has F; each unit needs F and B, or F, I and W"),
+        ("0B0.0", "has B; each"),
+        ("0F0.0 0I0.0", "has F and I; each"),
+        ("0F0.0 0W0.0 0B0.0", "has F and W and B; each"),
+        ("0F0.0 0B0.0 0I0.0 0W0.0", "has F and B and I and W; each"),
+        ("0F0.0 0W0.0", "has F and W; each"),
         ("0F0.0 0B0.0 0B0.0", "action 2: 0B0.0 is repeated"),
         ("0F0.0 0W0.0 0I0.0", "0W0.0 comes before 0I0.0, which it needs"),
         ("0B0.0 0F0.0", "0B0.0 comes before 0F0.0, which it needs"),
-        ("1F0.0 0F0.0 0B0.0", "1F0.0 has no such stage; there are 1"),
-        ("0F1.0 0F0.0 0B0.0", "0F1.0 has no such micro-batch; there are 1"),
-        ("0F0.1 0F0.0 0B0.0", "0F0.1 has no such segment; there are 1"),
-        ("0REDUCE 0F0.0 0B0.0", "0REDUCE is not a compute action; lowering adds the others"),
-        ("0F0.0 1F0.0 0B0.0\n1F0.0 1B0.0", "rank 0, action 1: 1F0.0 belongs to rank 1"),
+        (
+            "1F0.0 0F0.0 0B0.0",
+            "1F0.0 is no compute action of this rank; there are 1 ranks, 1 micro-",
+        ),
+        ("0F1.0 0F0.0 0B0.0", "0F1.0 is no compute action of this rank"),
+        ("0F0.1 0F0.0 0B0.0", "0F0.1 is no compute action of this rank"),
+        ("0REDUCE 0F0.0 0B0.0", "0REDUCE is no compute action"),
+        ("0F0.0 1F0.0 0B0.0\n1F0.0 1B0.0", "rank 0, action 1: 1F0.0 is no compute action of this rank"),
     ],
 )
 def test_what_is_wrong_is_said(text, message):
@@ -120,14 +123,12 @@ def test_the_neighbourhood_is_shown_rank_by_rank():
     actions = schedule.ranks[1]
     with pytest.raises(ScheduleError) as error:
         validate(changed(schedule, 1, actions[:4] + actions[3:]))
-    assert str(error.value) == "\n".join(
-        [
-            "rank 1, action 4: 1B0.1 is repeated",
-            "  rank 0    0F0.0   0F0.1   0F1.0   0F1.1  [0B0.1]  0B0.0   0B1.1   0B1.0",
-            "> rank 1    1F0.0   1F0.1   1F1.0   1B0.1  [1B0.1]  1F1.1   1B0.0   1B1.1   1B1.0",
-            "  rank 2    2F0.0   2F0.1   2B0.1   2F1.0  [2B0.0]  2F1.1   2B1.1   2B1.0",
-        ]
-    )
+    assert str(error.value).splitlines() == [
+        "rank 1, action 4: 1B0.1 is repeated",
+        "  rank 0    0F0.0   0F0.1   0F1.0   0F1.1  [0B0.1]  0B0.0   0B1.1   0B1.0",
+        "> rank 1    1F0.0   1F0.1   1F1.0   1B0.1  [1B0.1]  1F1.1   1B0.0   1B1.1   1B1.0",
+        "  rank 2    2F0.0   2F0.1   2B0.1   2F1.0  [2B0.0]  2F1.1   2B1.1   2B1.0",
+    ]
 
 
 def test_the_cycle_of_a_deadlock_is_shown():
@@ -140,7 +141,6 @@ def test_the_cycle_of_a_deadlock_is_shown():
         "rank 1: 1F1.0 needs 0F1.0 of rank 0, where 0B0.0 comes first",
     ]
     assert "> rank 0    0F0.0  [0B0.0]" in str(error.value)
-    assert "rank 1    1F0.0  [1F1.0]" in str(error.value)
 
 
 def test_dependencies():
