@@ -66,7 +66,7 @@ def small_disk(tmp_path):
 def test_a_full_disk_is_named_and_costs_one_iteration(launch, undisturbed, small_disk):
     flags = [*FLAGS, "--save", small_disk, "--load", small_disk, "--save-interval", 2]
     job = launch(2, flags, SCRIPT, env={"FAULT": "fill save 4 0"})
-    sentence = f"the checkpoint of iteration 4 was not saved; {small_disk}"
+    sentence = f"the checkpoint of iteration 4 was not saved; the last complete one is 2; {small_disk}"
     assert job.code == 1 and f"{sentence} has 0 MiB free" in job.log, job.log[-6000:]
     assert job.log.count("Traceback (most recent call last):\n") >= 1
     (small_disk / "filler").unlink()

@@ -180,6 +180,8 @@ UNSUPPORTED: Mapping[Use, tuple[Unsupported, ...]] = {
         --use-megatron-fsdp
         --use-torch-fsdp2
             is not tested with our schedules; drop --pipeline-schedule and --sequence-splits to run Megatron's own
+        --pipeline-schedule-file with --pipeline-schedule
+            is a whole schedule; drop one of the two
         --pipeline-schedule-file with --step-batch-size-schedule
             is for one number of micro-batches; drop one of the two
         --recompute-keeps-attention without --recompute-granularity full

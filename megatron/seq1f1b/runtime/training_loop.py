@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -153,12 +154,16 @@ class TrainingLoop:
         """Megatron's loop saves after a loss that is not a number, even without --save."""
         folder = self._args().save
         if folder is None:
+            warn_on_rank_0(_log, f"nothing is saved of iteration {iteration}, since --save is not given")
             return
         try:
             upstream(iteration, *rest, **more)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            free = shutil.disk_usage(folder).free / 2**20
-            error.add_note(f"the checkpoint of iteration {iteration} was not saved; {folder} has {free:.0f} MiB free")
+            last, free = Path(folder, "latest_checkpointed_iteration.txt"), shutil.disk_usage(folder).free / 2**20
+            complete = f"the last complete one is {last.read_text().strip()}" if last.is_file() else "none is complete"
+            error.add_note(
+                f"the checkpoint of iteration {iteration} was not saved; {complete}; {folder} has {free:.0f} MiB free"
+            )
             raise
 
     def load(self, upstream: Callable, *rest: Any, **more: Any) -> Any:

@@ -242,7 +242,7 @@ def file(tmp_path):
 
 
 def test_a_file_takes_the_place_of_a_family(file):
-    args = parsed("--pipeline-schedule-file", str(file), "--pipeline-schedule", "gpipe", "--sequence-splits", "2")
+    args = parsed("--pipeline-schedule-file", str(file), "--sequence-splits", "2")
     validate(args)
     assert pipeline_config(args).schedule == ScheduleChoice.of(build("zb-h1", Shape(Placement(2), 3, 2)))
     auto = parsed("--pipeline-schedule-file", str(file), *AUTO, replaced_on_cpu={})

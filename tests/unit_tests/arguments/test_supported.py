@@ -83,6 +83,7 @@ def test_an_unsupported_feature_is_one_sentence(monkeypatch, tmp_path, use, row)
     if "pipeline_schedule_file" in settings:
         settings["pipeline_schedule_file"] = tmp_path / "mine.csv"
         settings["pipeline_schedule_file"].write_text("0F0,0B0\n1F0,1B0\n")
+        settings.setdefault("pipeline_schedule", None)
     args = parsed(*FLAGS[use], **IN_UNITS if use is Use.UNITS else {})
     vars(args).update(settings)
     with pytest.raises(ValueError) as error:

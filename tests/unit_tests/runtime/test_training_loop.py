@@ -87,7 +87,9 @@ def test_a_failed_save_names_the_folder_and_its_space(tmp_path):
     """torch raises a CheckpointException, which is no Exception and names no disk."""
     with pytest.raises(CheckpointException) as error:
         loop(save=str(tmp_path)).save(failing(CheckpointException("write", {})), 6)
-    assert error.value.__notes__[0].startswith(f"the checkpoint of iteration 6 was not saved; {tmp_path} has ")
+    assert error.value.__notes__[0].startswith(
+        f"the checkpoint of iteration 6 was not saved; none is complete; {tmp_path} has "
+    )
 
 
 def test_a_checkpoint_at_which_megatron_exits_is_an_error():
