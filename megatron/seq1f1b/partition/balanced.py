@@ -1,4 +1,4 @@
-"""Segments that take equally long: by times, by FLOPs, or as long as makes the step shortest."""
+"""Segments of equal time, of equal FLOPs, or of the lengths that make the step shortest."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from .lengths import SegmentTime, check_length, positions, tile
 
 # Halvings of the interval that holds the longest time: to well below the time of one token.
 _BISECTIONS = 40
-_WIDTHS = (0.4, 0.2, 0.1)  # of the steps from one cut to the next
-_LEAST = 0.05  # of a segment, relative to the mean
+_WIDTHS = (0.4, 0.2, 0.1)  # step sizes of the search
+_LEAST = 0.05  # smallest weight of a segment; the mean is 1
 
 
 def balanced(
@@ -26,14 +26,14 @@ def balanced(
     """Minimise the longest `time(start, end)` of a segment; returns lengths in tokens, first to last. With `weights`,
     one for each segment, times are in proportion to these.
 
-    A pipeline runs at the pace of its slowest stage, so `time` is that of a segment there, forward plus backward. The
+    A pipeline runs at the pace of its slowest stage, so `time` is the forward plus backward of a segment there. The
     idea is the computation-wise partition of Seq1F1B (arXiv 2406.03488, section 3.4).
 
     Lengths are multiples of `multiple_of`, and of up to 128 tokens where that does not spoil the balance; the first
-    segment, whose tokens are the cheapest, takes what is left over. No segment is shorter than `min_length`, unless
-    that many are too many for the sequence. With `documents`, for each sequence of the micro-batch the positions that
-    documents start at, the first of them 0, `time` is that of a sequence of one document. Raises ValueError if the
-    sequence is too short for so many segments, or no multiple.
+    segment, whose tokens are the cheapest, takes the remainder. No segment is shorter than `min_length`, unless the
+    sequence is too short for that. `documents` holds, for each sequence of the micro-batch, the start positions of its
+    documents, the first of them 0; `time` is then that of a sequence of one document. Raises ValueError if the sequence
+    is too short for so many segments, or not a multiple of `multiple_of`.
     """
     check_length(sequence_length, num_segments, multiple_of)
     step = tile(sequence_length, num_segments, multiple_of)
@@ -44,7 +44,7 @@ def balanced(
         shortest = 1
 
     def ends(most: float) -> list[int]:
-        """The last cut, reached or not, and those before it, where each segment takes up to `most`."""
+        """The cuts if each segment takes up to `most`; they may not reach the end of the sequence."""
         found = [0]
         for left in reversed(range(num_segments)):
             start, end = found[-1], last - left * shortest
@@ -67,11 +67,11 @@ def balanced(
 
 
 def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts: Sequence[int]) -> SegmentTime:
-    """The time of the tokens between two of the ascending positions `cuts`, which are given by their numbers.
+    """A function of two indices into the ascending positions `cuts`: the time of the tokens between them.
 
-    Tokens attend within their own documents only. So it is the time of a segment of a single document with as many
-    tokens, and with as many pairs of a query and a key as the sequences of the micro-batch have on average. Where such
-    a segment would begin before its document, `time` is extended linearly.
+    Tokens attend within their own documents only. The time is that of a segment of a single document with as many
+    tokens, and with the average number of query-key pairs of the sequences in the micro-batch. Where such a segment
+    would begin before its document, `time` is extended linearly.
     """
     of_sequences = [_pairs_before(cuts, starts) for starts in documents]
     pairs = [sum(counts) / len(documents) for counts in zip(*of_sequences, strict=True)]
@@ -85,7 +85,7 @@ def within_documents(time: SegmentTime, documents: Sequence[Sequence[int]], cuts
 
 
 def _pairs_before(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """The number of pairs of a query and a key, in one sequence, whose query is before each of the `cuts`."""
+    """For each of the `cuts`, the query-key pairs of one sequence with a query before it."""
 
     def of_document(length: int) -> int:
         return length * (length + 1) // 2
@@ -106,9 +106,9 @@ def shortest_step(
     """The lengths with the shortest step among `trials` cuts around `best`, which has equal times.
 
     A step of few units fills and drains the pipeline for most of its time: a rank waits for the first segment of the
-    ranks before it, and the ranks after it wait for its last segment. So the first and last are better short and the
-    middle long. Two numbers describe such a cut: how much longer the middle is, and how much longer the end is than the
-    start. `cut` takes the times that segments should have, in proportion; `seconds` gives the step of such a cut.
+    ranks before it, and the ranks after it wait for its last segment. So short first and last segments and long middle
+    ones are better. Two numbers describe such a cut: how much longer the middle is, and how much longer the end is than
+    the start. `cut` takes the relative times that segments should have; `seconds` returns the step time of a cut.
     """
     places = [(number + 0.5) / len(best) for number in range(len(best))]
     middle = end = 0.0
@@ -134,12 +134,12 @@ def uniform_comp(
 ) -> tuple[int, ...]:
     """Segments of equal forward work (arXiv 2406.03488, section 3.4); lengths in tokens, first to last.
 
-    With `per_token` FLOPs of a token in matrix products and `per_pair` of a query and a key, the authors count, for a
-    segment of x tokens that ends at position e, per_token·x + per_pair·(x·e − x²/2), and give every segment one k-th of
-    the whole. These are their lengths exactly, flaws included: their tables were measured with them.
+    With `per_token` FLOPs per token in matrix products and `per_pair` per query-key pair, the authors count per_token·x
+    + per_pair·(x·e − x²/2) for a segment of x tokens that ends at position e, and give every segment one k-th of the
+    total. The lengths equal theirs exactly, flaws included: their tables were measured with them.
 
     Segments are solved from the last to the first, each rounded down to a multiple of `multiple_of`; the first takes
-    what remains. Raises ValueError if rounding would leave an empty segment, or if the sequence is no multiple.
+    the remainder. Raises ValueError if rounding would leave an empty segment, or if the sequence is not a multiple.
     """
     check_length(sequence_length, num_segments, multiple_of)
     # A segment of x tokens that ends at `end` costs (per_token + per_pair·end)·x − per_pair/2·x².

@@ -1,4 +1,4 @@
-"""The named strategies, each with what it needs, and the one function that applies them."""
+"""The named strategies, their requirements, and the function that applies them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from .terapipe import terapipe
 
 @dataclass(frozen=True)
 class Task:
-    """A sequence of `sequence_length` tokens to cut into `num_segments`, and what a strategy may use. Without a number
-    `terapipe` finds it, and the others leave the sequence whole.
+    """A sequence of `sequence_length` tokens to cut into `num_segments`, and the inputs of strategies. If
+    `num_segments` is None, `terapipe` finds it and the other strategies leave the sequence whole.
 
-    `time` is that of a segment on the slowest of `num_stages` stages, and kernels are at full speed for segments of
-    `full_speed_rows` tokens and more; `num_microbatches` sequences follow one another in a step. `flops` are per token
-    and per pair of a query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a
-    micro-batch, the positions that documents start at. `step` is the time of a whole step by the lengths of its
-    segments, for as many cuts as there are `trials`.
+    `time` is that of a segment on the slowest of `num_stages` stages. Kernels are at full speed for segments of
+    `full_speed_rows` tokens and more. A step runs `num_microbatches` sequences. `flops` are per token and per pair of a
+    query and a key, as `uniform_comp` counts them. `documents` holds, for each sequence of a micro-batch, the positions
+    that documents start at. `step` maps segment lengths to the time of a whole step; it is called for at most `trials`
+    cuts.
     """
 
     sequence_length: int
@@ -38,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to cut, what it needs of a task beside the length, and whether it follows packed documents."""
+    """A way to cut, the inputs it needs besides the length, and whether it follows packed documents."""
 
     cut: Callable[[Task], tuple[int, ...]]
     needs: Literal["nothing", "flops", "time", "measured time"]
@@ -65,7 +65,7 @@ def _balanced(task: Task) -> tuple[int, ...]:
     if task.documents is not None:
         return cut(documents=task.documents)
     # Where the kernels are slower for short segments, the time jumps as a segment shrinks, and equal times may not
-    # exist; it can then be better to keep every segment long enough, or worse.
+    # exist. Keeping every segment long enough can then be better or worse.
     found = cut()
     if min(found) < task.full_speed_rows:
         long_enough = cut(min_length=task.full_speed_rows)
@@ -101,7 +101,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 def cut_sequence(strategy: str, task: Task) -> tuple[int, ...]:
     """Lengths in tokens of the segments of a sequence, first to last, multiples of `task.multiple_of`.
 
-    Raises ValueError for what the strategy needs and is not given, and for a cut that would leave a segment empty.
+    Raises ValueError if an input that the strategy needs is missing, or if a segment would be empty.
     """
     used = STRATEGIES[strategy]
     if (used.needs == "flops" and task.flops is None) or (used.needs_time and task.time is None):

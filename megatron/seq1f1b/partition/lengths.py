@@ -1,4 +1,4 @@
-"""Lengths of segments: what all cuts have in common, equal lengths, and lengths from a file."""
+"""Lengths of segments: helpers of all cuts, equal lengths, and lengths from a file."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 from pathlib import Path
 
-# Seconds, or any other unit, for a segment of the tokens [start, end).
+# The time of a segment of the tokens [start, end), in any unit.
 SegmentTime = Callable[[int, int], float]
 
 _KERNEL_TILE = 128
@@ -15,7 +15,7 @@ _TILES_PER_SEGMENT = 64
 
 
 def segment_multiple(tensor_parallel: int, context_parallel: int) -> int:
-    """Every segment is a multiple of so many tokens, so that all ranks hold equally many.
+    """The number that segment lengths must be multiples of, so that all ranks hold equally many tokens.
 
     Each of c context-parallel ranks holds two of 2c equal parts of a segment, and each of `tensor_parallel` ranks (1
     without sequence parallelism) an equal share of that.
@@ -56,14 +56,14 @@ def positions(sequence_length: int, step: int) -> list[int]:
 
 
 def segment_times(lengths: Iterable[int], time: SegmentTime) -> list[float]:
-    """The time of each of the segments of a sequence."""
+    """The time of each segment of a sequence."""
     return [time(start, end) for start, end in pairwise(accumulate(lengths, initial=0))]
 
 
 def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """Lengths, multiples of `multiple_of` that differ by at most that; longer ones first, where the prefix is short.
+    """Lengths that differ by at most `multiple_of`, all multiples of it; longer ones first, where the prefix is short.
 
-    Raises ValueError if the sequence is too short for that many segments, or is itself no multiple.
+    Raises ValueError if the sequence is too short for that many segments, or is not a multiple itself.
     """
     check_length(sequence_length, num_segments, multiple_of)
     base, longer = divmod(sequence_length // multiple_of, num_segments)
@@ -73,8 +73,8 @@ def even(sequence_length: int, num_segments: int, multiple_of: int = 1) -> tuple
 def read_lengths(file: str | Path, sequence_length: int, num_segments: int | None, multiple_of: int) -> tuple[int, ...]:
     """Lengths in tokens, first to last: a JSON list, or numbers separated by spaces, commas or new lines.
 
-    In text, what follows a '#' on a line is a comment. Raises ValueError if there is no such list of positive
-    integers, or if they do not fit the sequence, the number of segments or the parallel sizes.
+    In text, '#' starts a comment. Raises ValueError if there is no such list of positive integers, or if they do not
+    fit the sequence, the number of segments or the parallel sizes.
     """
     flag = f"--sequence-split-file {file}"
     try:

@@ -23,18 +23,18 @@ from numpy.typing import NDArray
 
 from .lengths import SegmentTime, check_length, positions, tile
 
-# The latency found is at most this much above the least, relatively; of equal sums of times, the longest time is.
+# Relative tolerances: of the latency, and of the longest time among paths of equal total time.
 _TOLERANCE, _BALANCE_TOLERANCE = 1e-6, 1e-3
 
-# Positions at which a sequence may be cut, at most: twice as many take four times as long.
+# The most positions at which a sequence may be cut; twice as many take four times as long.
 _MOST_POSITIONS = 1024
 
-# A free number of segments is taken for this many in the choice of a step.
+# The number of segments that the default step assumes where the number is free.
 _USUAL_SEGMENTS = 16
 
 
 class Path(NamedTuple):
-    """Segments by the positions at which they end, the sum of their times and the longest of them."""
+    """The end positions of segments, the sum of their times, and the longest time."""
 
     ends: tuple[int, ...]
     total: float
@@ -52,11 +52,11 @@ def terapipe(
 ) -> tuple[int, ...]:
     """The lengths in tokens, first to last, of least latency through `num_stages` stages.
 
-    `num_segments` None leaves the number of segments free; that needs times with a part that does not shrink with the
-    segment, or the shortest segments are always best. With `num_microbatches` sequences one after another the sum of
-    equation 5 counts that often. Segments are multiples of `step` tokens, a multiple of `multiple_of`, and the
-    first takes what is left over; by default the step is 128 tokens, longer for sequences above 131072 tokens and
-    shorter where segments would be few steps long. Raises ValueError if that leaves too few positions.
+    With `num_segments` None the number of segments is free; `time` must then have a part that does not shrink with the
+    segment, or the shortest segments are always best. The sum of equation 5 counts `num_microbatches` times. Segments
+    are multiples of `step` tokens, a multiple of `multiple_of`, and the first takes the remainder; by default the step
+    is 128 tokens, longer for sequences above 131072 tokens and shorter where segments would be few steps long. Raises
+    ValueError if that leaves too few positions.
     """
     check_length(sequence_length, num_segments or 1, multiple_of)
     if step is None:
@@ -70,7 +70,7 @@ def terapipe(
             f"--sequence-splits {num_segments or 1} are more segments than the {last} pieces of {step} tokens "
             f"in --seq-length {sequence_length}; use fewer segments or --sequence-split-strategy balanced"
         )
-    # By end and start - end, so that what is near the end of a row is short. Infinite before the sequence.
+    # Indexed by end and start - end, so short segments are at the end of a row. Infinite before the sequence.
     times = np.full((last + 1, last), inf)
     for i, end in enumerate(cuts):
         times[i, last - i :] = [time(start, end) for start in cuts[:i]]
@@ -79,9 +79,9 @@ def terapipe(
 
 
 def _least_latency(solve: Callable[[float], Path | None], weight: float, num_segments: int | None) -> Path:
-    """The path of least `total` + `weight` · `longest`, and of equal totals that with the least `longest`.
+    """The path of least `total` + `weight` · `longest`; ties go to the least `longest`.
 
-    `solve(tmax)` gives one of least total among those whose longest time is at most tmax, or None.
+    `solve(tmax)` returns a path of least total among paths with a longest time of at most tmax, or None.
     """
 
     def latency(path: Path) -> float:
@@ -89,7 +89,7 @@ def _least_latency(solve: Callable[[float], Path | None], weight: float, num_seg
 
     best = solve(inf)
     assert best is not None, "there are enough positions for so many segments"
-    shortest = best.total / num_segments if num_segments else 0.0  # no longest time is below
+    shortest = best.total / num_segments if num_segments else 0.0  # no path has a smaller longest time
     # Open intervals of tmax, the most promising first: (bound of the latency, low, high, bound of the total).
     intervals = [(best.total + weight * shortest, shortest, best.longest, best.total)]
     while intervals:
@@ -107,7 +107,7 @@ def _least_latency(solve: Callable[[float], Path | None], weight: float, num_seg
             heappush(intervals, (found.total + weight * low, low, found.longest, found.total))
             best = min(best, found, key=latency)
 
-    # Without a weight any longest time would do: the least total alone leaves it open.
+    # Without a weight, the least total alone leaves the longest time open, so minimise that too.
     low = shortest
     while not weight and best.longest - low > _BALANCE_TOLERANCE * best.longest:
         middle = (low + best.longest) / 2
@@ -125,7 +125,7 @@ def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Call
 
     def solve(tmax: float) -> Path | None:
         possible = times <= tmax
-        longest = last - int(possible.any(axis=0).argmax())  # in positions; what is longer is left out
+        longest = last - int(possible.any(axis=0).argmax())  # the longest allowed segment, in positions
         allowed = np.where(possible, times, inf)[:, last - longest :]
         total, starts = _by_any_number(allowed) if num_segments is None else _by_number(allowed, num_segments)
         if total == inf:
@@ -143,7 +143,7 @@ def _shortest_path(times: NDArray[np.float64], num_segments: int | None) -> Call
 
 
 def _by_any_number(times: NDArray[np.float64]) -> tuple[float, Sequence[NDArray[np.int64]]]:
-    """The least total, and for each segment an array that holds, for every position it may end at, where it starts."""
+    """The least total, and for each segment an array of its start for every end position."""
     size, longest = times.shape
     totals = np.full(longest + size, inf)  # those before the sequence come first
     totals[longest] = 0.0

@@ -1,4 +1,4 @@
-"""Long and short sequences in units of at most so many tokens: a long one is cut, short ones share a unit.
+"""Packs sequences into units of limited length: long sequences are cut, short ones share a unit.
 
 The chunks of ChunkFlow (arXiv 2503.02356, section 4.1), made for all replicas of a model at once.
 """
@@ -15,8 +15,8 @@ from .lengths import even
 class Pack:
     """A micro-batch: sequences, by their numbers, one after the other, cut into segments of `lengths` tokens.
 
-    Only the first sequence may be in more than one segment, unless packs were made alike. The last segment ends with
-    tokens of no sequence where its length has to be a multiple.
+    Only the first sequence may be in more than one segment, unless packs were made alike. The last segment is padded
+    where its length has to be a multiple.
     """
 
     sequences: tuple[int, ...]
@@ -36,19 +36,19 @@ def packs_of_step(
     work: Callable[[int], float] = float,
     alike: bool = False,
 ) -> list[list[Pack]]:
-    """For each replica its micro-batches, of sequences of `lengths` tokens in units of at most `most` tokens.
+    """The micro-batches of each replica, from sequences of `lengths` tokens, in units of at most `most` tokens.
 
-    `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and
-    each at least one micro-batch; what takes most is in the middle of a step, since at its ends stages wait for one
-    another. With `alike` the micro-batches of all replicas have equal numbers of segments, for collectives between
-    them.
+    `most` is a multiple of `multiple_of`, and so is every unit. Replicas get about equal sums of `work(length)`, and at
+    least one micro-batch each. The longest micro-batches come in the middle of a step, since at its ends stages wait
+    for one another. With `alike` the micro-batches of all replicas have equal numbers of segments, for collectives
+    between them.
     """
     packs = _packs(lengths, most, multiple_of)
     work_of = {pack: sum(work(lengths[number]) for number in pack.sequences) for pack in packs}
     packs.sort(key=lambda pack: (len(pack.lengths) if alike else 0, work_of[pack]), reverse=True)
     shares: list[list[Pack]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
-    # One after the other to who has least; where all are to be alike, in rounds with one for each.
+    # Give each pack to the replica with the least work; if alike, in rounds of one pack per replica.
     for round_ in batched(packs, replicas if alike else 1):
         free = sorted(range(replicas), key=loads.__getitem__)
         for pack, replica in zip(sorted(round_, key=work_of.__getitem__, reverse=True), free, strict=False):
@@ -63,9 +63,9 @@ def packs_of_step(
 
 
 def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
-    """Sequences by falling length, each where the room left is smallest (best fit)."""
+    """Best fit: sequences in descending order of length, each where the room left is smallest."""
     members: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # in the last unit of a pack, and which, ascending
+    room: list[tuple[int, int]] = []  # (room in the last unit, number of the pack), ascending
     for number in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         place = bisect_left(room, (lengths[number], -1))
         if lengths[number] > most or place == len(room):
@@ -83,7 +83,7 @@ def _packs(lengths: Sequence[int], most: int, multiple_of: int) -> list[Pack]:
 
 
 def _alike(packs: Sequence[Pack], multiple_of: int) -> list[Pack]:
-    """The same with as many segments each as the longest has."""
+    """The packs, each with as many segments as the longest has."""
     most = max(len(pack.lengths) for pack in packs)
     return [
         pack

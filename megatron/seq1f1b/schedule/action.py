@@ -20,8 +20,8 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # send the input gradient of B/I(stage) to stage - 1
     GATHER = "GATHER"  # start gathering the parameters of a model chunk
     REDUCE = "REDUCE"  # start reducing the gradients of a model chunk
-    OFFLOAD = "OFFLOAD"  # start moving what F(stage) has left to the memory of the host
-    RELOAD = "RELOAD"  # start bringing it back for B/I(stage)
+    OFFLOAD = "OFFLOAD"  # start moving the activations of F(stage) to host memory
+    RELOAD = "RELOAD"  # start bringing them back for B/I(stage)
     RELEASE = "RELEASE"  # free the parameters of a model chunk, where the state is partitioned
 
     # A member equals its value, so it may hash like it; Enum's own hash is slow Python code.
@@ -52,11 +52,11 @@ class Action(NamedTuple):
 
 
 _TEXT = re.compile(r"([0-9]{1,9})([A-Z][A-Z_]*)(?:([0-9]{1,9})(?:\.([0-9]{1,9}))?)?")
-_SHOWN = 40  # characters of a text that is none
+_SHOWN = 40  # characters of an invalid text that an error shows
 
 
 def parse_action(text: str) -> Action:
-    """The inverse of `str(action)`. `2F3` is read as `2F3.0`. Raises ValueError otherwise."""
+    """The inverse of `str(action)`; also reads `2F3` as `2F3.0`. Raises ValueError for any other text."""
     match = _TEXT.fullmatch(text.strip())
     if match is None or match[2] not in list(Kind) or (match[2] in CHUNK_KINDS) != (match[3] is None):
         shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

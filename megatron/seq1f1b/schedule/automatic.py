@@ -13,13 +13,13 @@ from .schedule import Schedule, Shape
 from .timeline import Timeline
 from .timing import simulate
 
-# In a step with more compute actions a plan takes seconds. Then the first plan within a share of the optimum is taken,
-# and all plans together have at most so many actions, which takes about ten seconds.
+# In a step with more compute actions, a plan takes seconds. The search then stops at the first plan close to the
+# optimum, and limits the actions of all plans together, to about ten seconds.
 _MANY_ACTIONS, _ACTIONS_OF_ALL_PLANS = 20_000, 1_000_000
 _CLOSE = 1e-3
 
-# For each plan how far apart micro-batches are, relative to the time that the busiest rank takes for one, and patience
-# and hold (see ListScheduler.plan). For random costs and those of models, 60 such plans are hardly better than these.
+# For each plan, the distance of micro-batches, relative to the busiest rank's time for one, then patience and hold (see
+# ListScheduler.plan). For random costs and those of models, 60 such plans are hardly better than these.
 _APART, _WAITS = (0.35, 0.5, 1.0), ((0.0, 0.5), (0.0, 0.8), (0.0, 1.0), (0.5, 0.5))
 
 
@@ -34,11 +34,10 @@ def auto(
     `limits` is the activation memory that a rank may hold, in the unit of `costs.activation`, one number for all ranks
     or one for each; by default the largest peak of `1f1b` of the same shape. With `split=False` backwards stay whole.
 
-    Every named family that fits is a candidate, so none of them is faster in simulation; the others come from list
-    scheduling of units. Of equally short schedules it takes the one whose ranks are done soonest after their first
-    action, then the one with the smallest peak; in a step of more than 20,000 actions the first within 0.1 % of
-    `shortest_makespan`. Deterministic. Raises ValueError if a rank cannot hold one whole micro-batch or a cost table
-    does not fit the shape.
+    Every named family that fits is a candidate, so none of them is faster in simulation; the other candidates come from
+    list scheduling of units. Ties go to the schedule with the smallest `longest_stretch`, then to the smallest peak. In
+    a step of more than 20,000 actions the first schedule within 0.1 % of `shortest_makespan` is taken. Deterministic.
+    Raises ValueError if a rank cannot hold one whole micro-batch or a cost table does not fit the shape.
     """
     costs = costs or Costs.uniform(shape)
     costs.check(shape)
@@ -75,7 +74,7 @@ def auto(
 
 
 def shortest_makespan(timeline: Timeline) -> float:
-    """A lower bound for any schedule of the shape and costs of this one, whose ranks begin with their first input."""
+    """A lower bound for all schedules of this shape and costs, from one whose ranks start at their first input."""
     return max(spans[0].start + timeline.busy(rank) for rank, spans in enumerate(timeline.ranks))
 
 
@@ -86,8 +85,8 @@ def _plans(shape: Shape, costs: Costs, limits: Sequence[float], split: bool) -> 
     for patience in (0.0, 1.0) if split else (0.0,):
         yield scheduler.plan(lambda _: 0.0, patience, orders=order)
 
-    # Units in the order of a step whose micro-batches, each as fast as if it were alone, start one after another. Those
-    # with fewer segments than others start as if their first segments were missing.
+    # Order units as if micro-batches started one after another and each ran as fast as alone. A micro-batch with fewer
+    # segments starts as if its first segments were missing.
     alone = simulate(FAMILIES["gpipe"](replace(shape, num_microbatches=1, unequal=())).schedule(), costs)
     starts = {(kind, stage, segment): time for spans in alone.ranks for (kind, stage, _, segment), time, _ in spans}
     busiest = max(map(alone.busy, range(shape.num_ranks)))

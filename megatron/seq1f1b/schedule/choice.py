@@ -1,4 +1,4 @@
-"""Which schedule runs: a named family, one that is planned for given costs, or one of the user's own."""
+"""The choice of a schedule: a named family, a plan for given costs, or a schedule given by the user."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ FAMILY_NAMES = (*FAMILIES, "auto")
 def build(
     family: str, shape: Shape, costs: Costs | None = None, limits: float | Sequence[float] | None = None
 ) -> Schedule:
-    """The compute actions of all ranks. Only `auto` uses the costs and the limits of activation memory, see there."""
+    """The compute actions of all ranks. Only `auto` uses the costs and the activation memory limits."""
     if family == "auto":
         return auto(shape, costs, limits)
     if family not in FAMILIES:
@@ -32,7 +32,7 @@ def build(
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """What gives the schedule of a training step: one of `FAMILY_NAMES` by its name, or a `given` schedule.
+    """The source of a step's schedule: one of `FAMILY_NAMES`, or a `given` schedule.
 
     `placement` is the style of a Placement. Without `split`, `auto` leaves every backward whole.
     """
@@ -55,7 +55,7 @@ class ScheduleChoice:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the schedule is searched for, for the costs of a step."""
+        """Whether the schedule is searched for with the costs of a step."""
         return self.name == "auto"
 
     @cached_property
@@ -67,11 +67,11 @@ class ScheduleChoice:
 
     @property
     def has_moves(self) -> bool:
-        """Whether the schedule moves activations by itself."""
+        """Whether the given schedule itself contains moves of activations."""
         return self.given is not None and self.given.has_moves
 
     def plan(self, shape: Shape, lengths: Sequence[int], costs: CostsOfLengths | None) -> Clock | Schedule:
-        """What ranks do in a step with segments of `lengths` tokens, the same on every rank.
+        """The plan of a step with segments of `lengths` tokens, the same on every rank.
 
         `auto` plans for equal costs if `costs` is None. Raises ValueError if a given schedule has another shape.
         """
@@ -85,5 +85,5 @@ class ScheduleChoice:
 
 
 def splitting_families() -> list[str]:
-    """Those of `FAMILY_NAMES` that split backwards."""
+    """The names in `FAMILY_NAMES` of schedules that split backwards."""
     return [name for name in FAMILY_NAMES if ScheduleChoice(name).splits_backwards]

@@ -1,4 +1,4 @@
-"""From a clock to the order of a rank.
+"""Clocks, from which the order of each rank follows.
 
 A family is a clock: a nominal tick for every action. A rank runs its actions in the order of their ticks. If every
 action has a later tick than its dependencies, no chain of dependencies and orders leads back in time, so the schedule
@@ -20,7 +20,7 @@ from .schedule import Schedule, Shape
 # The tick of the forward of a unit at a stage.
 Tick = Callable[[int, int], int]
 
-# How many input gradients a rank computes between that of a unit and its weight gradients.
+# For a rank, the number of other I between the I and the W of a unit.
 Lag = Callable[[int], int]
 
 
@@ -39,7 +39,7 @@ class Clock:
     lag: Lag | None = None
 
     def split(self, lag: Lag) -> "Clock":
-        """The same clock with every B split in two: an I and, `lag(rank)` of the rank's I later, a W."""
+        """The same clock with every B split into an I and a W; the W comes `lag(rank)` I of that rank later."""
         return replace(self, lag=lag)
 
     @property
@@ -51,11 +51,11 @@ class Clock:
         return Schedule(self.shape, tuple(tuple(self.order(rank)) for rank in range(self.shape.num_ranks)))
 
     def order(self, rank: int) -> list[Action]:
-        """What a rank computes, in the order of the ticks."""
+        """The compute actions of a rank, in the order of their ticks."""
         return self.timed_order(rank)[0]
 
     def timed_order(self, rank: int) -> tuple[list[Action], list[int]]:
-        """The order of a rank, and the ticks in it; a W has the tick of the action before it."""
+        """The order of a rank, and the ticks of its actions; a W has the tick of the action before it."""
         shape, tick, turn = self.shape, self.tick, self.turn
         forwards, backwards = shape.units, shape.units_backward
         units, last_stage = range(shape.num_units), shape.num_stages - 1
@@ -73,7 +73,7 @@ class Clock:
 
 
 def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[list[Action], list[int]]:
-    """Every B becomes an I, and its W follows `lag` such I later.
+    """Replace every B by an I; its W follows `lag` I later.
 
     The W come in the order of the I. No other action needs a W, so this cannot close a cycle.
     """
@@ -95,8 +95,8 @@ def _split(order: Sequence[Action], ticks: Sequence[int], lag: int) -> tuple[lis
 def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
     """A tick for units that pass through all chunks almost without a pause, `hop` ticks a stage.
 
-    A rank takes in a new unit every `period` ticks for each of its chunks. Where a stage would then share its ticks
-    with an earlier stage of its rank, the unit pauses before it until there is a free tick.
+    A rank takes in a new unit every `period` ticks for each of its chunks. If a stage would share its ticks with an
+    earlier stage of its rank, units pause before it until a tick is free.
     """
     cycle, placement = period * shape.num_chunks, shape.placement
     taken: list[set[int]] = [set() for _ in range(shape.num_ranks)]
@@ -112,13 +112,13 @@ def straight(shape: Shape, period: int = 1, hop: int = 1) -> Tick:
 
 
 def first_turn(shape: Shape, tick: Tick) -> int:
-    """The earliest turn of a clock: at the last stage each micro-batch is complete before it goes backward."""
+    """The earliest turn with which the last stage ends all forwards of a micro-batch before its first backward."""
     last_stage = shape.num_stages - 1
     return 1 + max(tick(end - 1, last_stage) - tick(first, 0) for first, end in pairwise(shape.first_units))
 
 
 def smallest_group(shape: Shape) -> int:
-    """Units of the fewest whole micro-batches that occupy all ranks at once: k * ceil(P / k), with the largest k."""
+    """Units in the fewest whole micro-batches that occupy all ranks at once: k * ceil(P / k), with the largest k."""
     return shape.num_segments * ceil(shape.num_ranks / shape.num_segments)
 
 
@@ -126,7 +126,8 @@ def grouped(shape: Shape, group: int, period: int = 1, hop: int = 1) -> Tick:
     """A tick for model chunks that take turns: `group` units each, a unit every `period` ticks.
 
     The next stage runs a unit `hop` ticks later. The clock counts full groups, so a short last group leaves ticks empty
-    and nothing else changes. A group has to last until its first unit is back on rank 0, so it holds P units or more.
+    and nothing else changes. Raises ValueError if a group ends before its first unit is back on rank 0, that is, if
+    `period * group < hop * P`.
     """
     num_ranks, num_chunks = shape.num_ranks, shape.num_chunks
     if period * group < hop * num_ranks:

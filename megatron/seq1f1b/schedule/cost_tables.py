@@ -45,8 +45,8 @@ class Costs:
         """From `{"f": ..., "i": ..., "w": ..., "message": ..., "activation": ..., "kept": ...}`.
 
         Each value is a number, a list of one number for each segment, or a list of such lists for each stage. `message`
-        stands for `message_f` and `message_b`; what is not given is as in `uniform`, and `kept` as `activation`. Raises
-        ValueError for other names and sizes.
+        stands for `message_f` and `message_b`; missing values are as in `uniform`, a missing `kept` equals
+        `activation`. Raises ValueError for other names and sizes.
         """
         if not isinstance(values, Mapping):
             raise ValueError('costs are a table of names and numbers, such as {"f": 1, "message": [0.1, 0.2]}')
@@ -97,7 +97,7 @@ def _table(shape: Shape, name: str, value: Any) -> Table:
 
 
 def memory_change(costs: Costs, kind: Kind, stage: int, segment: int) -> float:
-    """What an action adds to the memory of its rank, moves aside: F at its start, the rest at its end."""
+    """The change of a rank's memory at the start of an F or the end of a B, I or W; 0 for other actions."""
     if kind is Kind.F:
         return costs.activation[stage][segment]
     if kind is Kind.I:
@@ -119,8 +119,8 @@ def peak_memory(schedule: Schedule, costs: Costs) -> list[float]:
 def sequences_held(actions: Iterable[Action], shape: Shape) -> float:
     """The most activations that a rank holds at once, in whole micro-batches of all its layers.
 
-    A unit of one of its model chunks is held from its F to its B or W, but for the time from OFFLOAD to RELOAD, and is
-    one of k * C equal parts, with the largest k.
+    A unit of a model chunk is held from its F to its B or W, except from OFFLOAD to RELOAD. It counts as one of k * C
+    equal parts, with the largest k.
     """
     changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1, Kind.OFFLOAD: -1, Kind.RELOAD: 1}
     peak = max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))

@@ -21,7 +21,7 @@ def read_csv(path: str | Path) -> Schedule:
 
     Empty cells and rows are skipped, and a missing segment is segment 0 (`2F3` is `2F3.0`). The placement is looped or
     V-shaped, whichever puts the stages on the ranks that run them. Raises ValueError, with row and cell, for text that
-    is no action, and ScheduleError for a schedule that cannot run; the message begins with the name of the file.
+    is not an action, and ScheduleError for a schedule that cannot run; the message begins with the name of the file.
     """
     reader, ranks = csv.reader(StringIO(read_text(path), newline="")), []
     where = ""
@@ -60,7 +60,7 @@ def _shape_of(ranks: list[tuple[Action, ...]]) -> Shape:
     # The first stage of the second chunk shows which way that chunk runs.
     turns = any(action.stage == len(ranks) for action in ranks[-1]) and len(ranks) > 1
     placement = Placement(len(ranks), stages // len(ranks), "v" if turns else "looped")
-    segments: dict[int, int] = {}  # of each micro-batch in the file
+    segments: dict[int, int] = {}  # by micro-batch
     for action in chain.from_iterable(ranks):
         segments[action.microbatch] = max(segments.get(action.microbatch, 0), action.segment + 1)
     count, microbatches = sum(map(len, ranks)), 1 + max(segments)

@@ -1,4 +1,4 @@
-"""What an action needs: the one statement of the rules, for every reader of a schedule."""
+"""The dependencies of an action, stated once for every use of a schedule."""
 
 from .action import Action, Kind
 from .schedule import Shape
@@ -7,9 +7,9 @@ from .schedule import Shape
 def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
     """The compute actions that have to end before this compute action starts.
 
-    A `B` among them stands for the backward that gives the input gradient, so an `I` of the same unit meets it as well
-    (see `outcome`). Segments go forward in order and backward in reverse (arXiv 2406.03488, section 3), because all
-    later ones use the keys and values of a segment.
+    A `B` among them stands for the backward that computes the input gradient, so an `I` of the same unit satisfies it
+    too (see `outcome`). Segments go forward in order and backward in reverse (arXiv 2406.03488, section 3), because
+    later segments use the keys and values of earlier ones.
     """
     kind, stage, microbatch, segment = action
     needs = []
@@ -32,15 +32,15 @@ def dependencies(action: Action, shape: Shape) -> tuple[Action, ...]:
 
 
 def outcome(action: Action) -> Action:
-    """The action as `dependencies` refers to it: an I as the B that it is half of."""
+    """The action as `dependencies` refers to it: an I becomes the B of its unit."""
     return action._replace(kind=Kind.B) if action.kind is Kind.I else action
 
 
 def message_needed(action: Action, shape: Shape) -> Action | None:
     """The dependency that arrives from another rank, or None.
 
-    That is the one at the neighbouring stage, unless the stage is on the same rank (the turn of a V, or one rank with
-    several chunks) and the value needs no message.
+    It is the dependency at the neighbouring stage. None if both stages are on the same rank (the turn of a V, or one
+    rank with several chunks): the value needs no message.
     """
     rank_of = shape.placement.rank_of
     messages = (each for each in dependencies(action, shape) if rank_of(each.stage) != rank_of(action.stage))

@@ -20,9 +20,9 @@ def one_f_one_b(shape: Shape) -> Clock:
     """One forward, one backward: 1F1B, interleaved 1F1B (arXiv 2104.04473, section 2.2); with segments Seq1F1B and
     Seq1F1B-I (arXiv 2406.03488).
 
-    On a rank the ticks of forwards and of backwards differ in parity, so they alternate as soon as there are both. The
-    first backward follows the last segment of the first micro-batch at the last stage, at once. How long a rank warms
-    up follows from that.
+    Forwards and backwards of a rank have ticks of different parity, so they alternate as soon as both exist. At the
+    last stage the first backward comes right after the last segment of the first micro-batch. These two rules determine
+    the warm-up of each rank.
 
     One model chunk: min(P - r - 2 + k, m * k) forwards before the first pair of one forward and one backward. For
     P = 3, m = 2, k = 2, F and B of (micro-batch, segment):
@@ -48,11 +48,11 @@ def one_f_one_b(shape: Shape) -> Clock:
 
 
 def zb_h1(shape: Shape) -> Clock:
-    """1F1B with the weight gradients late: ZB-H1 (arXiv 2401.10241, section 2.3).
+    """1F1B with delayed weight gradients: ZB-H1 (arXiv 2401.10241, section 2.3).
 
-    Rank r keeps r weight gradients back. In 1F1B it holds r units fewer than rank 0, so the peak over all ranks stays
-    that of 1F1B. With V-shaped chunks all ranks hold equally many: there each W follows its I at once, and the peak
-    stays the same too.
+    Rank r delays W by r units. In 1F1B it holds r units fewer than rank 0, so the peak over all ranks stays that of
+    1F1B. With V-shaped chunks all ranks hold equally many: there each W follows its I at once, and the peak stays the
+    same too.
     """
     return one_f_one_b(shape).split(lag=lambda rank: 0 if shape.placement.turns else rank)
 

@@ -1,4 +1,4 @@
-"""Reading files of any content, with a sentence for what is wrong with one, and writing whole files only."""
+"""Reads files of unknown content, with errors in plain words, and writes files whole or not at all."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file. Raises ValueError, with the name of the file, if it has none."""
+    """The text of a UTF-8 file. Raises ValueError, with the name of the file, if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -25,12 +25,12 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path} cannot be read: {reason(error)}") from error
 
 
-# What reading a file of unknown content may raise.
+# The exceptions that reading a file of unknown content may raise.
 UNUSABLE = (OSError, KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 def reason(error: BaseException) -> str:
-    """What is wrong with a file, in words; `error` is one of UNUSABLE."""
+    """The fault of a file in words, from an `error` of UNUSABLE."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, UnicodeDecodeError):
@@ -50,9 +50,9 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def written_whole(path: str | Path) -> Iterator[Path]:
-    """A name beside `path` to write to; the file takes its own name when it is complete.
+    """Yields a temporary path beside `path`; the complete file is then renamed to `path`.
 
-    So a full disk or an interrupt leaves what was there before, and no half of a file.
+    A full disk or an interrupt leaves the earlier file as it was.
     """
     path = Path(path).resolve()
     unfinished = path.with_name(f".{os.getpid()}.{path.name}")

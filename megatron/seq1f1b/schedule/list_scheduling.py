@@ -1,4 +1,4 @@
-"""List scheduling: the pipeline runs in time, and every free rank chooses what it does next."""
+"""List scheduling: the pipeline is simulated in time, and each free rank picks its next action."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,36 +12,36 @@ from .cost_tables import Costs, memory_change
 from .schedule import Schedule, Shape
 from .timing import pending, rules_of
 
-# Of a forward or backward; smaller goes first.
+# The priority of a forward or backward; the smallest goes first.
 Priority = Callable[[Action], float]
 
 
 @dataclass
 class _Queue:
-    """The forwards or the backwards of a stage; they run in this order, that of the units."""
+    """The forwards or the backwards of a stage, which run in this order, the order of units."""
 
     rank: int
     actions: Sequence[Action]
-    position: int = 0  # of the next one
-    time: float = inf  # when that can start, once all that it needs has started
+    position: int = 0  # of the next action
+    time: float = inf  # earliest start of the next action; inf until its dependencies have started
 
 
 @dataclass
 class _Rank:
-    """What a rank has done and could do at one moment."""
+    """The state of a rank at one moment."""
 
     limit: float
     whole: float  # memory of the largest micro-batch with all its chunks and segments
     queues: dict[tuple[Kind, int], _Queue]  # by kind and stage
-    order: deque[Action] | None  # of the forwards and backwards that are left, if it is given
+    order: deque[Action] | None  # the remaining forwards and backwards, if their order is given
     held: list[float]  # memory of each micro-batch
-    used: float = 0.0  # memory in all
-    weights: deque[Action] = field(default_factory=deque)  # the W that could run
+    used: float = 0.0  # total memory
+    weights: deque[Action] = field(default_factory=deque)  # the W that are ready
     actions: list[Action] = field(default_factory=list)
     free: float = 0.0  # when the last action ends
 
     def candidates(self) -> list[_Queue]:
-        """The queues whose next action may be the next of this rank and needs nothing that has not started."""
+        """The queues whose next action this rank may run next; all its dependencies have started."""
         if self.order is None:
             return [queue for queue in self.queues.values() if queue.time < inf]
         if not self.order:
@@ -50,10 +50,10 @@ class _Rank:
         return [queue] if queue.time < inf and queue.actions[queue.position] == self.order[0] else []
 
     def admits(self, microbatch: int, memory: float) -> bool:
-        """Whether a forward fits and, in a free order, leaves room for the oldest micro-batch with forwards left.
+        """Whether a forward fits and, if the order is free, leaves room for the oldest micro-batch with forwards left.
 
-        So the oldest unfinished micro-batch of the whole pipeline finds room on every rank and is never stuck: older
-        ones are gone and younger ones leave enough.
+        So the oldest unfinished micro-batch of the pipeline finds room on every rank: older ones are done, and younger
+        ones leave enough.
         """
         if self.used + memory > self.limit or self.order is not None:
             return self.used + memory <= self.limit
@@ -90,23 +90,23 @@ class ListScheduler:
         hold: float = 0.0,
         orders: Sequence[Sequence[Action]] | None = None,
     ) -> Schedule | None:
-        """A free rank takes what has the smallest priority among the forwards and backwards that can start and fit.
+        """A free rank takes the forward or backward with the smallest priority among those that can start and fit.
 
-        No forward starts if a backward is due before `hold` times that forward has passed. A rank that starts none
-        takes its oldest W, unless one is due that could start before `patience` times that W has passed. Filling idle
-        time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
+        No forward starts if a backward can start within `hold` times the duration of that forward. A rank that starts
+        neither takes its oldest W, unless another action can start within `patience` times the duration of that W.
+        Filling idle time with W under a limit is the idea of arXiv 2401.10241, section 3.1; here units are segments.
 
-        With `orders` each rank keeps to the order of the F and B (or I) there, in which the units of a stage come in
-        their own order, and adds W only; None if that cannot be kept within the limits.
+        With `orders` each rank keeps the order of F and B (or I) given there, in which the units of each stage are in
+        their own order, and only adds W. Returns None if the limits do not allow that order.
         """
         num_segments, rules, costs = self._shape.num_segments, self._rules, self._costs
         ranks = [self._new_rank(index, orders) for index in range(self._shape.num_ranks)]
         queues = {key: queue for rank in ranks for key, queue in rank.queues.items()}
         end_of = pending(self._shape)
-        events: list[tuple[float, int]] = []  # when which rank may find something to do
+        events: list[tuple[float, int]] = []  # (time, rank): when a rank may find an action to run
 
         def release(queue: _Queue) -> None:
-            """Notes when the next action can start, if all that it needs has started."""
+            """Sets the time when the next action can start, if all its dependencies have started."""
             if queue.time < inf or queue.position == len(queue.actions):
                 return
             kind, stage, microbatch, segment = queue.actions[queue.position]
@@ -146,7 +146,7 @@ class ListScheduler:
             rank.held[microbatch] += memory
             if kind is Kind.I:
                 rank.weights.append(action._replace(kind=Kind.W))
-            # What it gives is needed at its own stage and beside it.
+            # Its dependents are at its own stage and the two neighbours.
             for follower in product((Kind.F, self._backward), (stage - 1, stage, stage + 1)):
                 if follower in queues:
                     release(queues[follower])
@@ -155,7 +155,7 @@ class ListScheduler:
         return Schedule(self._shape, tuple(tuple(rank.actions) for rank in ranks))
 
     def _choice(self, rank: _Rank, now: float, priority: Priority, hold: float) -> tuple[_Queue | None, float]:
-        """What a rank takes now, or None, and when it could take something else."""
+        """The queue that a rank takes from now, or None, and the next time when it could take from another."""
         chosen, best, soonest, backward, duration = None, inf, inf, inf, 0.0
         for queue in rank.candidates():
             action = queue.actions[queue.position]

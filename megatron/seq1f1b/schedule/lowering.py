@@ -1,4 +1,4 @@
-"""Lowering: from compute actions to all that a rank does, as pure functions of the schedule.
+"""Lowering: pure functions that turn the compute actions of a schedule into all actions of a rank.
 
 Adds the messages between ranks (SEND_*, RECV_*), the start of gathering parameters before the first forward of a model
 chunk (GATHER), and the start of reducing gradients after its last backward (REDUCE). Both disturb compute, so all ranks
@@ -21,12 +21,12 @@ Why it cannot hang, if the compute actions alone have no cycle of dependencies:
 
 A communicator that runs its operations one after the other (NCCL) may therefore serve one channel on each rank, not
 both directions of a payload: rank 1 would post the receive of F1 from rank 0 ahead of computing F0, the send of F0 to
-rank 2 would queue behind it, and rank 0 may need something that rank 2 makes of F0 before it computes F1.
+rank 2 would queue behind it, and rank 0 may need a result of F0 from rank 2 before it computes F1.
 `Channel.communicator` numbers channels accordingly.
 
 Step 2 does not hold where streams share a hardware queue of the GPU, the usual case: a second send or receive on a
-channel waits for the first, and holds up what is issued behind it, compute of this rank too. `one_queue.py` finds an
-order of messages for that.
+channel waits for the first, and blocks everything issued behind it, including compute of this rank. `one_queue.py`
+finds an order of messages for that.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ _SEND = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
 _PAYLOAD = {Kind.RECV_F: Kind.F, Kind.SEND_F: Kind.F, Kind.RECV_B: Kind.B, Kind.SEND_B: Kind.B}
 _STEP = {Kind.RECV_F: -1, Kind.SEND_F: 1, Kind.RECV_B: 1, Kind.SEND_B: -1}
 
-# Actions of all ranks whose nominal times are simulated when a training starts.
+# The most actions, over all ranks, that are simulated for nominal times when training starts.
 _SIMULATED = 250_000
 
 # By rank.
@@ -90,18 +90,18 @@ def channels_of(placement: Placement, rank: int) -> dict[tuple[Kind, int], Chann
 def lower(schedule: Schedule, one_queue: bool = False, in_turn: bool = False) -> Schedule:
     """The whole schedule with messages, gathering and reduction added; moves stay beside their compute actions.
 
-    `one_queue`: it cannot hang where streams share hardware queues; that may delay messages. `in_turn`: it cannot hang
-    where each rank waits for the end of a message before it goes on.
+    With `one_queue` it cannot hang where streams share hardware queues, but messages may be delayed. With `in_turn` it
+    cannot hang where each rank waits for the end of a message before it goes on.
     """
     ranks = (tuple(lower_rank(schedule, rank, one_queue, in_turn)) for rank in range(len(schedule.ranks)))
     return Schedule(schedule.shape, tuple(ranks))
 
 
 def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_turn: bool = False) -> list[Action]:
-    """The same for one rank. A clock makes only the orders of this rank and of its neighbours.
+    """`lower` for one rank. A clock computes only the orders of this rank and its neighbours.
 
-    The nominal times of a clock with many actions are its ticks, since simulating all ranks would take seconds. On one
-    queue, messages in the order of ticks cost up to 3 % of such a step, in the order of simulated times nothing.
+    For a clock with many actions the ticks serve as nominal times, since simulating all ranks would take seconds. On
+    one queue, messages ordered by ticks cost up to 3 % of such a step, ordered by simulated times nothing.
     """
     needs_times = one_queue or in_turn
     if isinstance(plan, Clock) and needs_times and plan.num_actions <= _SIMULATED:
@@ -118,10 +118,10 @@ def lower_rank(plan: Schedule | Clock, rank: int, one_queue: bool = False, in_tu
 
 
 def partition_state(lowered: Sequence[Action]) -> list[Action]:
-    """The actions of a rank that keeps the parameters of two model chunks at most: the one at work and the next.
+    """The actions of a rank that keeps the parameters of at most two model chunks: the one at work and the next.
 
     A chunk is at work while F, B and I of its stage follow one another; W needs no parameters. Meanwhile the next chunk
-    is gathered. Data-parallel ranks run the same actions, so all of them come to the same gather.
+    is gathered. Data-parallel ranks run the same actions, so all of them start the same gathers.
     """
     needing = (Kind.F, Kind.B, Kind.I)
     at_work = [stage for stage, _ in groupby(action.stage for action in lowered if action.kind in needing)]
@@ -201,7 +201,7 @@ def _transfers(shape: Shape, orders: Orders, source: int, destination: int) -> l
 def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     """Gather chunks 0 and 1 at once, chunk c + 1 when the first rank starts chunk c."""
     forwards = [index for index, action in enumerate(order) if action.kind is Kind.F]
-    firsts: dict[int, int] = {}  # of every stage, in the order in which they start
+    firsts: dict[int, int] = {}  # first forward of each stage, in the order of starts
     for number, index in enumerate(forwards):
         firsts.setdefault(order[index].stage, number)
     stages = list(firsts)
@@ -212,7 +212,7 @@ def _gathers(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Actio
 
 
 def _reductions(shape: Shape, order: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    """Reduce a chunk when the last rank has ended it, too, or at the end."""
+    """Reduce a chunk when the last rank has finished it, or at the end of the step."""
     ends = [index for index, action in enumerate(order) if action.kind in (Kind.B, Kind.W)]
     last = {order[index].stage: i for i, index in enumerate(ends)}
     for stage, i in last.items():

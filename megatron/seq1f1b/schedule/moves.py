@@ -1,8 +1,8 @@
 """Moves of activations to the memory of the host and back, as actions of a rank.
 
-A unit leaves when its forward has run and its message is sent (OFFLOAD), and starts back AHEAD compute actions before
-its backward (RELOAD), so that both copies run beside compute. Its memory on the device is free when the next unit
-leaves, by which time the copy has usually ended, or at the latest when it starts back.
+A unit leaves after its forward and the send of its output (OFFLOAD), and starts back AHEAD compute actions before its
+backward (RELOAD), so both copies overlap with compute. Its device memory is freed when the next unit leaves, by which
+time the copy has usually ended, or at the latest when it starts back.
 """
 
 from collections import defaultdict
@@ -25,10 +25,12 @@ _BACKWARD = (Kind.B, Kind.I)
 
 
 def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
-    """The fewest units whose absence lowers the peak of units on a rank by a `share`; less if few backwards are late.
+    """The fewest units to move so that the peak of units on a rank falls by `share`, or by less if few backwards are
+    late.
 
-    `order` holds the compute actions of the rank. Where it would hold too many units, the one with the farthest
-    backward moves (Belady, IBM Systems Journal 5(2), 1966). Raises ValueError for a share that is not between 0 and 1.
+    `order` holds the compute actions of the rank. Whenever the rank would hold too many units, the unit with the
+    farthest backward moves (Belady, IBM Systems Journal 5(2), 1966). Raises ValueError for a share that is not between
+    0 and 1.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"--offload-activations {share:g} is not between 0 and 1")
@@ -37,7 +39,7 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
     room = round((1 - share) * max(held, default=0))
     moved: set[Unit] = set()
     here = 0
-    later: list[tuple[int, Unit]] = []  # of those here that may move, the last backward first
+    later: list[tuple[int, Unit]] = []  # units on the device that may move, latest backward first
     for index, action in enumerate(order):
         unit = action[1:]
         if action.kind is Kind.F:
@@ -53,7 +55,7 @@ def units_to_move(order: Sequence[Action], share: float) -> frozenset[Unit]:
 
 
 def with_moves(order: Sequence[Action], units: Collection[Unit]) -> list[Action]:
-    """The compute actions of a rank and the moves of `units`, as `units_to_move` has found them."""
+    """The compute actions of a rank with the moves of `units`, which come from `units_to_move`."""
     before = defaultdict(list)
     for index, action in enumerate(order):
         if action[1:] in units and action.kind is Kind.F:
@@ -72,8 +74,8 @@ def moved(schedule: Schedule, share: float) -> Schedule:
 
 
 def merged(lowered: Sequence[Action], order: Sequence[Action]) -> list[Action]:
-    """The lowered actions of a rank with the moves in `order`, each right before the compute action that it precedes
-    there, so after the messages of the one before."""
+    """The lowered actions of a rank with the moves in `order`. Each move comes right before the compute action that
+    follows it in `order`, so after the messages of the previous compute action."""
     moves: dict[Action, list[Action]] = {}
     waiting: list[Action] = []
     for action in order:

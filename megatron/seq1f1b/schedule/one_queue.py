@@ -1,31 +1,31 @@
 """When messages are issued where streams may share a hardware queue of the GPU.
 
-A queue starts what is issued to it in the order of issue. A send or receive cannot start before the last one of its
-channel has ended, nor a compute action before its message is there, and what cannot start holds up everything behind
-it. With CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell, all streams of a
-rank share one queue; with fewer queues than streams, some do. The order made here cannot hang in any of these cases:
-more queues only hold up less.
+A queue starts operations in the order of issue, and one that cannot start blocks all behind it. A send or receive
+cannot start before the previous one of its channel has ended, a compute action not before its message has arrived. With
+CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron demands for tensor parallelism before Blackwell, all streams of a rank
+share one queue; with fewer queues than streams, some do. The order made here cannot hang in any of these cases: more
+queues only block less.
 
-All ranks agree on one order of everything, and each issues its part of it. Compute actions stand in it by their nominal
-times, so after all that they depend on: when they start if all take equally long, or the ticks of their clock. On every
-channel
+All ranks agree on one common order of operations, and each issues its own part of it. Compute actions are placed by
+nominal times (their starts if all take equally long, or the ticks of their clock), so each follows its dependencies. On
+every channel
 
 - a send comes after the compute action that makes the message, and after the receive of the message before;
 - a receive comes one compute action ahead of the action that needs it, or where the receive of a later message does,
   but after the send of the message before.
 
-Why all of it starts: assume that something does not, and take the first in the common order. All that comes before it
-has started, on all ranks, so its own queue is free, compute has ended, and each message whose send and receive come
-before it is there. A send or receive needs the message before; both ends of that come before it. A compute action needs
-its own message. Follow the rules back from the send or receive of that message until one of them alone sets the point:
-either the making of this message or of an earlier one, which is before its use, or the point where the receive of this
-message or of an earlier one is wanted, at most one action ahead of its use. Both are before the compute action. So it
+Why every operation starts: assume that some do not, and take the first of them in the common order. Everything before
+it has started, on all ranks, so its own queue is free, compute has ended, and each message whose send and receive come
+before it has arrived. A send or receive needs the message before; both ends of that message come before it. A compute
+action needs its own message. Follow the rules back from the send or receive of that message until one of them alone
+sets the point: either the computation of this or an earlier message, which is before its use, or the place of the
+receive of this or an earlier message, at most one action ahead of its use. Both are before the compute action. So it
 starts, whatever the real durations are, and however many messages a channel buffers.
 
 In turn: where a GPU must not wait for a message while its rank starts a kernel, both ends of a message stand at one
 point of the common order, the later of their two, and each rank waits for the end of a message before it goes on. The
-first message in that order that has not ended does end, since everything before it, on both of its ranks, is done. It
-is there before its use by the same argument.
+first message in that order that has not ended does end, since everything before it, on both of its ranks, is done. By
+the same argument it arrives before its use.
 """
 
 from bisect import bisect_left
@@ -38,7 +38,7 @@ from .cost_tables import Costs
 from .schedule import Schedule
 from .timing import run
 
-# A point of the common order: nominal time, rank and index of a compute action, and where from it.
+# A point of the common order: nominal time, rank and index of a compute action, and the position relative to it.
 _Point = tuple[float, int, int, int]
 _BEFORE, _ITSELF, _AFTER = 0, 1, 2
 
@@ -47,7 +47,7 @@ NominalTimes = Sequence[Sequence[float]] | Mapping[int, Sequence[float]]
 
 
 class Transfer(NamedTuple):
-    """A message from the compute action number `sent` of `source`, whose receive is wanted ahead of number `posted` of
+    """A message from compute action number `sent` of `source`; its receive belongs ahead of action number `posted` of
     `destination`."""
 
     send: Action
@@ -76,7 +76,7 @@ def issue_order(
     `channels` holds the messages of each of its channels, in order. With `in_turn` both ends of a message come at the
     same point.
     """
-    events: list[tuple[_Point, int, Transfer, Action]] = []  # both ends order equal points by the messages
+    events: list[tuple[_Point, int, Transfer, Action]] = []  # at equal points both ends go by the messages
     for transfers in channels:
         for n, (each, send, receive) in enumerate(_points(transfers, times)):
             here, action = (send, each.send) if each.source == rank else (receive, each.receive)
@@ -89,7 +89,7 @@ def issue_order(
 def _points(transfers: Sequence[Transfer], times: NominalTimes) -> Iterator[tuple[Transfer, _Point, _Point]]:
     """The messages of a channel, each with the points of its send and of its receive.
 
-    Of equal points that of the earlier message comes first.
+    If points are equal, the earlier message comes first.
     """
     last_send = last_receive = (0.0, -1, -1, _BEFORE)
     for each in transfers:

@@ -141,7 +141,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each rank, the actions that it runs, in order: compute actions, and moves to the host where it has any."""
+    """For each rank, the actions that it runs, in order: compute actions, and moves to the host, if any."""
 
     shape: Shape
     ranks: tuple[tuple[Action, ...], ...]
@@ -152,7 +152,7 @@ class Schedule:
         return any(action.kind in MOVE_KINDS for actions in self.ranks for action in actions)
 
     def without_moves(self) -> Self:
-        """The compute actions alone; this schedule itself if it has no others."""
+        """This schedule with its compute actions only."""
         if not self.has_moves:
             return self
         ranks = (tuple(action for action in actions if action.kind in COMPUTE_KINDS) for actions in self.ranks)

@@ -26,7 +26,7 @@ class Timeline:
     """For each rank, its spans in the order of their start.
 
     `time_unit` is "s" for measured and estimated times, "" for costs without a unit. `meta` holds anything that JSON
-    can, such as the name of the schedule.
+    can express, such as the name of the schedule.
     """
 
     shape: Shape
@@ -56,7 +56,7 @@ class Timeline:
         """Idle time of all ranks over their total time, from step start to step end."""
         total = len(self.ranks) * self.makespan
         busy = sum(self.busy(rank) for rank in range(len(self.ranks)))
-        # Sums of floats are not exact: who never idles may seem to do more.
+        # Sums of floats are not exact: a rank that never idles may seem busy for longer than the step.
         return max(0.0, total - busy) / total if total else 0.0
 
     @property

@@ -10,15 +10,15 @@ from .dependencies import dependencies
 from .schedule import Schedule, Shape
 from .timeline import Span, Timeline
 
-# An I gives what other stages and segments need of a B.
+# Other stages and segments need only the I of a split B.
 _ROW = {Kind.F: 0, Kind.B: 1, Kind.I: 1, Kind.W: 2}
 
 
 class Rule(NamedTuple):
-    """What the action of a kind, stage and segment takes and needs: `dependencies` for millions of actions.
+    """The duration and dependencies of a kind, stage and segment: `dependencies` for millions of actions.
 
-    `code` numbers what it gives in micro-batch 0; every later micro-batch adds `num_segments`. `needs` has the
-    difference to its code of each dependency, and the time from the end of that until the action may start.
+    `code` is the number of the action's outcome in micro-batch 0; every later micro-batch adds `num_segments`. `needs`
+    holds, for each dependency, its code relative to `code` and the delay from its end until the action may start.
     """
 
     code: int
@@ -49,9 +49,9 @@ def rules_of(shape: Shape, costs: Costs, kinds: Iterable[Kind]) -> dict[Kind, li
 
 
 def pending(shape: Shape) -> list[float]:
-    """For each code when its action ends, negative before that is known.
+    """For each code the end of its action, negative until it is known.
 
-    It is 0 for segments that a micro-batch lacks: its last segment need not wait for them.
+    It is 0 for segments that a micro-batch lacks, so its last segment does not wait for them.
     """
     numbers = range(shape.num_segments)
     of_stage = [-inf if n < shape.segments_of(m) else 0.0 for m in range(shape.num_microbatches) for n in numbers]
@@ -67,12 +67,12 @@ def run(schedule: Schedule, costs: Costs) -> list[list[Span]]:
     costs.check(shape)
     rules = rules_of(shape, costs, {action.kind for actions in schedule.ranks for action in actions})
     end_of, num_segments = pending(shape), shape.num_segments
-    waiting: dict[int, int] = {}  # code -> the rank that needs it; no other can be at that point
+    waiting: dict[int, int] = {}  # code -> the only rank that can wait for it
     runnable = list(range(len(schedule.ranks)))
     result: list[list[Span]] = [[] for _ in schedule.ranks]
 
     def advance(rank: int) -> Iterator[int]:
-        """Runs a rank; yields the code of what it cannot go on without."""
+        """Runs a rank; yields the code of each action that it waits for."""
         spans, now = result[rank], 0.0
         for action in schedule.ranks[rank]:
             kind, stage, microbatch, segment = action

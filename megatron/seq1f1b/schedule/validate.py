@@ -1,4 +1,4 @@
-"""Is a schedule of compute actions complete and can it run? If not, where is it wrong?"""
+"""Checks that a schedule is complete and can run, and shows where it is wrong."""
 
 from collections.abc import Sequence
 
