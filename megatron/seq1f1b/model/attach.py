@@ -103,7 +103,8 @@ def _sink(layer: Attention) -> Tensor | None:
 
 
 def _exchange(layer: Attention) -> HeadExchange | None:
-    """For context-parallel ranks, which share the heads. Raises ValueError if flags choose another way."""
+    """The exchange of context-parallel ranks, which share the heads; None for one rank. Raises ValueError if flags
+    choose another way."""
     group = layer.pg_collection.cp
     if group.size() == 1:
         return None
@@ -119,7 +120,7 @@ def _exchange(layer: Attention) -> HeadExchange | None:
 
 
 def _carry_over_hook(chunk: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """While it gathers parameters ahead, Megatron's DistributedDataParallel needs its hook on every module."""
+    """Megatron's DistributedDataParallel needs its hook on every module while it gathers parameters ahead."""
     handles = getattr(chunk, "remove_forward_pre_hook_handles", {})
     if old in handles:
         for part in old.modules():

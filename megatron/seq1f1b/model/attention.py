@@ -35,7 +35,7 @@ class SegmentAttention(torch.nn.Module):
     share of the heads, and of the queries if ranks have the same heads. The backward needs query, output and
     log-sum-exp: b·h·((d + e)·w + 4) bytes per token for w bytes an element. Keys and values live in the KVCache of the
     micro-batch. A query sees at most `window` keys before its own. A `sink` [h] is a term in the denominator of each
-    head's softmax; if it is a parameter, it has the name of Megatron's.
+    head's softmax; a sink that is a parameter has Megatron's name.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SegmentAttention(torch.nn.Module):
         self.softmax_offset = sink
         self.exchange = exchange
         self.kernels = kernels or KernelChoice()
-        self.segment_context = SegmentContext()  # until `attach` gives it the executor's
+        self.segment_context = SegmentContext()  # until `attach` replaces it by the executor's
 
     def forward(
         self,
@@ -90,7 +90,8 @@ class SegmentAttention(torch.nn.Module):
             )
             cache = context.cache(self, partial(KVCache, segment.sequence_length, rule.window))
             end = context.end_of_backward(self)
-        # Each tensor-parallel rank drops other weights; with sequence parallelism Megatron has already forked.
+        # Tensor-parallel ranks drop different weights; with sequence parallelism Megatron has forked the generator
+        # already.
         draws = rule.dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws else nullcontext():
             prefix = cache and cache.take_prefix()
@@ -125,7 +126,7 @@ class SegmentAttention(torch.nn.Module):
     sharded_state_dict = DotProductAttention.sharded_state_dict  # the sink of the heads of this tensor-parallel rank
 
 
-# A kernel; for a segment also the cache of its keys and values, and what its backward ends with.
+# A kernel; for a segment also the cache of its keys and values, and a function that its backward calls at the end.
 _Call = tuple[Kernel, Segment | None, KVCache | None, Callable[[], object] | None]
 
 
@@ -140,7 +141,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, prefix: Tensor | None, call: _Call
     ) -> Tensor:
         kernel, segment, cache, _ = ctx.call = call
-        query = query.contiguous()  # a view would keep all that the projection computed
+        query = query.contiguous()  # a view would keep the whole output of the projection
         if cache is None:
             kept = key, value = key.contiguous(), value.contiguous()
         else:

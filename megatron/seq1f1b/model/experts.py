@@ -35,8 +35,8 @@ _BALANCES = "aux_loss", _BY_SEQUENCE, _OVER_STEP
 class _Tally:
     """The sums of a balance loss over one micro-batch, whose segments come in any order.
 
-    `counts` are the tokens of each expert by segment. They are averaged with `before`, those of earlier micro-batches;
-    `microbatches` is the number of all of them.
+    `counts` are the tokens of each expert by segment. `before` are the summed counts of earlier micro-batches; the
+    average is over `microbatches`, all of them.
     """
 
     def __init__(self, before: Tensor | float = 0.0, microbatches: Tensor | float = 1.0) -> None:
@@ -99,7 +99,7 @@ def _apply_balance(
         )
     group, sequences = _group(router, balance), shape[1] if balance == _BY_SEQUENCE else 1
     tally = _noted(router, balance, routing_map, sequences)
-    # Of the whole micro-batch, or of each sequence if the loss is taken by sequence.
+    # Tokens of the whole micro-batch, or of each sequence if the loss is taken by sequence.
     tokens = scores.shape[0] // sequences * segment.sequence_length / segment.length
     factor = router.num_experts * coefficient / (router.topk * (tokens * group.size()) ** 2)
     probabilities = scores.reshape(-1, sequences * router.num_experts).sum(dim=0)

@@ -34,8 +34,8 @@ class HeadExchange:
         assert self._size % self._row_size == 0, f"{self._size} ranks in rows of {self._row_size}"
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], in one message: its row's queries
-        [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
+        """Exchange this rank's tokens with all heads, [n/c, b, h, d] and [n/c, b, g, d], in one message for its row's
+        queries [n·a/c, b, h/a, d] and all keys and values [n, b, g/a, d] with its heads."""
         copies = lcm(key.shape[2], self._row_size) // key.shape[2]
         if copies > 1:
             key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
@@ -60,7 +60,7 @@ class HeadExchange:
         )
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """From its row's tokens with its heads, [n·a/c, b, h/a·d]: this rank's tokens with all heads [n/c, b, h·d]."""
+        """Exchange its row's tokens with its heads, [n·a/c, b, h/a·d], for its own with all heads, [n/c, b, h·d]."""
         parts = output.chunk(2 * self._row_size)
         sent = torch.cat(
             [part for pair in zip(parts[: self._row_size], reversed(parts), strict=False) for part in pair]

@@ -1,7 +1,7 @@
-"""Copies between a device and the memory of the host that run beside compute, and the buffers of the host.
+"""Copies between device and host memory that overlap with compute, and the buffers on the host.
 
 On a GPU buffers are pinned, and the host waits for nothing. On a CPU the memory of the host is a second pool, of mapped
-files, so order and lifetime are as real as on a GPU, and the operating system may write that memory to disk.
+files, so order and lifetimes are those of a GPU, and the operating system may write that memory to disk.
 """
 
 import os
@@ -14,7 +14,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-_PROBE, _ROUNDS = 1 << 24, 16  # bytes, copied so often each way to measure the link; milliseconds on a GPU
+_PROBE, _ROUNDS = 1 << 24, 16  # bytes, and copies each way, that measure the link; milliseconds on a GPU
 
 # Waits for the end of copies: the running stream on a GPU, the running thread on a CPU.
 Wait = Callable[[], object]
@@ -23,7 +23,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Lane:
-    """One direction, whose copies run one after another: in a stream of a GPU, or in a thread on a CPU."""
+    """The copies of one direction, which run one after another: in a stream of a GPU, or in a thread on a CPU."""
 
     def __init__(self, is_on_gpu: bool) -> None:
         self._stream = torch.cuda.Stream() if is_on_gpu else None
@@ -73,7 +73,7 @@ def link_rate(device: torch.device, when_ready: Callable[[], object]) -> float:
 
 
 def pinned_buffer(num_bytes: int) -> Tensor:
-    """Pinned bytes of the host. Raises MemoryError if it has too few."""
+    """Pinned bytes of the host. Raises MemoryError if there are too few."""
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     # `pin_memory` would round the size up to a power of two.
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)

@@ -1,9 +1,9 @@
-"""Activations in the memory of the host: tensors that a forward leaves for its backward move there, and back in time.
+"""Activations in host memory: tensors that a forward keeps for its backward move there, and back in time.
 
 Within the forward of a unit every tensor that autograd saves becomes a handle (`saved_tensors_hooks`), and so do the
-results of attention that recomputation keeps, and in that of a last segment the keys and values of all segments.
+attention results that recomputation keeps. In the forward of a last segment, so do the keys and values of all segments.
 `offload` moves the storages that only handles refer to, each once; moving parameters, rotary tables or masks would free
-nothing. The schedule decides when (schedule/moves.py).
+nothing. The schedule determines when (schedule/moves.py).
 
 Tensors that a deferred weight gradient needs stay on the device from the input-gradient half of the backward on.
 """
@@ -22,8 +22,8 @@ from .host_copies import Lane, Pairs, Wait, mapped_buffer, pinned_buffer
 
 SMALLEST = 1 << 12  # bytes; smaller storages stay, since every copy costs a launch
 _ALIGNMENT = 1 << 9  # bytes
-# Bytes of the host are taken in blocks, since units of other stages and segments are of other sizes. To pin many small
-# ones would take long.
+# Host memory is taken in blocks, since units of different stages and segments differ in size. Pinning many small blocks
+# would take long.
 _BLOCK, _PINNED_BLOCK = 1 << 20, 1 << 24
 
 
@@ -37,24 +37,24 @@ class _Storage:
     def __init__(self, tensor: Tensor) -> None:
         self.here: UntypedStorage | None = tensor.untyped_storage()
         self.num_bytes = self.here.nbytes()
-        self.empty = tensor.new_empty(0)  # from which views are made, on the same device
+        self.empty = tensor.new_empty(0)  # base of views on the same device
         self.leaves: list[Tensor] = []
 
     def own_leaves(self) -> list[Tensor]:
-        """Without those that have got another storage since."""
+        """The leaves that still have this storage."""
         return [leaf for leaf in self.leaves if leaf.untyped_storage()._cdata == self.here._cdata]
 
     def references(self) -> list[int]:
-        """The numbers of references to these."""
+        """The reference counts of `own_leaves`."""
         return [getrefcount(leaf) for leaf in self.own_leaves()]
 
     def may_leave(self) -> bool:
-        """Whether only handles refer to it, and leaves to which only the graph refers."""
+        """Whether it is only used by handles, and by leaves that only the graph refers to."""
         own = 1 + self.references().count(_references_to_free_leaf())
         return self.num_bytes >= SMALLEST and torch._C._storage_Use_Count(self.here._cdata) == own
 
     def leave(self) -> UntypedStorage:
-        """From now on only the returned object keeps it on the device."""
+        """Release the storage: from now on only the returned object keeps it on the device."""
         for leaf in self.own_leaves():
             leaf.data = leaf.new_empty(0)
         self.leaves.clear()
@@ -64,7 +64,7 @@ class _Storage:
 
 @cache
 def _references_to_free_leaf() -> int:
-    """As `_Storage.references` counts them; versions of PyTorch differ."""
+    """The count in `_Storage.references` of a leaf that only the graph refers to; versions of PyTorch differ."""
     leaf = torch.ones(1, requires_grad=True)
     storage, _graph = _Storage(leaf), leaf.sin()
     storage.leaves.append(leaf)
@@ -97,7 +97,7 @@ class _Away(NamedTuple):
 
 
 class HostMemory:
-    """The tensors that forwards leave for their backwards, here or on the host, by unit; each unit moves once."""
+    """The tensors that forwards keep for their backwards, on device or host, by unit; each unit moves once."""
 
     def __init__(self) -> None:
         # The storages of the unit whose forward is running, by address.
@@ -107,7 +107,7 @@ class HostMemory:
         self._leaving: tuple[Hashable, list[UntypedStorage]] = None, []
         self._away: dict[Hashable, _Away] = {}
         self._arriving: dict[Hashable, Wait] = {}
-        # Blocks with the end of their last copy, for later units and steps; those that have waited longest come first.
+        # Unused blocks with the end of their last copy, for later units and steps; the longest unused come first.
         self._unused: list[tuple[Tensor, Wait | None]] = []
         self.num_bytes = self.most_bytes = 0
 
@@ -171,9 +171,9 @@ class HostMemory:
 
     def clear(self) -> None:
         """Forget everything but the blocks, after a step that failed."""
-        for arrival in self._arriving.values():  # or what is computed next might be written to
+        for arrival in self._arriving.values():  # else a late copy might overwrite later results
             arrival()
-        # The copies there run in turn.
+        # Copies to the host run one after another, so later ones need not wait.
         self._unused += [(block, None) for each in self._away.values() for block in each.blocks]
         for units in (self._here, self._away, self._arriving):
             units.clear()
@@ -191,7 +191,7 @@ class HostMemory:
             self._leaving = None, []
 
     def _blocks(self, num_bytes: int) -> tuple[list[Tensor], Wait]:
-        """Unused blocks, and new ones if there are too few, with the end of the copies that they serve."""
+        """Unused blocks, and new ones if there are too few, with a wait for the last copies from them."""
         make, size = (pinned_buffer, _PINNED_BLOCK) if self._is_on_gpu else (mapped_buffer, _BLOCK)
         count = -(-num_bytes // size)
         try:

@@ -23,10 +23,10 @@ class Rows:
 
     def __init__(self, sequence_length: int) -> None:
         self._length = sequence_length
-        self._rows: Any = None  # a tensor, or while it rests what stands for it
+        self._rows: Any = None  # a tensor, or its handle while it rests
         # Views by their end; each costs the host as much as a small kernel.
         self._first: dict[int, Tensor] = {}
-        self._start = sequence_length  # of the segment that went backward last
+        self._start = sequence_length  # start of the segment that went backward last
         self._sum: Tensor | None = None
 
     def write(self, start: int, end: int, rows: Tensor) -> None:
@@ -43,7 +43,7 @@ class Rows:
         return self._first[end]
 
     def rest(self, keep: Callable[[Tensor], Any]) -> None:
-        """What `keep` returns, as in HostMemory, stands for the rows until they are used again, in a backward."""
+        """Replace the rows by what `keep` returns, see HostMemory, until a backward uses them."""
         rows, self._rows = self._rows, keep(self._rows)
         if self._rows is not rows:
             self._first.clear()
@@ -65,12 +65,12 @@ class Rows:
 
 
 class WindowRows(Rows):
-    """A tensor [n, b, ...] of each segment, since a token sees no more than `window` rows before its own."""
+    """One tensor [n, b, ...] per segment, since a token sees no more than `window` rows before its own."""
 
     def __init__(self, sequence_length: int, window: int) -> None:
         super().__init__(sequence_length)
         self._window = window
-        # By the last token of a segment, in order: its rows, or the last of them if it was trimmed.
+        # The rows of each segment, or the last of them if it was trimmed, by its end, ascending.
         self._kept: dict[int, Any] = {}
 
     def write(self, start: int, end: int, rows: Tensor) -> None:
@@ -84,7 +84,7 @@ class WindowRows(Rows):
 
     def trim(self, keeps_earlier: bool) -> None:
         """Forget the rows of the latest segment that later ones do not see, and earlier segments unless
-        `keeps_earlier`: no backward follows, or only after a repeated forward."""
+        `keeps_earlier`; for forwards without a backward, or with one only after a repeated forward."""
         end, rows = next(reversed(self._kept.items()))
         first = max(0, end - self._window)
         if keeps_earlier:
@@ -112,8 +112,8 @@ class KVCache:
     concatenated. Bytes per token and layer, with e bytes an element: 2·b·g·d·e from the first forward of the
     micro-batch to its last backward, and 2·b·g·d·max(e, 4) for the gradients from its first backward to its last.
 
-    With a `window` they are kept for the segments in flight only, and a window of a trimmed segment; gradients for a
-    window between two backwards.
+    With a `window`, keys and values are kept only for segments in flight and for the last `window` tokens of a trimmed
+    segment, gradients only for `window` tokens between two backwards.
     """
 
     def __init__(self, sequence_length: int, window: int | None = None) -> None:

@@ -2,8 +2,8 @@
 the rotary part of their keys, which all heads share, instead of keys and values.
 
 A segment projects the latents of its prefix up again, together with its own, so that any kind of linear layer computes
-all gradients in its own backward. It keeps r + p numbers a token instead of h·(d + e), for the sizes of DeepSeek-V3 576
-instead of 40960.
+all gradients in its own backward. It keeps r + p numbers per token instead of h·(d + e); for DeepSeek-V3, 576 instead
+of 40960.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from .kernels import Gradients
 from .kv_cache import KVCache
 from .segment import Segment
 
-LARGEST_SHARE = 1 / 8  # of the time of attention to the prefix, for projecting it up again
+LARGEST_SHARE = 1 / 8  # of the time of attention to the prefix; projecting it up again may take that
 
 
 def keep_latents(layer: torch.nn.Module) -> None:
     """Make multi-latent attention keep latents if that takes little time and all gradients can be computed.
 
-    Not if the backward recomputes the projection or attention alone, from their arguments; not if ranks share tokens or
-    heads; not in 8 bits, which need a context that the backward lacks.
+    It cannot if the backward recomputes the projection or attention alone, from their arguments, if ranks share tokens
+    or heads, or in 8 bits, which need a context that the backward lacks.
     """
     if not isinstance(layer, MLASelfAttention) or not isinstance(layer.core_attention, SegmentAttention):
         return
@@ -113,7 +113,8 @@ class LatentCache(KVCache):
         return torch.cat([projected[..., : self._size], rotary], -1), projected[..., self._size :].contiguous()
 
     def exchange_gradients(self, start: int, end: int, grads: Gradients) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Exchanges those of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the projection."""
+        """Exchanges gradients of the rotary keys; those of the prefix, [start, b, h·(d + e)], go through the
+        projection."""
         size, length = self._size, end - start
         own = grads.key[-length:].clone()
         # The shared rotary part gets the sum of the gradients of all heads, through the first head.

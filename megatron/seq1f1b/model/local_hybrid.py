@@ -1,7 +1,7 @@
-"""Hybrid models from Megatron's own layers; Megatron's specification has Transformer Engine's.
+"""Hybrid models from Megatron's local layers; Megatron's own specification uses Transformer Engine's.
 
-Checkpoints have the names of Transformer Engine's layers, so that either kind loads what the other saved, and a GPT's
-weights where Megatron translates them.
+Checkpoints use the names of Transformer Engine's layers, so either kind loads checkpoints of the other, and GPT
+checkpoints where Megatron translates them.
 """
 
 from dataclasses import replace

@@ -73,8 +73,7 @@ def _loss(model: LanguageModule, loss: Callable[[Tensor, Tensor], Tensor], label
 
 @dataclass(frozen=True)
 class Logits:
-    """Logits [n, b, V/t] that are computed when needed: in pieces for the loss and the largest of each token, else
-    whole.
+    """Logits [n, b, V/t] that are computed when needed: in pieces for `loss` and `max`, else whole.
 
     `of(hidden, weight)` computes the logits of hidden states [n/t, b, h], a run of the tokens on each of `num_runs`
     ranks, with the `weight` [V/t, h] of the layer. A piece has `length` tokens of each run.
@@ -162,8 +161,8 @@ class _LossOfPieces(torch.autograd.Function):
 
 
 def _alias(weight: Tensor) -> Tensor:
-    """The weight without hooks, with a `main_grad` in fp32: the weight's in Megatron's DistributedDataParallel, or its
-    own."""
+    """The weight without hooks, with a `main_grad` in fp32: the weight's under Megatron's DistributedDataParallel, or a
+    new one."""
     alias = weight.detach().requires_grad_(weight.requires_grad)
     if weight.requires_grad:
         dtype, main_grad = torch.promote_types(weight.dtype, torch.float32), getattr(weight, "main_grad", None)
@@ -173,9 +172,9 @@ def _alias(weight: Tensor) -> Tensor:
 
 
 def _gradient(weight: Tensor, alias: Tensor) -> Tensor | None:
-    """The gradient of the weight: zeros, for its hooks, if its `main_grad` takes all of it.
+    """The gradient of the weight; zeros, which only fire its hooks, if its `main_grad` has all of it.
 
-    Hooks leave out a gradient where a fused product, of kept logits in an earlier call, has marked the weight.
+    Hooks ignore the gradient if a fused product, of kept logits in an earlier call, has marked the weight.
     """
     if not weight.requires_grad:
         return None

@@ -9,7 +9,7 @@ _ROWS_AT_ONCE = 1024
 
 
 class MaskCheck:
-    """Compares masks with causal attention; `settle` reads the results of a GPU, so that nothing waits before."""
+    """Compares masks with causal attention; only `settle` reads results of a GPU, so nothing waits before."""
 
     def __init__(self) -> None:
         self._doubts: list[tuple[Tensor, str]] = []
@@ -29,7 +29,7 @@ class MaskCheck:
             self.settle()
 
     def settle(self) -> None:
-        """Raise ValueError for a mask that is not causal; waits for the GPU if there were any on it."""
+        """Raise ValueError for a mask that is not causal; waits for the GPU if any mask was on it."""
         doubts, self._doubts = self._doubts, []
         if doubts and torch.stack([doubt for doubt, _ in doubts]).any():
             raise ValueError(

@@ -25,14 +25,14 @@ class Piece(NamedTuple):
 
 
 def document_start(starts: Sequence[int], token: int, first_token: int = 0) -> int:
-    """Where the document of a token begins, not before `first_token`, of documents that begin at `starts`."""
+    """The start of a token's document, at least `first_token`; documents begin at `starts`."""
     return max(starts[bisect_right(starts, token) - 1], first_token)
 
 
 def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) -> list[Piece]:
     """The pieces of documents that begin at `starts`, in the segment of the tokens `start` to `end`.
 
-    No keys are seen before `first_token`, so a document that begins earlier begins there.
+    Keys before `first_token` are not seen, so a document with an earlier start begins there.
     """
     inner = starts[bisect_right(starts, start) : bisect_right(starts, end - 1)]
     bounds = [document_start(starts, start, first_token), *inner, end]
@@ -40,10 +40,10 @@ def pieces(starts: Sequence[int], start: int, end: int, first_token: int = 0) ->
 
 
 class CumulativeLengths(NamedTuple):
-    """Documents one after the other: the ends of the queries and keys of each, and the most that a document has.
+    """Consecutive documents: the ends of the queries and keys of each, and the most of either in a document.
 
-    `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last of
-    the tokens of its keys.
+    `query_ends` and `key_ends` are int32 on the device, with a 0 in front. The queries of a document are the last
+    tokens of its keys.
     """
 
     query_ends: Tensor

@@ -1,8 +1,8 @@
 """Multi-token prediction on one segment, whose last tokens read and predict tokens of the next segment.
 
 Megatron shifts tokens, positions, labels and loss mask by one for each further token that it predicts, and fills the
-end with zeros. Here the tokens that follow fill the end of a segment, or of each run of tokens that a context-parallel
-rank has of it, and the loss is divided by the tokens of the whole micro-batch.
+end with zeros. Here the end of a segment, or of each run of tokens that a context-parallel rank has of it, is filled
+with the tokens that follow, and the loss is divided by the tokens of the whole micro-batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from .segment import Segment, SegmentContext
 
 
 class LookAhead(NamedTuple):
-    """What follows each of the r runs of tokens that a rank has of a segment of b sequences: `entries[name]`
-    [r, b, depth], zeros beyond the end of the sequence.
+    """The batch entries after each of a rank's r runs of tokens in a segment of b sequences: `entries[name]` [r, b,
+    depth], zeros beyond the end of the sequence.
 
     `counts[d]` is the sum of the loss mask of the whole micro-batch, shifted by d tokens. If predictions stay within
     documents, `ends_document` [b, n] marks the tokens of the runs that another document follows.
@@ -32,7 +32,7 @@ class LookAhead(NamedTuple):
 class PredictionHeads:
     """Replaces the shifts of Megatron's multi-token prediction during one step.
 
-    `ahead(segment)` gives what follows a segment; `num_shares` context-parallel ranks have a share of its tokens each.
+    `ahead(segment)` returns what follows a segment, whose tokens are divided among `num_shares` context-parallel ranks.
     """
 
     def __init__(self, context: SegmentContext, ahead: Callable[[Segment], LookAhead], num_shares: int = 1) -> None:
@@ -41,11 +41,11 @@ class PredictionHeads:
         self._num_shares = num_shares
         self._segment: Segment | None = None
         self._ahead: LookAhead | None = None
-        # The next shifts of Megatron: an entry of the batch, and the tokens that it is shifted by in all.
+        # Megatron's next shifts: an entry of the batch, and its total shift in tokens.
         self._shifts: Iterator[tuple[str, int]] = iter(())
 
     def patches(self) -> PatchTable:
-        """To be bound while the step runs."""
+        """The patches to bind while the step runs."""
         module, models = "megatron.core.transformer.multi_token_prediction", "megatron.core.models"
         shifts, loss = "fills the end of a segment with zeros", "divides by the tokens of a segment"
         logs, log = f"{module}.MTPLossLoggingHelper.save_metrics_to_tracker", "averages what adds up to the loss"
@@ -58,7 +58,7 @@ class PredictionHeads:
         )
 
     def _shifted(self, tensor: Tensor | None, *_: Any, **__: Any) -> tuple[Tensor | None, Tensor | None]:
-        """In place of `roll_tensor`: [b, n] without its first token, with one that follows, and the sum of the mask."""
+        """Replaces `roll_tensor`: [b, n] without its first token and with the next one, and the sum of the mask."""
         name, shift = next(self._shifts, (None, 0))
         if name is None:
             raise ValueError(

@@ -1,10 +1,10 @@
 """Recurrent layers by segments: gated delta nets (arXiv 2412.06464) and Mamba-2 (arXiv 2405.21060).
 
-A segment starts from the state after the segment before it, and its backward gives the gradient of that state back. The
-state is that of the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last columns before the convolution.
-A layer provides one function, from its input and a state to its output and the next state. Kernels are those of
-Megatron's layers: flash-linear-attention, mamba-ssm and causal-conv1d on GPUs, plain PyTorch on CPUs and for delta nets
-in deterministic mode.
+A segment starts from the state after the previous segment, and its backward returns the gradient of that state. The
+state is that of the recurrence in fp32, [b, h, d_k, d_v] or [b, h, p, n], and the last input columns of the
+convolution. A layer provides one function, from its input and a state to its output and the next state. Kernels are
+those of Megatron's layers: flash-linear-attention, mamba-ssm and causal-conv1d on GPUs, plain PyTorch on CPUs and for
+delta nets in deterministic mode.
 """
 
 from collections.abc import Callable
@@ -47,13 +47,14 @@ def run_recurrence(context: SegmentContext, layer: Any, recurrence: Recurrence, 
         states.pop(segment.index - 1, None)
     if segment.is_last:
         return output
-    # A repeated forward leaves the first state, which is in the next segment's graph.
+    # A repeated forward does not replace the first state, which is in the next segment's graph.
     states.setdefault(segment.index, tuple(x.detach().requires_grad_(is_used_again) for x in state))
     return _Leave.apply(output, partial(states.pop, segment.index), context.end_of_backward(layer), *state)
 
 
 class _Leave(torch.autograd.Function):
-    """Returns the output unchanged; its backward takes the leaves that stood for the state, and their gradients."""
+    """Returns the output unchanged; its backward removes the leaves that stood for the state, and passes on their
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, take: Callable[[], State], end: Callable, *state: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def _within_documents(
 def causal_convolution(
     convolve: Callable[[Tensor], Tensor], x: Tensor, before: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor]:
-    """A causal convolution over `width` tokens of x [b, n, d] and the columns [b, width − 1, d] before it; None are
+    """A causal convolution over `width` tokens of x [b, n, d] and the columns [b, width − 1, d] before it; `None` means
     zeros.
 
     `convolve` pads with zeros in front. Also returns the last columns, from which the next segment starts.
@@ -122,7 +123,7 @@ def _delta_net(
 
 
 def _delta_rule(layer: GatedDeltaNet, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
-    """From the input projection [n, b, ...] to the normalised output of the rule [n, b, h·d_v]."""
+    """Maps the input projection [n, b, ...] to the normalised output of the rule [n, b, h·d_v]."""
     own = partial(gdn.get_parameter_local_cp, dim=0, cp_group=layer.pg_collection.cp)
 
     def convolve(x: Tensor) -> Tensor:
@@ -165,8 +166,8 @@ def _mamba(
 
 
 def _mamba_scan(mixer: MambaMixer, projected: Tensor, state: State | None) -> tuple[Tensor, State]:
-    """From the input projection [n, b, ...] to the output of the scan [n, b, h·p]; with context parallelism between
-    Megatron's two exchanges, for all tokens of a segment with this rank's heads."""
+    """Maps the input projection [n, b, ...] to the output of the scan [n, b, h·p]. With context parallelism it runs
+    between Megatron's two exchanges, on all tokens of a segment with this rank's heads."""
     own = mixer.cp
 
     def convolve(x: Tensor) -> Tensor:

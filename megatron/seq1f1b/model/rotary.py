@@ -38,7 +38,7 @@ def _of_documents(
     (first, end), *others = _positions(segment, length)
     if not others:
         return forward(length, offset=first, packed_seq=packed_seq, cp_group=cp_group)
-    # These begin at 0, and share a table; nothing is parted among context-parallel ranks yet.
+    # The others begin at 0 and share a table, which is not yet divided among context-parallel ranks.
     table = forward(max(stop for _, stop in others), packed_seq=True)
     angles = forward(end - first, offset=first, packed_seq=True)
     is_yarn = isinstance(rotary, YarnRotaryEmbedding)
@@ -53,8 +53,8 @@ def _of_documents(
 def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
     """The positions of the `length` tokens of a segment, from the first to the end of each document.
 
-    Small ones, since angles in fp32 round by more, the larger they are. Several sequences, which may have other
-    documents, share positions that count from their start, as attention depends on differences only.
+    They are kept small, since rounding errors of angles in fp32 grow with them. Several sequences may have different
+    documents, so they share positions that count from their start: attention depends on differences only.
     """
     documents = segment.documents
     if documents is None or len(documents) > 1 or length != segment.length:
@@ -66,7 +66,7 @@ def _positions(segment: Segment, length: int) -> list[tuple[int, int]]:
 def _cosines_and_sines(
     rotary: YarnRotaryEmbedding, cached: Callable, length: int, *, dtype: torch.dtype, packed_seq: bool = False
 ) -> tuple[Tensor, ...]:
-    """What the fused rotary embedding of multi-latent attention reads."""
+    """Cosines and sines for the fused rotary embedding of multi-latent attention."""
     segment = rotary.segment_context.segment
     if segment is None:
         return cached(length, dtype=dtype, packed_seq=packed_seq)

@@ -60,19 +60,19 @@ class SegmentContext:
     """The running segment, and the caches of layers for the micro-batches in flight.
 
     It is set around the forward and around the backward of a unit, since recomputation runs a forward inside the
-    backward. Between units there is no running segment, and modules treat their input as whole sequences. `keep` gives
-    what stands for a tensor that may move with the running unit, as in HostMemory.
+    backward. Between units there is no running segment, and modules treat their input as whole sequences. `keep`
+    returns a handle of a tensor that may move with the running unit, see HostMemory.
 
-    A cache is what a layer passes from segment to segment. It lives until the backward of the first segment, or the
-    forward of the last one if no backward follows.
+    A cache holds the state that a layer passes from segment to segment. It lives until the backward of the first
+    segment, or the forward of the last one if no backward follows.
     """
 
     def __init__(self, keep: Callable[[Any], Any] = lambda tensor: tensor) -> None:
         self.keep = keep
         self.segment: Segment | None = None
         self.keeps_for_backward = True
-        self.splits_backwards = False  # then inputs and output gradients are kept for the weight gradients
-        self.kept_attention: dict[Hashable, Any] | None = None  # of first forwards, if recomputation keeps attention
+        self.splits_backwards = False  # if so, inputs and output gradients are kept for the weight gradients
+        self.kept_attention: dict[Hashable, Any] | None = None  # from first forwards, if recomputation keeps attention
         self.masks = MaskCheck()
         self._checked_mask: Tensor | None = None
         self._caches: dict[tuple[Any, int], Any] = {}
@@ -100,10 +100,10 @@ class SegmentContext:
         return self._caches[key]
 
     def is_used_again(self, layer: Any, output: Tensor) -> bool:
-        """Whether a backward of the running segment passes through the `output` of `layer`: neither in an evaluation,
-        nor where all weights below are frozen. Otherwise its cache is freed after the last segment.
+        """Whether a backward of the running segment passes through the `output` of `layer`: not in an evaluation, and
+        not if all weights below are frozen. If it does not, the cache is freed after the last segment.
 
-        A forward without gradients that is none of an evaluation will be repeated.
+        A forward without gradients outside of an evaluation will be repeated.
         """
         is_used_again = self.keeps_for_backward and (output.requires_grad or not torch.is_grad_enabled())
         if self.segment.is_last and not is_used_again:
@@ -111,7 +111,8 @@ class SegmentContext:
         return is_used_again
 
     def end_of_backward(self, layer: Any) -> Callable[[], object]:
-        """To be called in the backward of the running segment; frees the cache of `layer` with the first segment."""
+        """A function to call in the backward of the running segment; for the first segment it frees the cache of
+        `layer`."""
         key = (layer, self.segment.microbatch)
         return partial(self._caches.pop, key) if self.segment.is_first else lambda: None
 

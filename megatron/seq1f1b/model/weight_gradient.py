@@ -1,4 +1,4 @@
-"""Weight gradients apart from input gradients, in Megatron's local linear layers and in Transformer Engine's.
+"""Weight gradients separate from input gradients, in Megatron's local linear layers and in Transformer Engine's.
 
 The backward of a linear layer has two independent halves: the input gradient, which the previous stage needs, and the
 weight gradient, which the end of the step needs. Zero-bubble schedules (arXiv 2401.10241, section 2) run the second
@@ -27,12 +27,12 @@ from torch.autograd.function import once_differentiable
 from ..process.patches import Patch, patched_on, wrapping
 from .loss_pieces import keeps_logits
 
-# Gives the gradients of parameters, None for one whose gradient is already in `main_grad`.
+# Computes the gradients of parameters; None for a gradient that is already in `main_grad`.
 Product = Callable[[], Sequence[Tensor | None]]
 
 
 class WeightGradientStore:
-    """The weight gradients still to be computed, by the unit whose backward left them.
+    """Deferred weight gradients, by the unit whose backward deferred them.
 
     It holds inputs and output gradients of the unit's linear layers: b·n·(i + o)·e bytes for n tokens, b sequences, i
     and o features, e bytes an element.
@@ -52,7 +52,7 @@ class WeightGradientStore:
             self._collecting = None
 
     def leave(self, parameters: Sequence[torch.nn.Parameter], product: Product) -> None:
-        """Keep the product that gives the gradients of `parameters` for the unit whose backward runs."""
+        """Defer `product`, which computes the gradients of `parameters`, for the unit whose backward runs."""
         assert self._collecting is not None, "a split backward ran outside of a schedule"
         self._collecting.append((parameters, product))
 
@@ -126,12 +126,12 @@ def deferring(linear: Callable[..., Tensor], store: WeightGradientStore) -> Call
         is_split = input.requires_grad and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
         if not is_split or options.get("gtp_remat_size", 1) > 1:
             return linear(input=input, weight=weight, bias=bias, **options)
-        kept = input.detach()  # whose graph ends before the product is computed
+        kept = input.detach()  # without the graph, which is freed before the product is computed
         accumulates = options["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
 
         def gradient(grad_output: Tensor) -> tuple[Tensor | None]:
             rows = kept
-            if options["sequence_parallel"]:  # those kept are this rank's part
+            if options["sequence_parallel"]:  # `kept` is this rank's part
                 rows = gather_from_sequence_parallel_region(kept, group=options["tp_group"], use_global_buffer=True)
             grad_output, rows = prepare_input_tensors_for_wgrad_compute(grad_output, rows)
             if not accumulates:
@@ -169,10 +169,10 @@ def _accumulated(weight: torch.nn.Parameter) -> Tensor | None:
 
 
 def _store_of(layer: Any, store: WeightGradientStore) -> SimpleNamespace:
-    """What stands for the `wgrad_store` of a layer of Transformer Engine."""
+    """Replaces the `wgrad_store` of a Transformer Engine layer."""
 
     def put(tensors: list[Any], product: Callable[..., tuple[Any, ...]]) -> None:
-        """Called by the layer's backward: `product(*tensors)` gives the gradients of its weight and of its bias.
+        """Called by the layer's backward: `product(*tensors)` returns the gradients of its weight and bias.
 
         In a layer of several experts it writes the gradients of their weights into the last of the `tensors`.
         """
@@ -217,8 +217,8 @@ def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
     """Make Transformer Engine's layers add the gradient of every unit to `main_grad`.
 
     With `gradient_accumulation_fusion` they overwrite it with the gradient of the unit that goes forward first, which
-    in Megatron's schedules also goes backward first. That unit also puts the weights into 8 bits, for all units of the
-    step; here it only does that.
+    in Megatron's schedules also goes backward first. In that unit they also convert the weights to 8 bits for all units
+    of the step; here they do only that.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -227,7 +227,7 @@ def add_up_all_weight_gradients(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def _as_any_unit(layer: Any, _: tuple) -> None:
-    """Unmark the first unit of a step, which Megatron marks; any unit makes, and keeps, missing weights in 8 bits."""
+    """Unmark the first unit of a step, which Megatron marks; any unit then converts missing weights to 8 bits."""
     if layer.is_first_microbatch:
         layer.is_first_microbatch = False
         getattr(layer, "_fp8_workspaces", {}).clear()

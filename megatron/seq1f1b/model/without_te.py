@@ -24,7 +24,7 @@ def repairs() -> tuple[Patch, ...]:
 
 
 def _marked_norm(new: Callable, cls: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """Its parameters are marked: Megatron sums the gradients of those over the tensor-parallel ranks."""
+    """A norm with marked parameters: Megatron sums their gradients over the tensor-parallel ranks."""
     sequence_parallel = config.sequence_parallel
     config.sequence_parallel = False  # Megatron refuses it, since nothing sets the mark
     try:
@@ -58,8 +58,8 @@ def _without_apex(init: Callable, layer: Any, *args: Any, config: Any, **options
 
 
 def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
-    """It reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is about
-    to be loaded."""
+    """Megatron reads the number of steps from the states of the parameters, which do not exist yet when a checkpoint is
+    about to be loaded."""
     inner = self.optimizer
     parameters = [p for group in inner.param_groups for p in group["params"]]
     if inner.state or not parameters:
@@ -74,8 +74,8 @@ def _state_dict_before_first_step(state_dict: Callable, self: Any) -> dict:
 @torch.no_grad()
 def _load_with_steps(load_state_dict: Callable, self: Any, loaded: dict) -> None:
     """A checkpoint stores the number of steps once a group. Megatron gives all parameters one tensor of it, which Adam
-    increments in place, once for each of them. Parameters in fp32, which are their own main copies, are written to,
-    which only `no_grad` allows."""
+    increments in place, once for each of them. Parameters in fp32 are their own main copies, and only `no_grad` allows
+    writing to them."""
     load_state_dict(self, loaded)
     for state in self.optimizer.state.values():
         if "step" in state:

@@ -15,8 +15,8 @@ from .interface import Gradients, Kernel, Saved
 class Padded:
     """Pads heads with zeros to one size, a multiple of `multiple_of`; the padded copies live for the call only.
 
-    For multi-latent attention, whose values have smaller heads than its queries, and for odd sizes. Zeros change
-    neither the scores nor the part of the output that is kept.
+    It serves multi-latent attention, with smaller heads of values than of queries, and odd sizes. Zeros change neither
+    the scores nor the part of the output that is kept.
     """
 
     kernel: Kernel
@@ -75,11 +75,11 @@ class WithSink:
 class RunOnce:
     """Runs `kernel` once where full recomputation repeats the forward of `unit`.
 
-    Autograd does not record the first forward, and leaves output and statistics in `results`; the repeated one takes
-    them out, so that the graph does not keep itself. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
+    The first forward, without autograd, stores output and statistics in `results`; the repeated one removes them, so
+    that the graph does not keep itself alive. In between a layer keeps b·n·h·(e·w + 4) bytes, for n tokens of b
     sequences, h query heads, values of size e and w bytes an element, in what `keep` returns, see HostMemory.
-    `generator` is the one that the kernel draws from, None if it draws nothing: the rest of the layer goes on from its
-    state.
+    `generator` is the kernel's random generator, None if it draws nothing; its state after the first forward is
+    restored for the rest of the layer.
     """
 
     kernel: Kernel

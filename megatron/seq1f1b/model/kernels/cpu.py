@@ -17,7 +17,7 @@ from .interface import AttentionRule, Gradients, Saved
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-_KEYS_AT_ONCE = 2048  # of the prefix in the backward, whose gradients exist twice for a moment
+_KEYS_AT_ONCE = 2048  # of the prefix in the backward; their gradients briefly exist twice
 
 
 @dataclass(frozen=True)

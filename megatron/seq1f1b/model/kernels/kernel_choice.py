@@ -18,17 +18,17 @@ from .unfused import Unfused
 _log = logging.getLogger(__name__)
 
 _LARGEST_HEAD = 256  # of fused kernels on GPUs
-_HEAD_MULTIPLE = 8  # of the sizes of heads there
+_HEAD_MULTIPLE = 8  # head sizes there are multiples of it
 
 
 class KernelChoice:
-    """Made once for the attention layers of a model; warns once, on rank 0, if no fused kernel fits.
+    """The choice for all attention layers of a model; warns once, on rank 0, if no fused kernel fits.
 
     `backend` is Megatron's --attention-backend: `unfused` and `local` mean plain matrix products, `fused` means
     Transformer Engine's attention on GPUs, anything else FlashAttention. `flash_attention_version` is its
     --flash-attention-version: 2 for PyTorch's own operators, 3 for these operators on FlashAttention 3, 4 for
     flash-attn-4; None takes 3 on Hopper GPUs if it is installed, else 2. All operators of a process run on one version.
-    Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2 unless it is told otherwise.
+    Versions 3 and 4 have no dropout, so a model that `has_dropout` runs on 2 unless a version is given.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KernelChoice:
 
     @staticmethod
     def is_on_gpu(tensor: Tensor) -> bool:
-        """A rehearsal replaces this, since its tensors are on no GPU."""
+        """A rehearsal replaces this, since its tensors are not on a GPU."""
         return tensor.is_cuda
 
     def name(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int, value_size: int) -> str:
@@ -75,7 +75,8 @@ class KernelChoice:
         return kernel if fits else Padded(kernel, multiple)
 
     def _why_unfused(self, rule: AttentionRule, is_cuda: bool, dtype: torch.dtype, size: int) -> str | None:
-        """The feature that no fused kernel supports; empty if the user wants none, None if there is one."""
+        """The feature that no fused kernel supports; empty if the user chose plain products, None if a fused kernel
+        fits."""
         if self._backend in ("unfused", "local"):
             return ""
         if not is_cuda:

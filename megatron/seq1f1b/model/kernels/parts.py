@@ -20,7 +20,8 @@ Call = tuple[Index, Index, tuple[CumulativeLengths, ...]]
 def on_parts(
     kernel: Kernel, segment: Segment | None, window: int | None, runs: Sequence[tuple[int, int]], query: Tensor
 ) -> Kernel:
-    """`kernel` for some of the queries of a segment, [n, b, h, d], within its documents; None is a whole sequence.
+    """`kernel` for some of the queries of a segment, [n, b, h, d], within its documents; no `segment` is a whole
+    sequence.
 
     The keys are those of the segment, and of a `window` before it or of its whole prefix. Queries come in `runs`, one
     after the other, each with its start and end in the segment: context-parallel ranks that share heads have a part of
@@ -75,8 +76,8 @@ def _calls(
 class InCalls:
     """Runs `kernel` once for every call on the keys from `first` on; no two calls share a query.
 
-    However many calls a segment has, its keys reach back as far as those of the next one, whose gradients find their
-    rows. A single call copies nothing.
+    The gradients of a segment cover all keys from `first` on, however many calls it has, so those of the segment after
+    it find their rows. A single call copies nothing.
     """
 
     kernel: Kernel
