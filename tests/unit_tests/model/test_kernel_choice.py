@@ -123,7 +123,7 @@ def test_version_4_only_if_asked_for_else_3_else_2(monkeypatch, caplog, tmp_path
     assert warning is None or re.search(f"FlashAttention-{warning}", caplog.text)
 
 
-def test_version_4_refuses_dropout_that_its_kernels_would_leave_out(monkeypatch):
+def test_version_4_refuses_dropout_that_it_would_leave_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     flash_attention_4(monkeypatch)
     with pytest.raises(ValueError, match="--flash-attention-version 4 has no attention dropout"):

@@ -68,7 +68,7 @@ def test_the_weight_gradient_waits_until_it_is_asked_for(has_bias):
     torch.testing.assert_close(layer.weight.grad, expected(layer, input))
 
 
-def test_units_are_computed_in_any_order_with_the_hooks_of_a_weight():
+def test_units_come_in_any_order_with_the_hooks_of_a_weight():
     layer, inputs, heard = Layer(), [tokens(seed) for seed in range(3)], []
     accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
     accumulator.register_hook(lambda *_: heard.append(layer.weight.grad.clone()))

@@ -123,7 +123,7 @@ def test_bubble_of_zb_h1(shape, unit):
 
 @fixed
 @given(shapes(equal=True))
-def test_zb_h1_splits_backwards_and_holds_no_more_units_than_1f1b(shape):
+def test_zb_h1_splits_backwards_and_holds_as_much_as_1f1b(shape):
     one_f_one_b, zero_bubble = build("1f1b", shape), build("zb-h1", shape)
     assert max(peaks(zero_bubble)) <= max(peaks(one_f_one_b))
     for actions in zero_bubble.ranks:
