@@ -15,7 +15,7 @@ operation.
 """
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from megatron.seq1f1b.schedule.action import COMPUTE_KINDS, MOVE_KINDS, Action, Kind
@@ -27,67 +27,6 @@ from megatron.seq1f1b.schedule.timeline import Span, Timeline
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
-
-
-Stream = tuple[int, Hashable]  # rank, and "compute" or the communicator of a channel
-
-
-def streams_of(lowered: Schedule) -> list[Stream]:
-    """The streams of all ranks: one for compute, one for each communicator."""
-    return sorted({_stream(lowered, rank, action) for rank, actions in enumerate(lowered.ranks) for action in actions})
-
-
-def hangs(lowered: Schedule, queue_of: Mapping[Stream, int]) -> bool:
-    """Whether some action never ends where the streams of a rank share its hardware queues as in `queue_of`.
-
-    The host issues all that a rank does at once. The first of a queue starts when its stream has ended what was before
-    it, compute when its message is there too, and messages when all compute issued before them has ended; else it holds
-    up the queue. A message is through when both of its ends have started.
-    """
-    queues: dict[Stream, deque[tuple[Action, int]]] = {}
-    for rank, actions in enumerate(lowered.ranks):
-        computed = 0
-        for action in actions:
-            stream = _stream(lowered, rank, action)
-            queues.setdefault((rank, queue_of[stream]), deque()).append((action, computed))
-            computed += action.kind in COMPUTE_KINDS
-    computed = [0] * len(lowered.ranks)
-    running: dict[Stream, Action] = {}  # sends and receives that wait for their other end
-    arrived: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for (rank, _), queue in queues.items():
-            while queue:
-                action, before = queue[0]
-                if computed[rank] < before:
-                    break
-                if action.kind in COMPUTE_KINDS:
-                    needed = message_needed(action, lowered.shape)
-                    if needed is not None and needed not in arrived:
-                        break
-                    computed[rank] += 1
-                elif action.kind in _SENDS + _RECEIVES:
-                    stream = _stream(lowered, rank, action)
-                    if stream in running:
-                        break
-                    channel = channel_of(action, lowered.shape.placement)
-                    other = channel.destination if action.kind in _SENDS else channel.source
-                    meets = running.pop((other, stream[1]), None)
-                    if meets is None:
-                        running[stream] = action
-                    else:
-                        send = action if action.kind in _SENDS else meets
-                        arrived.add(Action(channel.payload, send.stage, send.microbatch, send.segment))
-                queue.popleft()
-                moved = True
-    return any(queues.values())
-
-
-def _stream(lowered: Schedule, rank: int, action: Action) -> Stream:
-    if action.kind in _SENDS + _RECEIVES:
-        return rank, str(channel_of(action, lowered.shape.placement).communicator)
-    return rank, "compute"
 
 
 class HangError(RuntimeError):

@@ -168,11 +168,6 @@ def test_breadth_first_runs_chunk_after_chunk(shape):
         assert backward == sorted(backward, reverse=True)
 
 
-def test_unknown_family():
-    with pytest.raises(ValueError, match="unknown schedule '2f2b'; choose one of gpipe, 1f1b"):
-        build("2f2b", Shape(Placement(2), 2))
-
-
 def megatron_order(ranks, rank, chunks, microbatches):
     """Warm-up forwards, pairs, cool-down, from Megatron's own table and count."""
     table = schedules.get_schedule_table(microbatches, chunks, ranks)

@@ -24,18 +24,6 @@ from megatron.seq1f1b.schedule import (
 from .strategies import fixed, shapes
 
 
-@fixed
-@given(st.sampled_from(list(FAMILIES)), shapes(ranks=4, microbatches=4, segments=3, chunks=3))
-def test_csv_out_and_in(tmp_path_factory, family, shape):
-    path = tmp_path_factory.mktemp("csv") / "schedule.csv"
-    schedule = build(family, shape)
-    write_csv(schedule, path)
-    again = read_csv(path)
-    assert again.ranks == schedule.ranks
-    # The file does not show which one it is where a V and a loop are the same.
-    assert (again.shape == shape) or not shape.placement.turns or shape.num_ranks == 1
-
-
 def test_csv_of_other_programs(tmp_path):
     path = tmp_path / "schedule.csv"
     path.write_text("0F0,,0F1,0B0,0B1\r\n,1F0,1B0,1F1,1I1,1W1\r\n", encoding="utf-8-sig")
@@ -58,10 +46,16 @@ UNIT = ("stage", "chunk", "microbatch", "segment")
 
 
 @fixed
-@given(st.sampled_from(list(FAMILIES)), shapes(ranks=3, microbatches=3, segments=3, chunks=2))
-def test_timeline_out_and_in(tmp_path_factory, family, shape):
-    path = tmp_path_factory.mktemp("json") / "timeline.json"
-    simulated = simulate(build(family, shape), Costs.uniform(shape, 0.1, 0.2, 0.3, 0.01))
+@given(st.sampled_from(list(FAMILIES)), shapes(ranks=4, microbatches=4, segments=3, chunks=3))
+def test_schedules_and_timelines_out_and_in(tmp_path_factory, family, shape):
+    path, schedule = tmp_path_factory.mktemp("files") / "file", build(family, shape)
+    write_csv(schedule, path)
+    again = read_csv(path)
+    assert again.ranks == schedule.ranks
+    # The file does not show which one it is where a V and a loop are the same.
+    assert (again.shape == shape) or not shape.placement.turns or shape.num_ranks == 1
+
+    simulated = simulate(schedule, Costs.uniform(shape, 0.1, 0.2, 0.3, 0.01))
     timeline = Timeline(shape, simulated.ranks, "s", {"schedule": family})
     write_timeline(timeline, path)
     assert read_timeline(path) == timeline
