@@ -10,8 +10,9 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.transformer.attention import CrossAttention, SelfAttention
-from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.seq1f1b.model import (
     Segment,
@@ -30,17 +31,7 @@ def attention_layer(kind, mask_type):
     layer.core_attention = torch.nn.Sequential(torch.nn.Identity())
     layer.attn_mask_type, layer.layer_number = mask_type, 1
     layer.pg_collection = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
-    layer.config = SimpleNamespace(
-        kv_channels=8,
-        softmax_scale=None,
-        attention_dropout=0.0,
-        sequence_parallel=False,
-        attention_backend=AttnBackend.auto,
-        flash_attention_version=None,
-        window_size=None,
-        window_attn_skip_freq=None,
-        softmax_type="vanilla",
-    )
+    layer.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, attention_dropout=0.0)
     return layer
 
 

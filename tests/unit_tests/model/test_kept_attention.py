@@ -1,4 +1,4 @@
-"""Recomputation of all but attention: kernels run once, and gradients are bitwise those without recomputation."""
+"""Recomputation repeats masks, and kernels unless attention is kept; gradients are bitwise those without it."""
 
 import gc
 import weakref
@@ -21,34 +21,35 @@ class Counted(Unfused):
         return super().forward(*tensors)
 
 
-def layer_that_keeps(dropout=0.0):
+def counted_layer(dropout=0.0, keeps=True):
     Counted.calls = []
     layer = attention(8, Counted, dropout)
-    layer.segment_context.kept_attention = {}
+    layer.segment_context.kept_attention = {} if keeps else None
     return layer
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["whole", "documents"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (40,)], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_kernels_run_once_and_gradients_are_bitwise_equal(dropout, lengths, documents):
+@pytest.mark.parametrize("keeps, runs", [(True, 1), (False, 2)], ids=["kept", "again"])
+def test_recomputed_gradients_are_bitwise_equal(keeps, runs, dropout, lengths, documents):
     *tensors, grad = inputs(40, (2, 4, 2, 8, 8))
     segments = of_lengths(lengths, documents)
     results, calls, states = [], [], []
     for recompute in (False, True):
-        layer = layer_that_keeps(dropout=dropout)
+        layer = counted_layer(dropout, keeps)
         torch.manual_seed(5)
         results.append(run(layer, tensors, grad, segments, recompute))
         calls.append(len(Counted.calls))
         states.append(torch.get_rng_state())
-    assert calls[0] == calls[1] >= len(segments)
+    assert calls[1] == runs * calls[0] >= runs * len(segments)
     assert all(map(torch.equal, *results))
     # Later dropout of the layer repeats the masks of the first forward.
     assert torch.equal(*states)
 
 
 def test_what_is_kept_is_freed_by_the_backward_or_a_failure():
-    layer = layer_that_keeps()
+    layer = counted_layer()
     *tensors, grad = inputs(40, (1, 2, 2, 8, 8))
     (segment,) = segments_of([0, 40])
     gc.disable()

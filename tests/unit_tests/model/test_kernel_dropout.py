@@ -24,11 +24,11 @@ def layer_with_dropout(kernel_of=None, dropout=0.4, **options):
     return segments.attention(SIZE, kernel_of, dropout, **options)
 
 
-def step(layer, seed, recompute=False, documents=None, tensors=None):
+def step(layer, seed, tensors=None):
     """Output and gradients of all segments, whose masks come from `seed`."""
     *tensors, grad = tensors or inputs()
     torch.manual_seed(seed)
-    return segments.run(layer, tensors, grad, segments.segments_of(BOUNDS, documents), recompute)
+    return segments.run(layer, tensors, grad, segments.segments_of(BOUNDS))
 
 
 def masks(layer, seed):
@@ -58,17 +58,6 @@ def test_segments_have_masks_of_their_own():
     heads = kept[..., 18:24, :18].flatten(0, 1)
     assert all(not torch.equal(a, b) for i, a in enumerate(heads) for b in heads[:i])
     assert not torch.equal(kept[..., 7:13, :7], kept[..., 18:24, :7])
-
-
-@pytest.mark.parametrize("documents", [None, ((0, 9, 10), (0, 20))], ids=["whole", "documents"])
-def test_recomputation_repeats_the_masks(documents):
-    layer = layer_with_dropout()
-    stored, recomputed = step(layer, 7, documents=documents), step(layer, 7, recompute=True, documents=documents)
-    assert all(torch.equal(a, b) for a, b in zip(stored, recomputed, strict=True))
-    assert not torch.equal(stored[0], step(layer, 8, documents=documents)[0])
-    # The output is linear in the values, if the backward has the mask of the forward.
-    _, _, value, grad = inputs()
-    assert float((stored[3] * value).sum()) == pytest.approx(float((stored[0] * grad).sum()), abs=1e-10)
 
 
 def test_evaluation_drops_nothing():

@@ -1,5 +1,4 @@
-"""Attention on parts of a segment: within the documents of one sequence, and of ranks that have some of the queries
-each, which together compute what one with all queries does."""
+"""Attention on parts of a segment: ranks that have some of the queries each together compute what one with all does."""
 
 import pytest
 import torch
@@ -7,22 +6,7 @@ import torch
 from megatron.seq1f1b.model.kernels import AttentionRule, Saved, WithSink, on_parts
 from megatron.seq1f1b.model.kernels.unfused import Unfused
 from megatron.seq1f1b.model.segment import Segment
-from support.segments import attention, expected, inputs, run, segments_of, worst_error
-
-LENGTH = 48
-FP64, BF16 = torch.float64, torch.bfloat16
-
-
-@pytest.mark.parametrize("cuts", [(3, 11, 12, 25, 40, 47), (6, 24, 26, 44)])
-@pytest.mark.parametrize("starts", [(0, 5, 14, 22, 33, 41), (0, 20), (0, 2, 30, 46)])
-@pytest.mark.parametrize("window, dtype, tolerance", [(None, FP64, 1e-13), (7, FP64, 1e-13), (7, BF16, 2e-2)])
-def test_one_sequence_within_documents(window, dtype, tolerance, starts, cuts):
-    """Segments inside of one document have a single call, those between two have several."""
-    *tensors, grad = inputs(LENGTH, (1, 4, 2, 8, 8), dtype)
-    documents = (starts,)
-    results = run(attention(8, window=window), tensors, grad, segments_of([0, *cuts, LENGTH], documents))
-    assert all(result.dtype == dtype for result in results)
-    assert worst_error(results, expected(*tensors, grad, documents=documents, window=window)) <= tolerance
+from support.segments import attention, segments_of
 
 
 def test_a_flattened_batch_is_an_error():

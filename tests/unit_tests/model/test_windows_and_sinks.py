@@ -14,6 +14,7 @@ DOCUMENTS = {
     "whole": None,
     "documents": ((0, 20, 97), (0, 64)),
     "of one token": ((0, 1, 2, 99, 100, 101, 149), (0, 148, 149)),
+    "one sequence": ((0, 20, 22, 62, 97),),
     "at a segment start": ((0, 60, 63, 100, 130), (0, 65)),
     "every token": (tuple(range(LENGTH)), (0,)),
 }
@@ -27,7 +28,8 @@ def sinks():
 def whole(window, has_sink, documents):
     """Query, key, value and the gradient of the output; and what one softmax makes of them, however they are cut."""
     torch.manual_seed(1)
-    tensors, sink = inputs(LENGTH, (BATCH, HEADS, GROUPS, SIZE, SIZE)), sinks() if has_sink else None
+    batch = len(documents) if documents else BATCH
+    tensors, sink = inputs(LENGTH, (batch, HEADS, GROUPS, SIZE, SIZE)), sinks() if has_sink else None
     references = expected(*tensors, window=window, sink=sink, documents=documents)
     return tensors, [*references, sink.grad] if has_sink else references
 

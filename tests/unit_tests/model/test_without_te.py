@@ -26,26 +26,13 @@ def test_an_optimizer_without_a_step_has_a_state_to_load_into(repaired):
 
 def test_a_norm_is_marked_for_sequence_parallelism(repaired):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    config = SimpleNamespace(
-        layernorm_zero_centered_gamma=False,
-        persist_layer_norm=False,
-        memory_efficient_layer_norm=False,
-        sequence_parallel=True,
-        normalization="LayerNorm",
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2, sequence_parallel=True
     )
     norm = WrappedTorchNorm(config, 8)
     assert all(parameter.sequence_parallel for parameter in norm.parameters()) and config.sequence_parallel
-
-
-class Alone:
-    """A tensor-parallel group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def fused_linear(**options):
@@ -54,8 +41,8 @@ def fused_linear(**options):
 
     config = ModelParallelConfig(gradient_accumulation_fusion=True)
     config.use_cpu_initialization = True
-    ones = torch.nn.init.ones_
-    return layers.ColumnParallelLinear(4, 6, config=config, init_method=ones, bias=False, tp_group=Alone(), **options)
+    options |= {"init_method": torch.nn.init.ones_, "tp_group": SimpleNamespace(size=lambda: 1, rank=lambda: 0)}
+    return layers.ColumnParallelLinear(4, 6, config=config, bias=False, **options)
 
 
 def test_an_output_layer_without_apex_is_trained_by_autograd(monkeypatch):
